@@ -24,7 +24,6 @@ bucket. Other gradients are packed by one kernel.
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import math
 import sys
@@ -51,7 +50,7 @@ from zpasses.option_values import MemoryBudget, parse_budget
 from zpasses.passes.writers.bucket_writer import merge_collectives
 from zpasses.pipeline.pipeline import Level, Pass
 from zpasses.pipeline.recorder import note
-from zpasses.ranks.vote import exchange
+from zpasses.ranks.agree import adopt
 
 _MIB = 1 << 20
 _log = logging.getLogger("zpasses")
@@ -178,9 +177,8 @@ def _agree_on_buckets(
 ) -> list[tuple[Mode, list[SchedulableCollective]]]:
     """Returns the bucket plan of each group's first rank.
 
-    Which buckets fit the budget depends on shapes, and ranks may have different shapes. A rank may
-    also recompile when the other ranks do not. The same collectives therefore always get the same
-    buckets, as long as the target is the same.
+    Which buckets fit the budget depends on shapes. The same collectives always get the same
+    buckets.
     """
     adopted: list[tuple[Mode, list[SchedulableCollective]]] = []
     replicas = replicate_groups(items[0].started.graph)
@@ -192,24 +190,18 @@ def _agree_on_buckets(
             for bucket in planned
             if bucket.items[0] in numbers
         ]
-        # Without the group, whose name differs between the replicas of hybrid sharding.
         keys = [compatibility_key(item) for item in own]
         described = [
             (key[0], *map(str, key[2:]), item.tag.params, item.full_bytes)
             for key, item in zip(keys, own, strict=True)
         ]
-        signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
-        # Replicas reduce in one order, so each passes on the plan of the first.
-        for voters in (group, *replicas):
-            answers = exchange(
-                voters,
-                "the bucket plan",
-                [signature, mine],
-                remember=f"{signature} {current_target()!r}",
-            )
-            # If another rank has other collectives, the agreement check on collectives reports it
-            # later.
-            if all(answer[0] == signature for answer in answers):
-                mine = answers[0][1]
-        adopted += [(mode, [own[number] for number in members]) for mode, members in mine]
+        # Replicas reduce in one order, so they share the plan, too.
+        plan, _ = adopt(
+            (group, *replicas),
+            "the bucket plan",
+            (options, described),
+            mine,
+            planned_for=current_target(),
+        )
+        adopted += [(mode, [own[number] for number in members]) for mode, members in plan]
     return adopted

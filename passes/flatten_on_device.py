@@ -46,7 +46,7 @@ from zpasses.passes.writers.flatten_patterns import find_flattenings
 from zpasses.passes.writers.flatten_writer import FlattenPlan, Tier, freed_bytes
 from zpasses.pipeline.pipeline import Level, Pass, process_token
 from zpasses.pipeline.recorder import note
-from zpasses.ranks.vote import exchange
+from zpasses.ranks.agree import exchange
 
 __all__ = ["TIER_DECISION_KEY", "FlattenOnDevice", "TierDecision"]
 

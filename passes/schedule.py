@@ -23,7 +23,6 @@ reductions move to a second process group of the same ranks.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from bisect import bisect_left
@@ -49,8 +48,8 @@ from zpasses.passes.writers.exact_plans import fastest_one_ahead
 from zpasses.passes.writers.schedule_writer import copied, exact_cost, write_plan
 from zpasses.pipeline.pipeline import Level, Pass
 from zpasses.pipeline.recorder import note
+from zpasses.ranks.agree import adopt
 from zpasses.ranks.reduction_groups import reduction_group
-from zpasses.ranks.vote import exchange
 
 _MIB = float(1 << 20)
 _log = logging.getLogger("zpasses")
@@ -214,9 +213,8 @@ def _agree_on_plan(
     """Returns the plan that all ranks adopt, with indices of kept nodes as slots, and the groups
     whose ranks all have the same collectives.
 
-    What fits the budget depends on shapes, and ranks may have different shapes. A rank may also
-    recompile when the other ranks do not. The same collectives therefore always get the same plan,
-    as long as the target is the same. The plan is None if it does not fit this rank's graph.
+    What fits the budget depends on shapes. The same collectives always get the same plan. The plan
+    is None if it does not fit this rank's graph.
 
     Args:
         problem: this rank's graph.
@@ -236,7 +234,6 @@ def _agree_on_plan(
             strict=True,
         )
     ]
-    signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
     fixed = _fixed_starts(problem)
     mine: list[Any] = [
         [list(members) for members in plan.launches],
@@ -246,19 +243,14 @@ def _agree_on_plan(
             for each in plan.actions
         ],
     ]
-    # Ranks of several groups end with the plan of one rank, since each group passes it on.
-    agreed_groups = []
     groups = [compat.parent_group(str(key[1])) for key in keys]
-    for group in dict.fromkeys([*groups, *replicate_groups(problem.nodes[-1].graph)]):
-        answers = exchange(
-            group, "the schedule", [signature, mine], remember=f"{signature} {current_target()!r}"
-        )
-        # If another rank has other collectives, the agreement check on collectives reports it
-        # later.
-        if all(answer[0] == signature for answer in answers):
-            mine = answers[0][1]
-            agreed_groups.append(group)
-    launches, actions = mine
+    (launches, actions), agreed_groups = adopt(
+        dict.fromkeys([*groups, *replicate_groups(problem.nodes[-1].graph)]),
+        "the schedule",
+        (options, described),
+        mine,
+        planned_for=current_target(),
+    )
     adopted = Plan(
         tuple(tuple(members) for members in launches),
         tuple(Action(at, kind, launch) for at, kind, launch, _ in actions),

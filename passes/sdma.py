@@ -22,7 +22,6 @@ every gather holds the decision.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ from zpasses.graph.nodes import Collective, collective_of, named_arguments, nbyt
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.tags import Tag, add_tag, retag, tag_of
 from zpasses.pipeline.pipeline import Level, Pass
-from zpasses.ranks.vote import exchange
+from zpasses.ranks.agree import adopt
 from zpasses.sdma import route_choice
 from zpasses.sdma.ops import SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_ALL_GATHER_OUT
 
@@ -236,12 +235,9 @@ def _group_obstacle(ranks: Sequence[int], target: Target) -> str:
 def _agree_on_decisions(decisions: list[Decision], options: str) -> list[Decision]:
     """Mark a gather as replaced only if every rank of its group would replace it.
 
-    The predicted times depend on shapes, and ranks may have different shapes. A rank may also
-    recompile when the other ranks do not. The same gathers therefore always get the same answer, as
-    long as the target is the same.
+    The predicted times depend on shapes. The same gathers always get the same answer.
     """
     agreed, target = {}, current_target()
-    planned_for = hashlib.sha256(repr((target, route_figures(target))).encode()).hexdigest()
     for group in dict.fromkeys(decision.group for decision in decisions):
         own = [decision for decision in decisions if decision.group == group]
         described = [
@@ -252,20 +248,16 @@ def _agree_on_decisions(decisions: list[Decision], options: str) -> list[Decisio
             )
             for decision in own
         ]
-        signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
-        mine = [decision.outcome == "replaced" for decision in own]
-        answers = exchange(
-            group,
+        all_would_replace, same_gathers = adopt(
+            [group],
             "the choice of copy-engine gathers",
-            [signature, mine],
-            remember=f"{signature} {planned_for}",
+            (options, described),
+            [decision.outcome == "replaced" for decision in own],
+            planned_for=(target, route_figures(target)),
+            merge=lambda choices: [all(each) for each in zip(*choices, strict=True)],
         )
-        # If another rank has other collectives, the agreement check on collectives reports it
-        # later.
-        same_gathers = all(answer[0] == signature for answer in answers)
-        for place, decision in enumerate(own):
-            all_would_replace = same_gathers and all(answer[1][place] for answer in answers)
-            agreed[decision.node] = _apply_vote(decision, all_would_replace)
+        for decision, would in zip(own, all_would_replace, strict=True):
+            agreed[decision.node] = _apply_vote(decision, bool(same_gathers) and would)
     return [agreed[decision.node] for decision in decisions]
 
 

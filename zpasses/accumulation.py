@@ -17,13 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import AgreementError, OptionError, ZpassesError
-from zpasses.ranks.vote import (
-    WINDOW_TIMEOUT,
-    is_reported,
-    pass_on_failure,
-    reported_failure,
-    store_barrier,
-)
+from zpasses.ranks.failures import is_reported, pass_on_failure, reported_failure
+from zpasses.ranks.vote import WINDOW_TIMEOUT, store_barrier
 from zpasses.runtime.flush import flush, groups_of
 from zpasses.runtime.run_checks import barriers_enabled, timeout_of
 from zpasses.runtime.windows import (

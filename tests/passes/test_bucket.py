@@ -543,7 +543,7 @@ def test_shared_plan_that_exceeds_the_budget_is_warned_about(monkeypatch, caplog
     everything = [["coalesced", list(range(6))], ["coalesced", list(range(6, 12))]]
     within = bucketed(*params, memory_budget="0%")
     monkeypatch.setattr(
-        "zpasses.passes.bucket.exchange",
+        "zpasses.ranks.agree.exchange",
         lambda group, question, mine, *_, **__: [[mine[0], everything]] * 2,
     )
     bucketed(*params, memory_budget=ROOMY)

@@ -372,7 +372,7 @@ def test_all_ranks_take_the_plan_of_the_first(monkeypatch):
         told.append(mine)
         return [told[0], mine]
 
-    monkeypatch.setattr("zpasses.passes.schedule.exchange", exchange)
+    monkeypatch.setattr("zpasses.ranks.agree.exchange", exchange)
     first = scheduled(*SQUARES, target=SLOW_LINKS, memory_budget=ROOMY)[1]
     second = scheduled(*SQUARES, target=SLOW_LAUNCH, memory_budget=ROOMY)[1]
     assert told[0][0] == told[1][0]
@@ -398,7 +398,7 @@ def test_a_rank_with_other_kernels_runs_the_collectives_of_the_plan_in_order(mon
 
     told = []
     monkeypatch.setattr(
-        "zpasses.passes.schedule.exchange",
+        "zpasses.ranks.agree.exchange",
         lambda group, question, mine, *_, **__: [told.append(mine) or told[0], mine],
     )
     with fake_world(2), use_target(SLOW_LINKS):
@@ -469,7 +469,7 @@ def test_reductions_move_although_the_plan_of_the_first_rank_does_not_fit(monkey
 
 def test_ranks_with_other_collectives_make_no_group(monkeypatch):
     """The check of collectives reports the difference later."""
-    monkeypatch.setattr("zpasses.passes.schedule.exchange", lambda *_, **__: [["other", []]])
+    monkeypatch.setattr("zpasses.ranks.agree.exchange", lambda *_, **__: [["other", []]])
     _, moved = scheduled(*SQUARES, reduction_group="own")
     assert groups_of(moved)["reduce"] == {"0"}
 

@@ -321,7 +321,7 @@ def test_gather_that_one_rank_would_not_swap_is_swapped_by_no_rank(monkeypatch):
     def others_refuse_the_second(group, question, mine, *_, **__):
         return [mine, [mine[0], [True, False, True]]]
 
-    monkeypatch.setattr("zpasses.passes.sdma.exchange", others_refuse_the_second)
+    monkeypatch.setattr("zpasses.ranks.agree.exchange", others_refuse_the_second)
     gm = lowered(*PARAMS, passes=(ALL,))
     assert [op for op in ops(gm) if "gather" in op] == [
         "sdma_all_gather",
@@ -336,7 +336,7 @@ def test_gather_that_one_rank_would_not_swap_is_swapped_by_no_rank(monkeypatch):
 
 def test_ranks_with_different_gathers_swap_nothing(monkeypatch):
     monkeypatch.setattr(
-        "zpasses.passes.sdma.exchange",
+        "zpasses.ranks.agree.exchange",
         lambda group, question, mine, *_, **__: [mine, ["another", [True]]],
     )
     assert not any("sdma" in op for op in ops(lowered(*PARAMS, passes=(ALL,))))
@@ -345,7 +345,7 @@ def test_ranks_with_different_gathers_swap_nothing(monkeypatch):
 def test_recompiled_gathers_get_the_earlier_decision(monkeypatch):
     """A rank that recompiles for other shapes must match the graphs that the other ranks keep."""
     monkeypatch.setattr(
-        "zpasses.passes.sdma.exchange",
+        "zpasses.ranks.agree.exchange",
         lambda group, question, mine, *_, **__: [[mine[0], [True, False]]] * 2,
     )
     gm = lowered(*PARAMS[:2], passes=(Sdma(),))  # too small now

@@ -19,7 +19,7 @@ from zpasses.cost.target import TARGETS, use_target
 from zpasses.errors import OptionError, PassError
 from zpasses.pipeline import pipeline as pipelines
 from zpasses.pipeline.pipeline import Level, Pipeline, run_passes
-from zpasses.ranks.vote import simulated_answers
+from zpasses.ranks.agree import simulated_answers
 from zpasses.simulate.equality import check_equal
 from zpasses.testing import JointRecipe, RankRun, copy_graph, random_inputs, simulate
 from zpasses.testing.capture import TracedJoint

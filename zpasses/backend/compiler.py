@@ -58,17 +58,11 @@ from zpasses.pipeline.recorder import (
     pass_options,
     run_recorded_passes,
 )
+from zpasses.ranks.agree import recorded_answers
 from zpasses.ranks.compiling import compiling
+from zpasses.ranks.failures import is_reported, pass_on_failure, report_failure
 from zpasses.ranks.notes import check_conflicts
-from zpasses.ranks.vote import (
-    has_other_ranks,
-    is_reported,
-    pass_on_failure,
-    recorded_answers,
-    rejoin_after_failure,
-    report_failure,
-    vote_timeout,
-)
+from zpasses.ranks.vote import has_other_ranks, rejoin_after_failure, vote_timeout
 from zpasses.runtime.codegen import boxed, eager_codegen
 from zpasses.runtime.flush import GraphLowering, flush
 from zpasses.runtime.forward import AccumulationOptions, BoundParameters, with_local_shards

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zpasses.cost import device_memory
 from zpasses.errors import OptionError
-from zpasses.ranks.vote import exchange
+from zpasses.ranks.agree import exchange
 
 __all__ = ["agreed_free_bytes"]
 

@@ -8,7 +8,6 @@ budget, backward recomputes more. The graph is then partitioned again, with mark
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,7 @@ from zpasses.cost.target import current_target
 from zpasses.errors import MemoryBudgetError
 from zpasses.graph.nodes import nbytes, value_of
 from zpasses.graph.tags import tag_of
-from zpasses.ranks.vote import exchange
+from zpasses.ranks.agree import adopt
 
 __all__ = ["PartitionPolicy", "Partitioned", "partition_step", "too_little_memory"]
 
@@ -143,8 +142,7 @@ class _Partitioner:
     def _adopted(self, plan: StepPlan) -> tuple[float, list[fx.Node], list[fx.Node], int]:
         """The decision of the first rank, which all ranks adopt: they must gather identically.
 
-        Ranks may have other shapes, and may compile a graph again when the others do not. Equal
-        parameters therefore always get the same decision.
+        Equal parameters always get the same decision.
 
         Returns the fraction of activations to save, the full parameters to keep until backward and
         throughout the step (nodes of the joint graph), and the limit in bytes.
@@ -158,20 +156,13 @@ class _Partitioner:
             [at for at, (node, *_) in enumerate(full) if node.name in choice.cached],
             plan.limit_bytes,
         ]
-        # Names of groups differ between the replicas of hybrid sharding.
-        policy = replace(self._policy, groups=())
-        key = hashlib.sha256(repr((described, policy)).encode()).hexdigest()
-        for group in self._policy.groups:
-            answers = exchange(
-                group,
-                "which parameters to keep for backward",
-                [key, mine],
-                remember=f"{key} {current_target()!r}",
-            )
-            # If another rank has other parameters, the comparison of collectives reports it later.
-            if all(answer[0] == key for answer in answers):
-                mine = answers[0][1]
-        activations, kept, cached, limit = mine
+        (activations, kept, cached, limit), _ = adopt(
+            self._policy.groups,
+            "which parameters to keep for backward",
+            (described, replace(self._policy, groups=())),
+            mine,
+            planned_for=current_target(),
+        )
         return activations, [full[at][0] for at in kept], [full[at][0] for at in cached], limit
 
     def _note(

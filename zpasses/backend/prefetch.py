@@ -18,7 +18,7 @@ from zpasses.graph.hoisting import HoistedGraph, ReductionPart
 from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
 from zpasses.option_values import parse_budget
 from zpasses.pipeline.recorder import runtime_note
-from zpasses.ranks.vote import exchange
+from zpasses.ranks.agree import exchange
 from zpasses.runtime.block_schedule import TURNING_POINT
 
 __all__ = ["add_turning_point", "agreed_prefetch", "graph_cost", "turn_order", "turn_text"]

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from zpasses import compat
 from zpasses.errors import AgreementError, ShardingError
 from zpasses.graph.ops import rows_per_rank
-from zpasses.ranks.vote import exchange, has_other_ranks
+from zpasses.ranks.agree import exchange
+from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.edits import log_of, origin_of, owner_of
 from zpasses.sharding.module import ShardedModule
 

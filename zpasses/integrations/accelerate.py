@@ -28,7 +28,7 @@ from zpasses.checkpoint.full import full_state_dict
 from zpasses.checkpoint.safetensors_writer import save_safetensors
 from zpasses.errors import OptionError
 from zpasses.integrations.buffers import broadcast_buffers
-from zpasses.integrations.failures import fail_on_all_ranks, limit_s
+from zpasses.integrations.joint_failures import fail_on_all_ranks, limit_s
 from zpasses.integrations.optimizer_state import discard_states, load_states, save_states
 from zpasses.integrations.preparation import (
     check_optimizer,

@@ -13,7 +13,7 @@ from zpasses.checkpoint.model_tensors import (
     sharding_groups,
     state_names,
 )
-from zpasses.integrations.failures import limit_s
+from zpasses.integrations.joint_failures import limit_s
 
 __all__ = ["broadcast_buffers"]
 

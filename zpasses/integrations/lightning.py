@@ -33,7 +33,7 @@ from zpasses import compat
 from zpasses.checkpoint.model_tensors import gather_full
 from zpasses.errors import ZpassesError
 from zpasses.integrations.buffers import broadcast_buffers
-from zpasses.integrations.failures import fail_on_all_ranks
+from zpasses.integrations.joint_failures import fail_on_all_ranks
 from zpasses.integrations.optimizer_state import load_states, save_states
 from zpasses.integrations.preparation import (
     DeferredReduction,

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from zpasses.checkpoint.training_state import load_training_state, training_state
 from zpasses.errors import ZpassesError
-from zpasses.integrations.failures import fail_on_all_ranks, limit_s
+from zpasses.integrations.joint_failures import fail_on_all_ranks, limit_s
 
 __all__ = ["discard_states", "load_states", "save_states"]
 

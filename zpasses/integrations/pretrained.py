@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from zpasses.checkpoint.model_tensors import sharding_groups, writing_rank
-from zpasses.integrations.failures import fail_on_all_ranks, limit_s
 from zpasses.integrations.full_states import (
     AdapterStates,
     CheckpointState,
@@ -22,6 +21,7 @@ from zpasses.integrations.full_states import (
     takes_state_dict,
     unsharded,
 )
+from zpasses.integrations.joint_failures import fail_on_all_ranks, limit_s
 from zpasses.ranks.vote import COMPILE_TIMEOUT, store_barrier
 
 __all__ = ["adopt"]

@@ -23,7 +23,6 @@ from zpasses.checkpoint.safetensors_reader import load_safetensors
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.integrations.accelerate import shard_with
 from zpasses.integrations.buffers import broadcast_buffers
-from zpasses.integrations.failures import fail_on_all_ranks, limit_s
 from zpasses.integrations.full_states import (
     AdapterStates,
     CheckpointState,
@@ -31,6 +30,7 @@ from zpasses.integrations.full_states import (
     takes_state_dict,
     unsharded,
 )
+from zpasses.integrations.joint_failures import fail_on_all_ranks, limit_s
 from zpasses.integrations.optimizer_state import load_states, save_states
 from zpasses.integrations.preparation import finish_preparation, preparation_of
 from zpasses.integrations.pretrained import adopt

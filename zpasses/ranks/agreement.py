@@ -28,15 +28,15 @@ from dataclasses import asdict, dataclass
 from torch import fx
 
 from zpasses import compat
-from zpasses.errors import AgreementError
 from zpasses.graph.nodes import Collective, collectives, is_wait
 from zpasses.graph.sources import describe_source
 from zpasses.graph.tags import tag_of
+from zpasses.ranks.agree import compare
 from zpasses.ranks.compiling import compiled_graph
 from zpasses.ranks.group_names import name_group
 from zpasses.ranks.run_order import RunEvent
 from zpasses.ranks.sequence_difference import first_difference
-from zpasses.ranks.vote import Ballot, group_state, has_other_ranks, vote
+from zpasses.ranks.vote import Ballot, group_state, has_other_ranks
 
 __all__ = [
     "Sequences",
@@ -142,20 +142,14 @@ def _compare(group: str, graph_name: str, sequence: CallSequence, timeout_s: flo
     compiled = compiled_graph() or {}
     given = {name: compiled.get(name) for name in ("dump", "options")}
     ballot = {"graph": graph_name, "digest": mine, **given, **asdict(sequence)}
-    ranks = compat.group_ranks(group)
 
-    def combine(ballots: Sequence[Ballot]) -> Ballot:
-        for rank, each in zip(ranks, ballots, strict=True):
-            if each["digest"] != ballots[0]["digest"]:
-                return {
-                    "error": first_difference(name_group(group), ranks[0], ballots[0], rank, each)
-                }
-        return {"error": None}
+    def difference(rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> str | None:
+        if a["digest"] == b["digest"]:
+            return None
+        return first_difference(name_group(group), rank_a, a, rank_b, b)
 
     missed = f"compile a graph with new collectives (graph {graph_name} here)"
-    error = vote(group, "compiling a graph", ballot, combine, timeout_s, missed=missed)["error"]
-    if error is not None:
-        raise AgreementError(error)
+    compare(group, "compiling a graph", ballot, difference, timeout_s, missed=missed)
     agreed.add(mine)
 
 

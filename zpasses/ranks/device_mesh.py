@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -11,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
 from zpasses import compat
-from zpasses.errors import AgreementError, OptionError
-from zpasses.ranks.vote import DEFAULT_TIMEOUT_S, Ballot, vote
+from zpasses.errors import OptionError
+from zpasses.ranks.agree import compare
+from zpasses.ranks.vote import DEFAULT_TIMEOUT_S, Ballot
 
 __all__ = ["init_device_mesh"]
 
@@ -58,25 +58,20 @@ def _compare(
     world = dist.group.WORLD
     assert world is not None
     ballot = {"device": device_type, "shape": list(shape), "names": list(names or ())}
-
-    def combine(ballots: Sequence[Ballot]) -> Ballot:
-        other = next((at for at, each in enumerate(ballots) if each != ballots[0]), None)
-        return {"error": None if other is None else _difference(ballots[0], other, ballots[other])}
-
-    error = vote(
+    compare(
         compat.group_name(world),
         "init_device_mesh",
         ballot,
-        combine,
+        _difference,
         timeout_s,
         missed=f"reach init_device_mesh{_text(ballot)}",
         timeout_option="init_device_mesh(timeout_s=...)",
-    )["error"]
-    if error is not None:
-        raise AgreementError(error)
+    )
 
 
-def _difference(first: Ballot, rank: int, other: Ballot) -> str:
+def _difference(_: int, first: Ballot, rank: int, other: Ballot) -> str | None:
+    if first == other:
+        return None
     said = (
         f"ranks make different device meshes: rank 0 calls init_device_mesh{_text(first)}, but "
         f"rank {rank} init_device_mesh{_text(other)}. "

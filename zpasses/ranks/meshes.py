@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
+from zpasses.ranks.agree import exchange
 from zpasses.ranks.group_names import call_dimension, name_group
 from zpasses.ranks.notes import compare_note, end_conflict, leave_conflict
-from zpasses.ranks.vote import exchange, group_state, has_other_ranks
+from zpasses.ranks.vote import group_state, has_other_ranks
 
 __all__ = ["compare_shard_calls", "consecutive_ranks", "register_mesh"]
 

@@ -7,7 +7,6 @@ that is equal on all ranks. A rank that does not come is an error on the others.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,7 +14,8 @@ import torch.distributed as dist
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
-from zpasses.ranks.vote import COMPILE_TIMEOUT, Ballot, current_timeout_s, has_other_ranks, vote
+from zpasses.ranks.agree import exchange
+from zpasses.ranks.vote import COMPILE_TIMEOUT, current_timeout_s, has_other_ranks
 
 __all__ = ["reduction_group"]
 
@@ -45,7 +45,7 @@ def reduction_group(name: str) -> str:
     tried = _tried.get(group, 0)
     if has_other_ranks(name):
         occasion = f"the second process group of group {name!r}"
-        tried = int(vote(name, occasion, {"tried": tried}, _most_tried, limit_s)["tried"])
+        tried = max(exchange(name, occasion, tried, limit_s))
     _tried[group] = tried + 1
     second = compat.second_group_name(name, tried)
     try:
@@ -61,7 +61,3 @@ def reduction_group(name: str) -> str:
             f"at the logs of these ranks; {COMPILE_TIMEOUT} waits longer."
         ) from error
     return second
-
-
-def _most_tried(ballots: Sequence[Ballot]) -> Ballot:
-    return {"tried": max(each["tried"] for each in ballots)}

@@ -21,10 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from zpasses import compat
-from zpasses.errors import AgreementError
+from zpasses.ranks.agree import compare
 from zpasses.ranks.group_names import name_group
-from zpasses.ranks.vote import COMPILE_TIMEOUT, NOT_ALONE, Ballot, GroupState, group_state, vote
+from zpasses.ranks.vote import COMPILE_TIMEOUT, NOT_ALONE, Ballot, GroupState, group_state
 
 __all__ = ["ALIKE", "Edits", "RunEvent", "check_run_event", "forget_events"]
 
@@ -119,16 +118,16 @@ def _vote(
     timeout_s: float,
     timeout_option: str,
 ) -> None:
-    ranks = compat.group_ranks(group)
+    def difference(rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> str | None:
+        if a["event"] != b["event"]:
+            return _other_events(group, rank_a, a, rank_b, b)
+        if (a["digest"], a["values"]) != (b["digest"], b["values"]):
+            return _other_edits(group, rank_a, a, rank_b, b)
+        return None
 
-    def combine(ballots: Sequence[Ballot]) -> Ballot:
-        first = ballots[0]
-        for rank, each in zip(ranks, ballots, strict=True):
-            if each["event"] != first["event"]:
-                return {"error": _difference(group, ranks[0], first, rank, each)}
-            if (each["digest"], each["values"]) != (first["digest"], first["values"]):
-                return {"error": _other_edits(group, ranks[0], first, rank, each)}
-        return {"error": None}
+    def forget() -> None:
+        state.events = ()
+        edits.end_event(voted=True)  # all ranks took part; after other errors, all keep theirs
 
     ballot = {
         "digest": digest,
@@ -139,26 +138,23 @@ def _vote(
         "count": edits.count,
     }
     missed = f"come to {event.text}{_since_last_time(state, event, edits)}"
-    error = vote(
+    compare(
         group,
         "the next graph or optimizer step",
         ballot,
-        combine,
+        difference,
         timeout_s,
         missed=missed,
         advice=ALIKE,
         timeout_option=timeout_option,
-    )["error"]
-    if error is not None:
-        state.events = ()
-        edits.end_event(voted=True)  # all ranks took part; after other errors, all keep theirs
-        raise AgreementError(error)
+        on_difference=forget,
+    )
     if len(state.successors) >= _MAX_PREDICTIONS:
         state.successors.clear()
     state.successors[state.events] = digest
 
 
-def _difference(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> str:
+def _other_events(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> str:
     edits = (
         ""
         if a["edits"] == b["edits"]

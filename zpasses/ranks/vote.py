@@ -4,11 +4,11 @@ A vote runs through the store, so no rank waits in a collective that another ran
 ends within 10 seconds of its time limit. The group's first rank collects the ballots and combines
 them into one result.
 
-A rank that cannot go on reports its failure instead of voting. The vote then raises AgreementError
-on every other rank: within a second on a rank that waits, and within three on a rank that comes
-later. Each failure starts a new epoch of votes, in which all ranks
-count from zero. If the failed rank's program catches the error and continues, its next vote and
-the next vote of the other ranks therefore meet again.
+A rank that cannot go on reports its failure instead of voting (`zpasses.ranks.failures`). The vote
+then raises AgreementError on every other rank: within a second on a rank that waits, and within
+three on a rank that comes later. Each failure starts a new epoch of votes, in which all ranks count
+from zero. If the failed rank's program catches the error and continues, its next vote and the next
+vote of the other ranks therefore meet again.
 """
 
 from __future__ import annotations
@@ -38,24 +38,15 @@ __all__ = [
     "GROUP_TIMEOUT",
     "NOT_ALONE",
     "WINDOW_TIMEOUT",
-    "Answers",
     "Ballot",
     "GroupState",
-    "are_remembered",
     "current_timeout_s",
-    "exchange",
     "group_state",
     "has_other_ranks",
-    "is_remembered",
-    "is_reported",
-    "pass_on_failure",
-    "recorded_answers",
+    "pack",
     "rejoin_after_failure",
-    "report_failure",
-    "reported_failure",
-    "restore_answers",
-    "simulated_answers",
     "store_barrier",
+    "unpack",
     "vote",
     "vote_timeout",
 ]
@@ -175,7 +166,6 @@ def vote(
     combine: Combine,
     timeout_s: float | None = None,
     *,
-    failure: str | None = None,
     missed: str | None = None,
     advice: str = "",
     timeout_option: str = COMPILE_TIMEOUT,
@@ -188,8 +178,6 @@ def vote(
         ballot: this rank's part.
         combine: must not raise; it runs on the first rank only.
         timeout_s: seconds to wait for the other ranks; None takes the limit of the compile.
-        failure: why this rank cannot go on. It tells the other ranks and returns its own ballot at
-            once.
         missed: what a missing rank did not do, for the error; by default to reach the occasion.
         advice: how a program avoids that, for the error.
         timeout_option: what the user sets to wait longer, for the error.
@@ -202,9 +190,6 @@ def vote(
     """
     if not has_other_ranks(name):
         return combine([ballot])
-    if failure is not None:
-        _post_failure(name, f"rank {dist.get_rank()} {failure}", recoverable=False)
-        return ballot
     limit = current_timeout_s() if timeout_s is None else timeout_s
     missed = missed or f"reach {occasion}"
     poll = _VoteRound(name, occasion, missed, advice, limit, timeout_option)
@@ -223,118 +208,6 @@ def store_barrier(
     Raises as `vote` does.
     """
     vote(name, occasion, {}, lambda ballots: {}, timeout_s, timeout_option=timeout_option)
-
-
-def exchange(
-    group: str,
-    question: str,
-    mine: Any,
-    timeout_s: float | None = None,
-    *,
-    remember: str | None = None,
-    timeout_option: str = COMPILE_TIMEOUT,
-) -> list[Any]:
-    """Every rank of a group tells the others its answer, so that all of them choose identically.
-
-    Args:
-        group: name of the process group. Where it has no other ranks (or is a fake one), this
-            rank's answer is the only one.
-        question: what is asked; it must be the same on all ranks.
-        mine: this rank's answer, of plain JSON values.
-        timeout_s: seconds to wait for the other ranks; None takes the limit of the compile.
-        remember: a key. If something was asked under it before, the earlier answers are returned. A
-            rank may then repeat a compile that no other rank repeats.
-        timeout_option: what the user sets to wait longer, for the error.
-
-    Returns:
-        The answers, in the order of the group's ranks; the same list on every rank.
-
-    Raises:
-        AgreementError: on every rank, when one of them asks something else, failed, or does not
-            answer in time.
-    """
-    if not has_other_ranks(group):
-        shared = _simulated_answers.get()
-        if shared is None or remember is None:
-            return [mine]
-        return [shared.setdefault((group, remember), mine)]
-    state = group_state(group)
-    if remember is not None and remember in state.answers:
-        return _recorded(group, remember, state.answers[remember])
-
-    def combine(ballots: Sequence[Ballot]) -> Ballot:
-        return {"answers": [each["answer"] for each in ballots]}
-
-    ballot = {"answer": mine}
-    combined = vote(group, question, ballot, combine, timeout_s, timeout_option=timeout_option)
-    answers: list[Any] = combined["answers"]
-    if remember is not None:
-        state.answers[remember] = answers
-        _recorded(group, remember, answers)
-    return answers
-
-
-Answers = dict[tuple[str, str], list[Any]]
-"""(Process group, key under which an answer is remembered) -> the answers of its ranks."""
-
-_recorders: contextvars.ContextVar[tuple[Answers, ...]] = contextvars.ContextVar(
-    "zpasses.recorded_answers", default=()
-)
-
-
-@contextlib.contextmanager
-def recorded_answers(into: Answers) -> Iterator[None]:
-    """Inside, remembered answers that are asked for are also stored in `into`."""
-    token = _recorders.set((*_recorders.get(), into))
-    try:
-        yield
-    finally:
-        _recorders.reset(token)
-
-
-def _recorded(group: str, remember: str, answers: list[Any]) -> list[Any]:
-    for each in _recorders.get():
-        each[group, remember] = answers
-    return answers
-
-
-def restore_answers(answers: Answers) -> None:
-    """Remember answers that these ranks gave in an earlier process.
-
-    All ranks of a group must restore the same ones.
-    """
-    for (group, remember), each in answers.items():
-        group_state(group).answers[remember] = each
-
-
-def is_remembered(group: str, remember: str) -> bool:
-    """Whether a question was asked under this key on a group that has other ranks."""
-    return has_other_ranks(group) and remember in group_state(group).answers
-
-
-def are_remembered(answers: Answers) -> bool:
-    """Whether all of these answers are remembered in this process."""
-    return all(
-        group_state(group).answers.get(remember) == each
-        for (group, remember), each in answers.items()
-    )
-
-
-_simulated_answers: contextvars.ContextVar[dict[tuple[str, str], Any] | None] = (
-    contextvars.ContextVar("zpasses.simulated_answers", default=None)
-)
-
-
-@contextlib.contextmanager
-def simulated_answers() -> Iterator[None]:
-    """Inside, the ranks that one process plays in turn share the answers to remembered questions:
-    those of the rank that was asked first. Real ranks adopt the answer of their group's first rank.
-    """
-    token = _simulated_answers.set({})
-    try:
-        yield
-    finally:
-        _simulated_answers.reset(token)
 
 
 # --- one vote ------------------------------------------------------------------------------------
@@ -389,7 +262,7 @@ class _VoteRound:
         key = state.key()
         state.votes += 1
         sent = {"occasion": self.occasion, "ballot": ballot, "compiles": compiled_graph()}
-        store.set(f"{key}/{rank}", _pack(sent))
+        store.set(f"{key}/{rank}", pack(sent))
         where = f" of {name_group(self.group)}" if dimension_of(self.group) else ""
         with heartbeat.activity(
             f"waiting for other ranks{where} at {self.occasion}{self._about()}"
@@ -397,7 +270,7 @@ class _VoteRound:
             if rank == 0:
                 result = self._collect(store, key, combine, started)
                 if "superseded" not in result:
-                    store.set(f"{key}/result", _pack(result))
+                    store.set(f"{key}/result", pack(result))
             else:
                 result = self._await_result(store, key, started)
         if "superseded" in result:
@@ -429,7 +302,7 @@ class _VoteRound:
             return failed
         if not store.check(keys):
             return {"error": self._missing_error(store, key), "diverged": True}
-        ballots = [_unpack(data) for data in _read(store, keys)]
+        ballots = [unpack(data) for data in _read(store, keys)]
         for rank, ballot in zip(ranks, ballots, strict=True):
             if ballot["occasion"] != self.occasion:
                 where = f"on {name_group(self.group)}, rank"
@@ -444,13 +317,13 @@ class _VoteRound:
             if (failed := self._wait(store, key, [f"{key}/result"], limit)) is not None:
                 return failed
             if store.check([f"{key}/result"]):
-                return _unpack(store.get(f"{key}/result"))
+                return unpack(store.get(f"{key}/result"))
             if not store.check([f"{key}/0"]):
                 break  # nobody collects
         error = self._missing_error(store, key)
         failure = {"rank": dist.get_rank(), "reason": error, "diverged": True}
         failure["recoverable"] = False
-        store.set(f"{key}/failed", _pack(failure))
+        store.set(f"{key}/failed", pack(failure))
         return {"error": error, "diverged": True}
 
     def _wait(
@@ -476,7 +349,7 @@ class _VoteRound:
             pause = min(pause * 1.5, _LAST_POLL_S)
 
     def _after_failure(self, store: Any, key: str, patience_s: float) -> dict[str, Any]:
-        failure = _unpack(store.get(f"{key}/failed"))
+        failure = unpack(store.get(f"{key}/failed"))
         reason = _with_dimension(str(failure["reason"]), self.group)
         error = {"error": reason, "diverged": failure.get("diverged", False)}
         if not failure["recoverable"]:
@@ -517,66 +390,6 @@ def _mismatch_error(where: str, rank: int, occasion: str, other_rank: int, other
     )
 
 
-# --- failures ------------------------------------------------------------------------------------
-def report_failure(
-    groups: Sequence[str],
-    graph_name: str,
-    error: BaseException,
-    *,
-    recoverable: bool = True,
-    doing: str = "",
-) -> None:
-    """Tell the other ranks of these groups that this rank will not vote: its compile failed.
-
-    Args:
-        doing: what failed instead of the compile of a graph, for the error.
-        recoverable: let votes meet again if this rank's program catches the error and continues.
-            False makes the vote at hand an error on all ranks in any case.
-    """
-    reason = f"{type(error).__name__}: {str(error)[:500]}"
-    doing = doing or f"compiling graph {graph_name}"
-    text = f"rank {compat.global_rank()} failed while {doing}: {reason}"
-    for name in groups:
-        _post_failure(name, text, recoverable=recoverable)
-    error._zpasses_reported = True  # type: ignore[attr-defined]
-
-
-def pass_on_failure(groups: Sequence[str], error: AgreementError) -> None:
-    """Tell the ranks of all groups of a graph about an error that the ranks of one have found.
-
-    A rank of several groups, such as those of hybrid sharding, fails with the ranks of one. Those
-    of the others do not know of it, and would wait for this rank until their time limit.
-    """
-    others = [name for name in groups if has_other_ranks(name)]
-    if len(others) < 2 or hasattr(error, "_zpasses_passed_on"):
-        return
-    error._zpasses_passed_on = True  # type: ignore[attr-defined]
-    for name in others:
-        if name != getattr(error, "_zpasses_group", None):
-            _post_failure(name, str(error), recoverable=False)
-
-
-def is_reported(error: BaseException | None) -> bool:
-    """Whether the other ranks know of a failure already."""
-    while error is not None:
-        if hasattr(error, "_zpasses_reported"):
-            return bool(error._zpasses_reported)
-        if isinstance(error, AgreementError):
-            return True
-        error = compat.inner_exception(error) or error.__cause__ or error.__context__
-    return False
-
-
-def reported_failure(name: str) -> str | None:
-    """Why another rank of the group will not come to the next vote, if one said so; asks without
-    waiting.
-    """
-    if not has_other_ranks(name):
-        return None
-    store, key = compat.default_store(), f"{group_state(name).key()}/failed"
-    return str(_unpack(store.get(key))["reason"]) if store.check([key]) else None
-
-
 def rejoin_after_failure(groups: Sequence[str]) -> None:
     """Show the other ranks that this rank continues after a failure that it reported."""
     for name in groups:
@@ -589,15 +402,6 @@ def rejoin_after_failure(groups: Sequence[str]) -> None:
             compat.default_store().set(key, "1")
 
 
-def _post_failure(name: str, reason: str, *, recoverable: bool) -> None:
-    if not has_other_ranks(name):
-        return
-    state, store = group_state(name), compat.default_store()
-    failure = {"rank": dist.get_rank(), "reason": reason, "recoverable": recoverable}
-    store.set(f"{state.key()}/failed", _pack(failure))
-    state.next_epoch(resumed=False)
-
-
 # --- the store -----------------------------------------------------------------------------------
 def _read(store: Any, keys: list[str]) -> list[bytes]:
     """The values of keys that are all there: in one round where the store can."""
@@ -607,12 +411,14 @@ def _read(store: Any, keys: list[str]) -> list[bytes]:
     return found
 
 
-def _pack(value: dict[str, Any]) -> str:
+def pack(value: dict[str, Any]) -> str:
+    """Returns a value as text for the store."""
     # Stores take text; a graph of thousands of similar collectives compresses to a few KiB.
     return zlib.compress(json.dumps(value).encode()).hex()
 
 
-def _unpack(data: bytes) -> dict[str, Any]:
+def unpack(data: bytes) -> dict[str, Any]:
+    """Returns a value that was stored by `pack`."""
     loaded = json.loads(zlib.decompress(bytes.fromhex(data.decode())))
     assert isinstance(loaded, dict)
     return loaded

@@ -26,15 +26,8 @@ from zpasses.graph.tags import Reduction, Tag, add_tag
 from zpasses.pipeline.pipeline import Level, Pipeline, Verify
 from zpasses.pipeline.recorder import Recorders, run_recorded_passes
 from zpasses.ranks.agreement import compare_collectives
-from zpasses.ranks.vote import (
-    COMPILE_TIMEOUT,
-    WINDOW_TIMEOUT,
-    has_other_ranks,
-    is_reported,
-    report_failure,
-    vote,
-    vote_timeout,
-)
+from zpasses.ranks.failures import is_reported, post_failure, report_failure
+from zpasses.ranks.vote import COMPILE_TIMEOUT, WINDOW_TIMEOUT, has_other_ranks, vote, vote_timeout
 from zpasses.runtime.codegen import eager_codegen
 from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import pending_key
@@ -230,15 +223,16 @@ def _agree_on_entries(
             "entries": [json.dumps(entry.to_json()) for entry in mine],
             "texts": sorted(texts) if mine else [],
         }
+        if failure or error:
+            post_failure(group, f"rank {compat.global_rank()} {failure or error}")
+            continue
         try:
-            why = failure or (str(error) if error else None)
             decision = vote(
                 group,
                 "the end of a window",
                 ballot,
                 _union,
                 timeout_s,
-                failure=why,
                 timeout_option=_TIMEOUT_OPTION,
             )
         except AgreementError as caught:

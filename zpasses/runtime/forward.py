@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.ranks.vote import report_failure
+from zpasses.ranks.failures import report_failure
 from zpasses.runtime.edits import memory_of
 from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot
 from zpasses.runtime.layout import layout_of, rows_of_all

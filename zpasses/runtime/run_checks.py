@@ -22,6 +22,7 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.graph.ops import set_eager_guard
 from zpasses.ranks import heartbeat
+from zpasses.ranks.failures import pass_on_failure, reported_failure
 from zpasses.ranks.notes import check_conflicts
 from zpasses.ranks.run_order import ALIKE, RunEvent, check_run_event, forget_events
 from zpasses.ranks.vote import (
@@ -30,9 +31,7 @@ from zpasses.ranks.vote import (
     WINDOW_TIMEOUT,
     current_timeout_s,
     has_other_ranks,
-    pass_on_failure,
     rejoin_after_failure,
-    reported_failure,
     vote_timeout,
 )
 from zpasses.runtime.codegen import boxed

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.errors import AgreementError
+from zpasses.ranks.agree import compare
+from zpasses.ranks.failures import pass_on_failure
 from zpasses.ranks.group_names import name_group
-from zpasses.ranks.vote import Ballot, has_other_ranks, pass_on_failure, vote
+from zpasses.ranks.vote import Ballot, has_other_ranks
 from zpasses.runtime.checksum import checksum
 from zpasses.runtime.layout import layout_of, rows_of
 from zpasses.runtime.param_value import param_value_of
@@ -62,25 +64,18 @@ def _compare(group: str, values: dict[str, Tensor], timeout_s: float) -> None:
     with torch.no_grad():
         sums = torch.stack([checksum(each) for each in values.values()]).tolist()
     held = [[total, list(each.shape)] for total, each in zip(sums, values.values(), strict=True)]
-    ranks = compat.group_ranks(group)
 
-    def combine(ballots: Sequence[Ballot]) -> Ballot:
-        first = ballots[0]["held"]
-        for rank, each in zip(ranks, ballots, strict=True):
-            for name, own in each["held"].items():
-                known = first.get(name, own)
-                if own[1] != known[1]:
-                    return {"error": _other_shape(group, name, ranks[0], known[1], rank, own[1])}
-                if own != known:
-                    return {"error": _difference(group, name, ranks[0], rank)}
-        return {"error": None}
+    def difference(rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> str | None:
+        for name, other in b.items():
+            first: Any = a.get(name, other)
+            if first[1] != other[1]:
+                return _other_shape(group, name, rank_a, first[1], rank_b, other[1])
+            if first != other:
+                return _other_values(group, name, rank_a, rank_b)
+        return None
 
-    ballot = {"held": dict(zip(values, held, strict=True))}
-    error = vote(group, "comparing start values", ballot, combine, timeout_s)["error"]
-    if error is not None:
-        found = AgreementError(error)
-        found._zpasses_group = group  # type: ignore[attr-defined]
-        raise found
+    mine = dict(zip(values, held, strict=True))
+    compare(group, "comparing start values", mine, difference, timeout_s)
 
 
 def _other_shape(
@@ -94,7 +89,7 @@ def _other_shape(
     )
 
 
-def _difference(group: str, name: str, rank: int, other: int) -> str:
+def _other_values(group: str, name: str, rank: int, other: int) -> str:
     return (
         f"ranks of {name_group(group)} start with different values of parameter "
         f"{name.partition(':')[2] or name}: those of rank {rank} and rank {other} differ. These "

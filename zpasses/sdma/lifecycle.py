@@ -21,7 +21,8 @@ import torch.distributed as dist
 from zpasses import compat
 from zpasses.cost.routes import MAX_CHUNK_BYTES
 from zpasses.pipeline.recorder import runtime_note
-from zpasses.ranks.vote import current_timeout_s, exchange
+from zpasses.ranks.agree import exchange
+from zpasses.ranks.vote import current_timeout_s
 from zpasses.sdma import mori_route, symm_route
 from zpasses.sdma.platform import Platform, platform_of
 from zpasses.sdma.routes import C10dRoute, Route, raise_if_capturing

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.errors import AgreementError
-from zpasses.ranks.vote import exchange
+from zpasses.ranks.agree import exchange
 from zpasses.sdma.platform import Platform, SideStream, node_name
 from zpasses.sdma.refusals import (
     Answer,

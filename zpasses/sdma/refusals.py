@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zpasses import compat
-from zpasses.ranks.vote import exchange
+from zpasses.ranks.agree import exchange
 from zpasses.sdma.platform import Platform
 
 __all__ = ["first_refusal", "placement_obstacle", "refusal_in", "run_with_timeout"]

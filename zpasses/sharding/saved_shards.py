@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.ranks.vote import report_failure
+from zpasses.ranks.failures import report_failure
 from zpasses.runtime.edits import note_edit
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.watched import WatchedShard, alias, plain_dtensor

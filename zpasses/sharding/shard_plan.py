@@ -21,8 +21,6 @@ from zpasses.ranks.meshes import compare_shard_calls, consecutive_ranks, registe
 from zpasses.runtime.layout import ParamLayout, layout_of
 from zpasses.runtime.param_value import as_sharded_parameter
 from zpasses.runtime.windows import register_step_window
-from zpasses.sharding.adapters import edit_adapters_as_shards
-from zpasses.sharding.dynamo_backends import explain_dynamo_backend
 from zpasses.sharding.flat_buffers import check_pack_mb, next_batch, pack_local_rows
 from zpasses.sharding.hooks import install_hooks
 from zpasses.sharding.layouts import (
@@ -36,7 +34,7 @@ from zpasses.sharding.module import ShardedModule, add_reads, mark_ignored
 from zpasses.sharding.param_spec import ParamShardSpec, own_part
 from zpasses.sharding.replaced_params import mark_replaced, sharded_form
 from zpasses.sharding.scalars import refuse_parts_as_numbers
-from zpasses.sharding.wrappers import accept_compiled_names, check_no_ddp_inside
+from zpasses.sharding.wrappers import check_no_ddp_inside, prepare_for_wrappers
 
 __all__ = ["REPLICATE_DIMENSIONS", "ShardPlan"]
 
@@ -130,7 +128,6 @@ class ShardPlan:
     def apply(self) -> None:
         """Shard the parameters. Empties `places` and `params`."""
         install_hooks()
-        explain_dynamo_backend()
         mark_ignored(self.ignored_params)
         specs: dict[nn.Module, list[ParamShardSpec]] = {}
         while self.params:
@@ -142,13 +139,12 @@ class ShardPlan:
             batch.clear()  # frees the full parameters
         for module, own in specs.items():
             add_reads(module, own)
-        edit_adapters_as_shards(self.model)
+        prepare_for_wrappers(self.model)
         register_step_window(
             [(module, spec.name) for module, own in specs.items() for spec in own],
             {module: path for path, module in self.model.named_modules()},
         )
         refuse_parts_as_numbers(self.mesh)
-        accept_compiled_names(self.model)
 
     def _spec(self, name: str, param: nn.Parameter, layout: ParamLayout) -> ParamShardSpec:
         floating = param.is_floating_point()

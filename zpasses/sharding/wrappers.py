@@ -14,14 +14,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.sharding.adapters import watch_late_adapter
+from zpasses.sharding.adapters import edit_adapters_as_shards, watch_late_adapter
+from zpasses.sharding.dynamo_backends import explain_dynamo_backend
 from zpasses.sharding.module import ShardedModule
 
-__all__ = ["accept_compiled_names", "check_no_ddp_inside", "on_module"]
+__all__ = ["check_no_ddp_inside", "on_module", "prepare_for_wrappers"]
 
 log = logging.getLogger("zpasses")
 
 _WRAPPER = "_orig_mod."
+
+
+def prepare_for_wrappers(model: nn.Module) -> None:
+    """Prepare a sharded model, and this process, for other libraries that wrap or edit it."""
+    edit_adapters_as_shards(model)
+    explain_dynamo_backend()
+    _accept_compiled_names(model)
 
 
 def on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -108,7 +116,7 @@ def _explain_dtypes(
             return
 
 
-def accept_compiled_names(model: nn.Module) -> None:
+def _accept_compiled_names(model: nn.Module) -> None:
     """Let `model.load_state_dict` accept names that begin with `_orig_mod.`, which are those of
     `torch.compile(model)`.
     """

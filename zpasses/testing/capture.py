@@ -22,7 +22,7 @@ from zpasses.graph.nodes import copy_graph
 from zpasses.graph.ops import UNSHARD
 from zpasses.pipeline.observers import ObservedGraph, observe_graphs
 from zpasses.pipeline.pipeline import Level, Pass, PassRecord, Pipeline
-from zpasses.ranks.vote import simulated_answers
+from zpasses.ranks.agree import simulated_answers
 from zpasses.sharding.shard import shard as shard_model
 from zpasses.testing.worlds import fake_world
 

@@ -13,8 +13,9 @@ import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
 from zpasses import AgreementError, compat
+from zpasses.ranks.failures import report_failure
 from zpasses.ranks.run_order import RunEvent, check_run_event
-from zpasses.ranks.vote import group_state, report_failure
+from zpasses.ranks.vote import group_state
 from zpasses.runtime.edits import EditLog
 from zpasses.runtime.local_shards import CallParams
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
@@ -64,9 +65,8 @@ def _branch_by_rank(stage, agreed_before, agreement, **options):
     return outcome_of(lambda: step(ones if dist.get_rank() == 0 else -ones))
 
 
-@pytest.mark.parametrize("stage", some_quick([1, 2, 3], [3]))
-def test_ranks_that_gather_other_parameters_of_equal_shape_get_an_error(stage):
-    results = [each.result for each in run_in_fresh_ranks(_branch_by_rank, stage, False, True)]
+def test_ranks_that_gather_other_parameters_of_equal_shape_get_an_error():
+    results = [each.result for each in run_in_fresh_ranks(_branch_by_rank, 3, False, True)]
     for seconds, error in results:
         assert "AgreementError: ranks would run different collectives" in error
         assert re.search(r"of a\.(weight|bias).* at", error)
@@ -83,9 +83,8 @@ def assert_different_graphs(results):
         assert seconds < LIMIT_S + SLACK_S
 
 
-@pytest.mark.parametrize("stage", some_quick([1, 2, 3], [2]))
-def test_ranks_that_choose_different_agreed_graphs_get_an_error(stage):
-    outcomes = run_in_fresh_ranks(_branch_by_rank, stage, True, True)
+def test_ranks_that_choose_different_agreed_graphs_get_an_error():
+    outcomes = run_in_fresh_ranks(_branch_by_rank, 2, True, True)
     assert_different_graphs(each.result for each in outcomes)
 
 
@@ -273,8 +272,6 @@ def test_programs_that_ranks_share_run_through():
 
 
 def _votes_of_a_loop():
-    from zpasses.ranks import vote
-
     model = nn.Linear(4, 4)
     step = compiled(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -284,7 +281,6 @@ def _votes_of_a_loop():
         step(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         votes.append(group_state("0").votes - before)
-    assert vote.has_other_ranks("0")
     return votes
 
 
@@ -309,10 +305,8 @@ def test_predicted_events_are_not_voted_on():
 
 
 def test_events_after_a_mismatch_meet_again():
-    def results():
-        return [each.result for each in run_in_fresh_ranks(_mismatch_then_same)]
-
-    assert results() == [("different things", 3)] * 2
+    ranks = run_in_fresh_ranks(_mismatch_then_same)
+    assert [rank.result for rank in ranks] == [3, 3]
 
 
 def _mismatch_then_same():
@@ -321,7 +315,7 @@ def _mismatch_then_same():
     for _ in range(2):
         check_run_event("0", RunEvent.of("the same"), LIMIT_S, edits=EditLog())
     assert "rank 0 comes to rank 0, but rank 1 to rank 1" in str(caught.value)
-    return "different things", group_state("0").votes
+    return group_state("0").votes
 
 
 # --- unsharded modules ----------------------------------------------------------------------------

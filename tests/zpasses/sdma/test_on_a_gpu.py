@@ -163,7 +163,7 @@ def spans_beside_products(gather, part):
 
 def on_one_device():
     import zpasses
-    from zpasses.ranks.vote import exchange
+    from zpasses.ranks.agree import exchange
     from zpasses.sdma.platform import CudaPlatform, platform_of
     from zpasses.sdma.refusals import placement_obstacle
     from zpasses.sdma.symm_route import SymmRoute, probe

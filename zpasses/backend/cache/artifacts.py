@@ -21,9 +21,9 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.backend.cache.store import CacheFiles
+from zpasses.ranks.agree import Answers
 from zpasses.ranks.agreement import Sequences
 from zpasses.ranks.run_order import RunEvent
-from zpasses.ranks.vote import Answers
 from zpasses.runtime.backward_variants import BackwardVariant
 from zpasses.runtime.forward_variants import ForwardVariant, OutputStrides, ParamSlot
 from zpasses.runtime.grad_slots import GradSlot

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from zpasses import compat
 from zpasses.backend.cache.artifacts import GraphArtifacts
 from zpasses.backend.cache.key import GraphKey
-from zpasses.ranks.vote import are_remembered, exchange, is_remembered, restore_answers
+from zpasses.ranks.agree import are_remembered, exchange, is_remembered, restore_answers
 
 __all__ = ["decline_artifacts", "find_artifacts"]
 

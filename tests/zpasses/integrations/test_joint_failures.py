@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from zpasses.integrations import failures
+from zpasses.integrations import joint_failures
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
 
@@ -20,6 +20,8 @@ class Prepared:
 def test_ranks_wait_as_long_as_the_options_say(monkeypatch, options, expected):
     inner = nn.Linear(1, 1)
     monkeypatch.setattr(
-        failures, "preparation_of", lambda module: Prepared(options) if module is inner else None
+        joint_failures,
+        "preparation_of",
+        lambda module: Prepared(options) if module is inner else None,
     )
-    assert failures.limit_s(nn.Sequential(inner)) == expected
+    assert joint_failures.limit_s(nn.Sequential(inner)) == expected

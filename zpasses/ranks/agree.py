@@ -1,0 +1,227 @@
+"""Ranks compare what they do, and decide identically what each of them plans by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from zpasses import compat
+from zpasses.errors import AgreementError
+from zpasses.ranks.vote import COMPILE_TIMEOUT, Ballot, group_state, has_other_ranks, vote
+
+__all__ = [
+    "Answers",
+    "adopt",
+    "are_remembered",
+    "compare",
+    "exchange",
+    "is_remembered",
+    "recorded_answers",
+    "restore_answers",
+    "simulated_answers",
+]
+
+
+def exchange(
+    group: str,
+    question: str,
+    mine: Any,
+    timeout_s: float | None = None,
+    *,
+    remember: str | None = None,
+    timeout_option: str = COMPILE_TIMEOUT,
+) -> list[Any]:
+    """Every rank of a group tells the others its answer, so that all of them choose identically.
+
+    Args:
+        group: name of the process group. Where it has no other ranks (or is a fake one), this
+            rank's answer is the only one.
+        question: what is asked; it must be the same on all ranks.
+        mine: this rank's answer, of plain JSON values.
+        timeout_s: seconds to wait for the other ranks; None takes the limit of the compile.
+        remember: a key. If something was asked under it before, the earlier answers are returned. A
+            rank may then repeat a compile that no other rank repeats.
+        timeout_option: what the user sets to wait longer, for the error.
+
+    Returns:
+        The answers, in the order of the group's ranks; the same list on every rank.
+
+    Raises:
+        AgreementError: on every rank, when one of them asks something else, failed, or does not
+            answer in time.
+    """
+    if not has_other_ranks(group):
+        shared = _simulated_answers.get()
+        if shared is None or remember is None:
+            return [mine]
+        return [shared.setdefault((group, remember), mine)]
+    state = group_state(group)
+    if remember is not None and remember in state.answers:
+        return _recorded(group, remember, state.answers[remember])
+
+    def combine(ballots: Sequence[Ballot]) -> Ballot:
+        return {"answers": [each["answer"] for each in ballots]}
+
+    ballot = {"answer": mine}
+    combined = vote(group, question, ballot, combine, timeout_s, timeout_option=timeout_option)
+    answers: list[Any] = combined["answers"]
+    if remember is not None:
+        state.answers[remember] = answers
+        _recorded(group, remember, answers)
+    return answers
+
+
+Difference = Callable[[int, Ballot, int, Ballot], str | None]
+"""Returns the error about two ranks and what they said, or None if these agree."""
+
+
+def compare(
+    group: str,
+    occasion: str,
+    mine: Ballot,
+    difference: Difference,
+    timeout_s: float | None = None,
+    *,
+    on_difference: Callable[[], None] = lambda: None,
+    **texts: str,
+) -> None:
+    """Compare what the ranks of a group say with what its first rank says.
+
+    Args:
+        group, occasion, timeout_s: as for `vote`.
+        mine: what this rank says.
+        difference: must not raise; it runs on the first rank only, in the order of the ranks.
+        on_difference: called on every rank if two differ, but not after other errors of the vote.
+        texts: `missed`, `advice` and `timeout_option` of `vote`.
+
+    Raises:
+        AgreementError: on every rank, if two differ, or as `vote` does.
+    """
+
+    def combine(ballots: Sequence[Ballot]) -> Ballot:
+        ranks = compat.group_ranks(group)
+        for rank, each in zip(ranks[1:], ballots[1:], strict=True):
+            error = difference(ranks[0], ballots[0], rank, each)
+            if error is not None:
+                return {"error": error}
+        return {"error": None}
+
+    text = vote(group, occasion, mine, combine, timeout_s, **texts)["error"]
+    if text is not None:
+        on_difference()
+        error = AgreementError(text)
+        error._zpasses_group = group  # type: ignore[attr-defined]
+        raise error
+
+
+def adopt(
+    groups: Iterable[str],
+    question: str,
+    signature: Any,
+    mine: Any,
+    *,
+    planned_for: Any = None,
+    merge: Callable[[Sequence[Any]], Any] = lambda plans: plans[0],
+) -> tuple[Any, list[str]]:
+    """Returns the plan that all ranks take, and the groups whose ranks all have this signature.
+
+    A plan depends on shapes, and ranks may have different shapes. A rank may also recompile when
+    the other ranks do not. The same signature therefore always gets the same plan, as long as
+    `planned_for` is the same.
+
+    Args:
+        groups: names of process groups. Each passes on to the next what it adopts, so ranks of
+            several groups end with the plan of one rank.
+        question: what is planned; it must be the same on all ranks.
+        signature: what the plan is about, equal on all ranks and independent of shapes. It has an
+            equal `repr` wherever it is equal, and contains no name of a group: these differ between
+            the replicas of hybrid sharding.
+        mine: this rank's plan, of plain JSON values.
+        planned_for: what else the plan depends on, such as the target.
+        merge: makes one plan of those of all ranks, in group order. The default takes the first.
+
+    Raises:
+        AgreementError: on every rank, when one of them asks something else, failed, or does not
+            answer in time.
+    """
+    key = _hash(question, signature)
+    remember = _hash(key, planned_for)
+    shared = []
+    for group in groups:
+        answers = exchange(group, question, [key, mine], remember=remember)
+        # Where another rank has other collectives, the comparison of collectives reports it later.
+        if all(theirs == key for theirs, _ in answers):
+            mine = merge([plan for _, plan in answers])
+            shared.append(group)
+    return mine, shared
+
+
+def _hash(*values: Any) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+# --- remembered answers ---------------------------------------------------------------------------
+Answers = dict[tuple[str, str], list[Any]]
+"""(Process group, key under which an answer is remembered) -> the answers of its ranks."""
+
+_recorders: contextvars.ContextVar[tuple[Answers, ...]] = contextvars.ContextVar(
+    "zpasses.recorded_answers", default=()
+)
+
+
+@contextlib.contextmanager
+def recorded_answers(into: Answers) -> Iterator[None]:
+    """Inside, remembered answers that are asked for are also stored in `into`."""
+    token = _recorders.set((*_recorders.get(), into))
+    try:
+        yield
+    finally:
+        _recorders.reset(token)
+
+
+def _recorded(group: str, remember: str, answers: list[Any]) -> list[Any]:
+    for each in _recorders.get():
+        each[group, remember] = answers
+    return answers
+
+
+def restore_answers(answers: Answers) -> None:
+    """Remember answers that these ranks gave in an earlier process.
+
+    All ranks of a group must restore the same ones.
+    """
+    for (group, remember), each in answers.items():
+        group_state(group).answers[remember] = each
+
+
+def is_remembered(group: str, remember: str) -> bool:
+    """Whether a question was asked under this key on a group that has other ranks."""
+    return has_other_ranks(group) and remember in group_state(group).answers
+
+
+def are_remembered(answers: Answers) -> bool:
+    """Whether all of these answers are remembered in this process."""
+    return all(
+        group_state(group).answers.get(remember) == each
+        for (group, remember), each in answers.items()
+    )
+
+
+_simulated_answers: contextvars.ContextVar[dict[tuple[str, str], Any] | None] = (
+    contextvars.ContextVar("zpasses.simulated_answers", default=None)
+)
+
+
+@contextlib.contextmanager
+def simulated_answers() -> Iterator[None]:
+    """Inside, the ranks that one process plays in turn share the answers to remembered questions:
+    those of the rank that was asked first. Real ranks adopt the answer of their group's first rank.
+    """
+    token = _simulated_answers.set({})
+    try:
+        yield
+    finally:
+        _simulated_answers.reset(token)

@@ -1,0 +1,88 @@
+"""Ranks tell each other why they cannot go on, instead of voting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from zpasses import compat
+from zpasses.errors import AgreementError
+from zpasses.ranks.vote import group_state, has_other_ranks, pack, unpack
+
+__all__ = [
+    "is_reported",
+    "pass_on_failure",
+    "post_failure",
+    "report_failure",
+    "reported_failure",
+]
+
+
+def report_failure(
+    groups: Sequence[str],
+    graph_name: str,
+    error: BaseException,
+    *,
+    recoverable: bool = True,
+    doing: str = "",
+) -> None:
+    """Tell the other ranks of these groups that this rank will not vote: its compile failed.
+
+    Args:
+        doing: what failed instead of the compile of a graph, for the error.
+        recoverable: let votes meet again if this rank's program catches the error and continues.
+            False makes the vote at hand an error on all ranks in any case.
+    """
+    reason = f"{type(error).__name__}: {str(error)[:500]}"
+    doing = doing or f"compiling graph {graph_name}"
+    text = f"rank {compat.global_rank()} failed while {doing}: {reason}"
+    for name in groups:
+        post_failure(name, text, recoverable=recoverable)
+    error._zpasses_reported = True  # type: ignore[attr-defined]
+
+
+def pass_on_failure(groups: Sequence[str], error: AgreementError) -> None:
+    """Tell the ranks of all groups of a graph about an error that the ranks of one have found.
+
+    A rank of several groups, such as those of hybrid sharding, fails with the ranks of one. Those
+    of the others do not know of it, and would wait for this rank until their time limit.
+    """
+    others = [name for name in groups if has_other_ranks(name)]
+    if len(others) < 2 or hasattr(error, "_zpasses_passed_on"):
+        return
+    error._zpasses_passed_on = True  # type: ignore[attr-defined]
+    for name in others:
+        if name != getattr(error, "_zpasses_group", None):
+            post_failure(name, str(error))
+
+
+def is_reported(error: BaseException | None) -> bool:
+    """Whether the other ranks know of a failure already."""
+    while error is not None:
+        if hasattr(error, "_zpasses_reported"):
+            return bool(error._zpasses_reported)
+        if isinstance(error, AgreementError):
+            return True
+        error = compat.inner_exception(error) or error.__cause__ or error.__context__
+    return False
+
+
+def reported_failure(name: str) -> str | None:
+    """Why another rank of the group will not come to the next vote, if one said so; asks without
+    waiting.
+    """
+    if not has_other_ranks(name):
+        return None
+    store, key = compat.default_store(), f"{group_state(name).key()}/failed"
+    return str(unpack(store.get(key))["reason"]) if store.check([key]) else None
+
+
+def post_failure(name: str, reason: str, *, recoverable: bool = False) -> None:
+    """Tell the other ranks of a group why this rank will not vote; `recoverable` as above."""
+    if not has_other_ranks(name):
+        return
+    state, store = group_state(name), compat.default_store()
+    failure = {"rank": dist.get_rank(), "reason": reason, "recoverable": recoverable}
+    store.set(f"{state.key()}/failed", pack(failure))
+    state.next_epoch(resumed=False)
