@@ -53,7 +53,8 @@ from zpasses.graph.flatten_patterns import (
 from zpasses.graph.nodes import Editor, erase_dead, nbytes, replace_node, value_of
 from zpasses.graph.ops import group_size
 from zpasses.graph.tags import Tag, add_tag, tag_of
-from zpasses.pipeline.pipeline import Level, Pass, process_token
+from zpasses.pipeline.facts import Facts
+from zpasses.pipeline.passes import Level, Pass, process_token
 from zpasses.pipeline.recorder import note
 from zpasses.ranks.vote import exchange
 
@@ -133,11 +134,14 @@ class FlattenOnDevice(Pass):
                 "name the ranks, and replicated=true to state that they hold the same values."
             )
 
-    def votes(self) -> bool:
-        return self.tier == "auto" and bool(self.group)
-
-    def is_simulatable(self) -> bool:
-        return not self.replicated  # simulated ranks hold different values
+    @property
+    def facts(self) -> Facts:
+        return Facts(
+            votes=self.tier == "auto" and bool(self.group),
+            simulatable=not self.replicated,  # simulated ranks hold different values
+            cacheable=self.tier != "auto"
+            or self.free_bytes is not None,  # else free memory decides
+        )
 
     def digest(self) -> str:
         """Returns the digest of the pass. With `tier=auto` it also identifies the process, because
@@ -189,9 +193,6 @@ class FlattenOnDevice(Pass):
         return _FlattenPlan(
             flattening, self.group if self.replicated else "", self.align_bytes, freed
         )
-
-    def is_cacheable(self) -> bool:
-        return self.tier != "auto" or self.free_bytes is not None  # else free memory decides
 
     # --- choosing ---------------------------------------------------------------------------------
     def _choose(self, plans: Sequence[_FlattenPlan]) -> list[TierDecision]:

@@ -36,9 +36,11 @@ from zpasses.option_values import parse_budget
 from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.pipelines import ZERO2, ZERO3
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.pipeline import Level, Pass, Pipeline, run_passes
+from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.prediction import Predictor
 from zpasses.pipeline.recorder import Recorders, run_recorded_passes
+from zpasses.pipeline.runner import run_passes
 from zpasses.runtime.forward_variants import (
     ForwardVariant,
     build_forward_variant,

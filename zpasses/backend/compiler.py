@@ -49,13 +49,13 @@ from zpasses.graph.regathers import remove_regathers
 from zpasses.graph.subgraphs import read_subgraph_inputs_directly
 from zpasses.pipeline.observers import ObservedGraph, notify_observers
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.pipeline import Level, Pass, Pipeline
+from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.prediction import Predictor
 from zpasses.pipeline.recorder import (
     Recorders,
     ResultHook,
     apply_bisect_limits,
-    pass_options,
     run_recorded_passes,
 )
 from zpasses.ranks.compiling import compiling
@@ -163,9 +163,9 @@ def _log_remaining_votes(pipeline: Pipeline, groups: Sequence[str], options: Opt
         where.append("for how many graphs ahead gathers start")
     if options.cache and options.codegen == "inductor":
         where.append("whether all have the graph in their compile caches")
-    if voting := dict.fromkeys(each.name for each in pipeline if each.votes()):
+    if voting := dict.fromkeys(each.name for each in pipeline if each.facts.votes):
         where.append(f"in {', '.join(voting)}, whose choices must be equal on all ranks")
-    for what in dict.fromkeys(each.votes_at_run_time for each in pipeline):
+    for what in dict.fromkeys(each.facts.votes_at_run_time for each in pipeline):
         where += [f"about {what} when they first run"] if what else []
     level = logging.WARNING if where else logging.INFO
     where.append("in coalesce_grad_reduction blocks")
@@ -393,11 +393,10 @@ class _GraphCompiler:
         ]
         compat.eliminate_common_subexpressions(gm, reads)
         self._run_level(gm, Level.JOINT, "joint")
-        regathers = [each for each in self._pipeline if each.name == "reshard-after-forward"]
         policy = PartitionPolicy(
             self._budget,
             self._captured.share,
-            any(pass_options(each)["keep"] != "nothing" for each in regathers),
+            any(each.facts.keeps_params for each in self._pipeline),
             self._captured.groups,
             self._options.recomputes_elementwise(),
             Repetition(self._options.backwards_per_step, self._captured.frozen),
@@ -413,7 +412,9 @@ class _GraphCompiler:
                 self._artifacts.entry.memory_budget = limit
         if partitioned.note:
             log.info("graph %s: %s", self.name, partitioned.note)
-            self.recorder.runtime_note("reshard-after-forward", partitioned.note)
+            for each in self._pipeline:
+                if each.facts.regathers:
+                    self.recorder.runtime_note(each.name, partitioned.note)
         return partitioned.graphs
 
     def _forward(

@@ -134,7 +134,7 @@ class StepTrials:
         repetition: how often a step runs the graph while parameters do not change.
         options: further arguments of torch's partitioner.
         fallback_cost: what the pipeline's schedule does at least as well as on a graph, within a
-            limit in bytes; see `zpasses.pipeline.pipeline.Pass.fallback_cost`.
+            limit in bytes; see `zpasses.pipeline.facts.Facts.fallback_cost`.
     """
 
     def __init__(

@@ -15,8 +15,9 @@ from zpasses.dumps import progress
 from zpasses.dumps.errors import DumpError
 from zpasses.graph.groups import group_labels
 from zpasses.graph.printer import listing
-from zpasses.pipeline.pipeline import Pass, PassRecord
+from zpasses.pipeline.passes import Pass
 from zpasses.pipeline.recorder import Recorder, Recorders, enable_runtime_notes
+from zpasses.pipeline.runner import PassRecord
 from zpasses.ranks import heartbeat
 
 __all__ = ["TraceArtifacts", "recorders_for"]

@@ -28,8 +28,9 @@ from zpasses.dumps.errors import DumpPathError
 from zpasses.dumps.runs import now, write
 from zpasses.errors import AgreementError, raising_line
 from zpasses.graph.verifier import CHECKS
-from zpasses.pipeline.pipeline import Pass, PassRecord
-from zpasses.pipeline.recorder import Recorder, pass_options
+from zpasses.pipeline.passes import Pass
+from zpasses.pipeline.recorder import Recorder
+from zpasses.pipeline.runner import PassRecord
 
 __all__ = ["CompileDump"]
 
@@ -132,7 +133,7 @@ class CompileDump(Recorder):
         run = {
             "name": record.name,
             "text": record.text,
-            "options": {key: _json(value) for key, value in pass_options(each).items()},
+            "options": _options(each),
             "changes": record.changes,
             "time_us": round(record.time_us, 1),
             "check_us": round(record.check_us, 1),
@@ -333,6 +334,12 @@ def _new_compile_folder(folder: Path, name: str) -> Path:
             number += 1
         else:
             return claimed
+
+
+def _options(each: Pass) -> dict[str, Any]:
+    """All options of a pass, including defaults."""
+    fields = dataclasses.fields(each)  # type: ignore[arg-type]
+    return {field.name: _json(getattr(each, field.name)) for field in fields if field.init}
 
 
 def _json(value: Any) -> Any:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.errors import OptionError
-from zpasses.pipeline.pipeline import Level, Pass, Pipeline
+from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.pipeline import Pipeline
 
 __all__ = ["ENVIRONMENT_VARIABLE", "Trial", "in_execution_order"]
 

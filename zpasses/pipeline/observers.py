@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from zpasses.pipeline.pipeline import PassRecord
+from zpasses.pipeline.runner import PassRecord
 
 __all__ = ["ObservedGraph", "has_observers", "notify_observers", "observe_graphs"]
 

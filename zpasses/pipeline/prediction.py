@@ -14,8 +14,9 @@ from zpasses.cost.schedule_planner import memory_limit
 from zpasses.cost.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.target import Target
 from zpasses.option_values import MemoryBudget, parse_budget
-from zpasses.pipeline.pipeline import Level, Pass, PassRecord
-from zpasses.pipeline.recorder import Recorder, pass_options
+from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.recorder import Recorder
+from zpasses.pipeline.runner import PassRecord
 
 __all__ = ["Predictor"]
 
@@ -60,8 +61,9 @@ class Predictor(Recorder):
     def predicted(self, graph: fx.Graph, *, scheduled: bool = False) -> Prediction | None:
         """Returns the prediction for the graph after its passes.
 
-        The limit is that of the pass `schedule` if it ran, and else the memory that the graph takes
-        anyway, but at least the peak with one gather and one reduction in flight.
+        The limit is that of the pass that plans a schedule, if one ran. Otherwise it is the memory
+        that the graph takes anyway, but at least the peak with one gather and one reduction in
+        flight.
 
         Args:
             graph: the graph after its passes.
@@ -76,13 +78,13 @@ class Predictor(Recorder):
         return _guarded(lambda: self._predict(graph, problem, scheduled))
 
     def _predict(self, graph: fx.Graph, problem: ScheduleProblem, scheduled: bool) -> Prediction:
-        planner = next((each for each in self._passes if each.name == "schedule"), None)
-        if planner is not None:
-            budget = parse_budget(str(pass_options(planner)["memory_budget"]), planner.name)
-            limit = memory_limit(problem, budget)
+        budgets = [each.facts.plans_within for each in self._passes]
+        budget = next((each for each in budgets if each is not None), None)
+        if budget is not None:
+            limit = memory_limit(problem, parse_budget(budget, "option 'memory_budget'"))
         else:
             limit = max(memory_limit(problem, MemoryBudget()), liveness(graph).peak_bytes)
-        planned = scheduled or planner is not None
+        planned = scheduled or budget is not None
         return predict(graph, self._target, problem, limit, planned=planned)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import logging
 import os
 import weakref
@@ -24,7 +23,9 @@ from zpasses.cost.prediction import Prediction
 from zpasses.errors import AgreementError, PassError
 from zpasses.graph.nodes import collectives_by_group
 from zpasses.pipeline.bisect import Trial
-from zpasses.pipeline.pipeline import Pass, PassRecord, Pipeline, Verify, run_passes
+from zpasses.pipeline.passes import Pass
+from zpasses.pipeline.pipeline import Pipeline
+from zpasses.pipeline.runner import PassRecord, Verify, run_passes
 from zpasses.ranks.agreement import digest
 from zpasses.ranks.vote import has_other_ranks
 
@@ -35,7 +36,6 @@ __all__ = [
     "apply_bisect_limits",
     "enable_runtime_notes",
     "note",
-    "pass_options",
     "run_recorded_passes",
     "runtime_note",
 ]
@@ -301,12 +301,6 @@ def _take_notes() -> list[str]:
     taken = list(notes)
     notes.clear()
     return taken
-
-
-def pass_options(each: Pass) -> dict[str, object]:
-    """Return all options of a pass by name, including defaults."""
-    fields = dataclasses.fields(each)  # type: ignore[arg-type]
-    return {field.name: getattr(each, field.name) for field in fields if field.init}
 
 
 # --- bisection ------------------------------------------------------------------------------------

@@ -23,8 +23,10 @@ from zpasses.errors import AgreementError, OptionError, ZpassesError
 from zpasses.graph.nodes import nbytes
 from zpasses.graph.ops import reduction_calls
 from zpasses.graph.tags import Reduction, Tag, add_tag
-from zpasses.pipeline.pipeline import Level, Pipeline, Verify
+from zpasses.pipeline.passes import Level
+from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.recorder import Recorders, run_recorded_passes
+from zpasses.pipeline.runner import Verify
 from zpasses.ranks.agreement import compare_collectives
 from zpasses.ranks.vote import (
     COMPILE_TIMEOUT,

@@ -23,7 +23,8 @@ from zpasses.graph.tags import Tag, add_tag, tag_of
 from zpasses.option_values import build_dataclass
 from zpasses.pipeline.observers import ObservedGraph, notify_observers
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.pipeline import Pass, catalogue
+from zpasses.pipeline.passes import Pass
+from zpasses.pipeline.pipeline import catalogue
 from zpasses.pipeline.recorder import Recorders, run_recorded_passes
 from zpasses.ranks.vote import report_failure
 

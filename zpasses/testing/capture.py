@@ -19,7 +19,9 @@ from zpasses import compat
 from zpasses.backend.capture import tag_joint
 from zpasses.graph.ops import UNSHARD
 from zpasses.pipeline.observers import ObservedGraph, observe_graphs
-from zpasses.pipeline.pipeline import Level, Pass, PassRecord, Pipeline
+from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.pipeline import Pipeline
+from zpasses.pipeline.runner import PassRecord
 from zpasses.ranks.vote import simulated_answers
 from zpasses.sharding.shard import shard as shard_model
 from zpasses.testing.worlds import fake_world

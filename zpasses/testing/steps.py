@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from zpasses.pipeline.pipeline import Pass, PassRecord, Pipeline, Verify, run_passes
+from zpasses.pipeline.passes import Pass
+from zpasses.pipeline.pipeline import Pipeline
+from zpasses.pipeline.runner import PassRecord, Verify, run_passes
 from zpasses.testing.capture import StepCapture, copy_graph
 from zpasses.testing.compare import check_equal, random_inputs
 from zpasses.testing.simulator import RankRun, simulate

@@ -16,7 +16,7 @@ from zpasses.dumps import DamagedDumpError, read
 from zpasses.inspect import open as open_dump
 from zpasses.passes import ZERO3, Overlap
 from zpasses.pipeline import prediction
-from zpasses.pipeline.pipeline import Level
+from zpasses.pipeline.passes import Level
 from zpasses.pipeline.prediction import Predictor
 from zpasses.pipeline.recorder import Recorders, run_recorded_passes
 from zpasses.testing import capture_graphs, fake_world

@@ -18,7 +18,8 @@ from zpasses.cost.target import current_target
 from zpasses.pipeline import bisect
 from zpasses.pipeline.observers import has_observers
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.pipeline import Pipeline, package_digest
+from zpasses.pipeline.passes import package_digest
+from zpasses.pipeline.pipeline import Pipeline
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.layout import layout_of
 
@@ -80,7 +81,7 @@ def refusal(captured: Capture, options: Options, pipeline: Pipeline) -> str | No
     for each in pipeline:
         if type(each).__module__.partition(".")[0] != "zpasses":
             return f"pass {each.name!r} is not one of zpasses; nothing tells when it changes"
-        if not each.is_cacheable():
+        if not each.facts.cacheable:
             return f"pass {str(each)!r} sets up collectives when it runs"
     if not captured.has_one_mesh and sum(map(has_other_ranks, captured.groups)) > 1:
         groups = ", ".join(captured.groups)

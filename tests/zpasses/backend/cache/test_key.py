@@ -16,7 +16,8 @@ from zpasses.cost.target import Target, use_target
 from zpasses.pipeline import observers
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.pipeline import Level, Pass, Pipeline
+from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing import fake_world
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
