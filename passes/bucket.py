@@ -49,9 +49,9 @@ from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.reduction_groups import replicate_groups
 from zpasses.option_values import MemoryBudget, parse_budget
 from zpasses.passes.bucket_writer import merge_collectives
+from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass
-from zpasses.pipeline.recorder import note
 from zpasses.ranks.vote import exchange
 
 _MIB = 1 << 20

@@ -53,9 +53,9 @@ from zpasses.graph.flatten_patterns import (
 from zpasses.graph.nodes import Editor, erase_dead, nbytes, replace_node, value_of
 from zpasses.graph.ops import group_size
 from zpasses.graph.tags import Tag, add_tag, tag_of
+from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass, process_token
-from zpasses.pipeline.recorder import note
 from zpasses.ranks.vote import exchange
 
 __all__ = ["TIER_DECISION_KEY", "FlattenOnDevice", "Tier", "TierDecision"]

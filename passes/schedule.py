@@ -47,9 +47,9 @@ from zpasses.graph.reduction_groups import regroup_reductions, replicate_groups
 from zpasses.option_values import MemoryBudget, parse_budget
 from zpasses.passes.one_ahead import fastest_one_ahead
 from zpasses.passes.schedule_writer import copied, exact_cost, write_plan
+from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass
-from zpasses.pipeline.recorder import note
 from zpasses.ranks.reduction_groups import reduction_group
 from zpasses.ranks.vote import exchange
 

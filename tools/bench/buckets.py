@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 import zpasses
 from zpasses.cost.memory import liveness
 from zpasses.passes import Bucket
-from zpasses.pipeline.observers import ObservedGraph, observe_graphs
+from zpasses.pipeline.events import ObservedGraph, observe_graphs
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.tools.bench.launch import RankError, run_ranks
 from zpasses.tools.bench.measure import ResidentMemory, traffic

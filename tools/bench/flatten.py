@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from zpasses import compat, pack_parameters
 from zpasses.graph.nodes import calls, nbytes, value_of
-from zpasses.pipeline.observers import ObservedGraph, observe_graphs
+from zpasses.pipeline.events import ObservedGraph, observe_graphs
 from zpasses.tools.bench.launch import RankError, run_ranks
 from zpasses.tools.bench.measure import MemoryProfile, traffic
 

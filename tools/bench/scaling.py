@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import zpasses
 from zpasses import compat
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.tools.bench.launch import RankError, run_ranks
 
 __all__ = ["ScalingConfig", "ScalingPoint", "ScalingReport", "run_scaling"]

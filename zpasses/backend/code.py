@@ -31,6 +31,7 @@ from zpasses.backend.prefetch import (
 from zpasses.backend.split import inductor_patches
 from zpasses.cost.prefetch import GraphRun
 from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
+from zpasses.pipeline.events import VariantBuilt
 from zpasses.ranks.agreement import (
     Sequences,
     call_sequences,
@@ -166,9 +167,9 @@ def agree(job: Compile, gm: fx.GraphModule, kind: str) -> None:
     """
     asks = _asks(job)
     if asks:
-        with job.recorder.record_errors("agreement"):
+        with job.events.report_errors("agreement"):
             compare_collectives(gm.graph, job.name, job.options.agreement_timeout_s)
-    job.recorder.record_agreement(kind, gm.graph, asks)
+    job.events.collectives_compared(kind, gm.graph, asks)
 
 
 def agree_on(job: Compile, sequences: Sequences) -> None:
@@ -200,7 +201,7 @@ def _lowering(job: Compile) -> Lowering:
     if job.options.codegen == "inductor":
         patches = inductor_patches(job)
         codegen = functools.partial(compat.inductor_codegen_standalone, patches=patches)
-    return GraphLowering(job.decided.pipeline, codegen, job.recorder, verify=job.options.verify)
+    return GraphLowering(job.decided.pipeline, codegen, job.events, verify=job.options.verify)
 
 
 # --- variants -------------------------------------------------------------------------------------
@@ -219,13 +220,8 @@ def _variant(
         log.debug("graph %s %s: %s", job.name, template.kind, variant)
         slots = param_slots if isinstance(variant, ForwardVariant) else grad_slots
         params = [slot.param for slot in slots(template.graph().graph)]
-        job.recorder.variant(
-            template.kind,
-            template.kind,
-            [params[i] for i in sorted(variant.given)],
-            [params[i] for i in sorted(done)],
-            gm.graph,
-        )
+        given, kept = ([params[i] for i in sorted(each)] for each in (variant.given, done))
+        job.events.send(VariantBuilt(template.kind, given, kept, gm.graph))
         if isinstance(variant, BackwardVariant):
             agree(job, gm, template.kind)
             sequences = call_sequences(gm.graph) if job.artifacts is not None else {}
@@ -234,7 +230,7 @@ def _variant(
     hoisted = _hoist(job, gm, template.kind)
     whole = replace_gloo_collectives(gm)
     strides: list[tuple[int, ...] | None] = []
-    with template.state.restored(strides), job.recorder.record_errors(what):
+    with template.state.restored(strides), job.events.report_errors(what):
         if hoisted is None:
             code = template.codegen(whole, inputs)
         else:
@@ -359,7 +355,7 @@ def _part(job: Compile, gm: fx.GraphModule, names: TraceNames, kind: str) -> Com
 
 def _plan_prefetch(job: Compile, runs: Sequence[GraphRun], groups: Sequence[str]) -> int:
     options = job.options
-    with job.recorder.record_errors("prefetch"):
+    with job.events.report_errors("prefetch"):
         return agreed_prefetch(
             runs, options.memory_budget, job.free_bytes, groups, options.agreement_timeout_s
         )

@@ -15,11 +15,12 @@ from zpasses.backend.cache.artifacts import GraphArtifacts, StoredVariant
 from zpasses.backend.capture import Capture, describe_inputs
 from zpasses.backend.free_memory import agreed_free_bytes
 from zpasses.cost.target import Target, use_target
-from zpasses.dumps.recorders import recorders_for
+from zpasses.dumps.listeners import events_for
 from zpasses.errors import AgreementError
+from zpasses.pipeline.bisect import ResultHook
+from zpasses.pipeline.events import Events
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pipeline
-from zpasses.pipeline.recorder import Recorders, ResultHook
 from zpasses.ranks.compiling import compiling
 from zpasses.ranks.vote import (
     is_reported,
@@ -32,7 +33,7 @@ from zpasses.runtime.forward import BoundParameters
 from zpasses.runtime.forward_variants import OutputStrides
 from zpasses.runtime.run_checks import in_window
 
-__all__ = ["Codegen", "Compile", "Compiled", "Decisions", "open_recorders", "report"]
+__all__ = ["Codegen", "Compile", "Compiled", "Decisions", "open_events", "report"]
 
 Compiled = Callable[[list[Any]], Any]
 Codegen = Callable[[fx.GraphModule, Sequence[Any]], Compiled]
@@ -69,7 +70,7 @@ class Compile:
     start."""
     target: Target
     """Hardware to plan for."""
-    recorder: Recorders
+    events: Events
     result_hook: ResultHook
     free_bytes: int | None
     """What the memory budget "auto" stands for."""
@@ -89,7 +90,7 @@ class Compile:
         options: Options,
         pipeline: Pipeline,
         target: Target,
-        recorder: Recorders,
+        events: Events,
         result_hook: ResultHook,
     ) -> Compile:
         """Find the memory budget, for which the ranks vote if it is "auto".
@@ -113,7 +114,7 @@ class Compile:
             options,
             pipeline,
             target,
-            recorder,
+            events,
             result_hook,
             free_bytes,
             budget,
@@ -176,14 +177,14 @@ def report(captured: Capture, options: Options, name: str, error: BaseException)
         report_failure(groups, name, error, recoverable=not in_window(groups))
 
 
-def open_recorders(
+def open_events(
     captured: Capture,
     example_inputs: Sequence[Any],
     options: Options,
     pipeline: Pipeline,
     target: Target,
-) -> Recorders:
-    """Start the dump and the structured trace of a compile, if they are enabled."""
+) -> Events:
+    """Start the dump and the structured trace of a compile, if they are enabled. They listen."""
 
     def describe() -> dict[str, Any]:
         parts = {
@@ -195,4 +196,4 @@ def open_recorders(
         }
         return {**parts, **describe_inputs(captured, example_inputs)}
 
-    return recorders_for(options.dump_folder(), options.dumping_ranks(), target, describe)
+    return events_for(options.dump_folder(), options.dumping_ranks(), target, describe)

@@ -17,16 +17,17 @@ from torch import fx
 from zpasses import compat
 from zpasses.backend.cache.stored_graph import from_cache
 from zpasses.backend.capture import Capture, capture
-from zpasses.backend.compile import Compile, open_recorders, report
+from zpasses.backend.compile import Compile, open_events, report
 from zpasses.backend.compile_steps import compile_captured
 from zpasses.backend.garbage import no_garbage_collection_in_compiles
 from zpasses.backend.tuning import with_tried_options
 from zpasses.cost.target import Target, current_target, use_target
 from zpasses.errors import AgreementError, OptionError
 from zpasses.garbage import no_garbage_collection
+from zpasses.pipeline.bisect import apply_bisect_limits
+from zpasses.pipeline.events import CompileEnded, Events, Problem
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pipeline
-from zpasses.pipeline.recorder import Recorders, apply_bisect_limits
 from zpasses.ranks.notes import check_conflicts
 from zpasses.ranks.vote import has_other_ranks, rejoin_after_failure, vote_timeout
 from zpasses.runtime.flush import flush
@@ -81,13 +82,13 @@ def zpasses_backend(
         use_target(target),
         vote_timeout(chosen.agreement_timeout_s),
     ):
-        recorder = open_recorders(captured, example_inputs, chosen, pipeline, target)
-        with _recording_failures(recorder):
-            begun = Compile.begin(captured, chosen, pipeline, target, recorder, result_hook)
+        events = open_events(captured, example_inputs, chosen, pipeline, target)
+        with _sending_failures(events):
+            begun = Compile.begin(captured, chosen, pipeline, target, events, result_hook)
             job, compiled = from_cache(begun, example_inputs)
             if compiled is None:
                 compiled = compile_captured(job)
-            recorder.done()
+            events.send(CompileEnded())
             compiled = with_plain_inputs(_with_local_shards(job, compiled), example_inputs)
             return result_hook(compiled, "outputs")
 
@@ -142,17 +143,17 @@ def _reporting_failures(captured: Capture, options: Options) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _recording_failures(recorder: Recorders) -> Iterator[None]:
+def _sending_failures(events: Events) -> Iterator[None]:
     try:
         yield
     except AgreementError as error:
-        recorder.problem("agreement", error)
+        events.send(Problem("agreement", error))
         raise
     except Exception as error:
         if compat.is_dynamo_restart(error):
-            recorder.restarted()
+            events.send(CompileEnded(restarted=True))
         else:
-            recorder.problem("compile", error)
+            events.send(Problem("compile", error))
         raise
 
 

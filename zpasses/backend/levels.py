@@ -9,10 +9,8 @@ from torch import fx
 from zpasses.backend.capture import tag_joint
 from zpasses.backend.compile import Compile
 from zpasses.graph.nodes import put_inputs_first
-from zpasses.pipeline.observers import ObservedGraph, notify_observers
+from zpasses.pipeline.events import ObservedGraph, run_reported_passes
 from zpasses.pipeline.passes import Level
-from zpasses.pipeline.prediction import Predictor
-from zpasses.pipeline.recorder import run_recorded_passes
 
 __all__ = ["run_level"]
 
@@ -31,24 +29,12 @@ def run_level(job: Compile, gm: fx.GraphModule, level: Level, kind: str) -> None
         tag_joint(gm.graph, job.captured.shards)
     with job.planning():
         passes = job.decided.pipeline.at(level)
-        predictor = None
-        if job.recorder.take_predictions() and level in (Level.FORWARD, Level.BACKWARD):
-            predictor = Predictor(passes, job.target)  # takes time, so only for a dump
-        records = run_recorded_passes(
-            job.recorder.with_recorder(predictor),
-            kind,
-            level.value,
-            gm.graph,
-            passes,
-            verify=job.options.verify,
+        records = run_reported_passes(
+            job.events, kind, level.value, gm.graph, passes, verify=job.options.verify
         )
-        found = predictor.predicted(gm.graph) if predictor is not None else None
-        if found is not None:
-            log.info("graph %s %s: %s", job.name, kind, found)
-            job.recorder.prediction(kind, found)
     gm.recompile()
     name = f"{job.name} {kind}"
     for record in records:
         cost = f"{record.time_us:.0f} us, checks {record.check_us:.0f} us"
         log.debug("graph %s: %s changed %d, %s", name, record.text, record.changes, cost)
-    notify_observers(ObservedGraph(name, kind, gm.graph, records))
+    job.events.send(ObservedGraph(name, kind, gm.graph, records))

@@ -16,6 +16,7 @@ from zpasses.backend.partition import PartitionPolicy, partition_step
 from zpasses.cost.kept_params import Repetition
 from zpasses.graph.ops import UNSHARD
 from zpasses.graph.subgraphs import read_subgraph_inputs_directly
+from zpasses.pipeline.events import RuntimeNote
 from zpasses.pipeline.passes import Level
 
 __all__ = ["inductor_patches", "partition_joint"]
@@ -63,7 +64,12 @@ def partition_joint(
     )
     with job.planning():
         partitioned = partition_step(
-            gm, joint_inputs, policy, fallback_cost=pipeline.fallback_cost, **kwargs
+            gm,
+            joint_inputs,
+            policy,
+            events=job.events,
+            fallback_cost=pipeline.fallback_cost,
+            **kwargs,
         )
     if partitioned.limit_bytes is not None:
         limit = f"{partitioned.limit_bytes}B"
@@ -74,7 +80,7 @@ def partition_joint(
         log.info("graph %s: %s", job.name, partitioned.note)
         for each in pipeline:
             if each.facts.regathers:
-                job.recorder.runtime_note(each.name, partitioned.note)
+                job.events.send(RuntimeNote(each.name, partitioned.note))
     return partitioned.graphs
 
 

@@ -6,6 +6,7 @@ writes a report there after enough optimizer steps, and the command then ends th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -20,8 +21,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zpasses.backend.capture import Capture
-from zpasses.backend.step_trials import StepTrials, observe_steps
+from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.target import Target, current_target
+from zpasses.pipeline.events import listen
 from zpasses.pipeline.options import Options
 
 __all__ = [
@@ -113,11 +115,13 @@ class _Session:
     times: list[float] = field(default_factory=list)
     """When the first optimizer of the program ended a step, in seconds."""
     optimizer: int | None = None
+    listening: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Until the process ends."""
 
     def __post_init__(self) -> None:
         register_optimizer_step_post_hook(self._after_step)
         if self.request.budgets and _rank() == 0:
-            observe_steps(self._plan).__enter__()
+            self.listening.enter_context(listen(StepTrials, self._plan))
 
     def options(self, options: Options) -> Options:
         target = Target.parse(options.target) if options.target else current_target()

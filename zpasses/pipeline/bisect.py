@@ -25,9 +25,19 @@ from zpasses.errors import OptionError
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline
 
-__all__ = ["ENVIRONMENT_VARIABLE", "Trial", "in_execution_order"]
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "ResultHook",
+    "Trial",
+    "apply_bisect_limits",
+    "in_execution_order",
+]
 
 ENVIRONMENT_VARIABLE = "ZPASSES_BISECT"
+ResultHook = Callable[[Callable[..., Any], str], Callable[..., Any]]
+"""Wraps a compiled function so that its results are recorded. The second argument says what the
+results are, such as "outputs"."""
+
 _ORDER = (Level.CAPTURED, Level.JOINT)
 
 
@@ -97,6 +107,23 @@ class Trial:
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         with (self.folder / f"rank{rank}.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def apply_bisect_limits(pipeline: Pipeline, compile_name: str) -> tuple[Pipeline, ResultHook]:
+    """Return the passes that may run and the hook for results.
+
+    Outside of `zpasses bisect`, these are the whole pipeline and a hook that does nothing.
+
+    Raises:
+        OptionError: if the environment variable ZPASSES_BISECT does not hold what `zpasses bisect`
+            sets.
+    """
+    if not os.environ.get(ENVIRONMENT_VARIABLE):
+        return pipeline, lambda fn, _: fn
+    trial = Trial.current()
+    return trial.limit_passes(pipeline, compile_name), lambda fn, what: trial.record_results(
+        fn, f"{compile_name} {what}"
+    )
 
 
 _lock = threading.RLock()

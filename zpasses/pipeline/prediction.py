@@ -14,9 +14,8 @@ from zpasses.cost.schedule_planner import memory_limit
 from zpasses.cost.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.target import Target
 from zpasses.option_values import MemoryBudget, parse_budget
+from zpasses.pipeline.events import LevelStarted, PassRan
 from zpasses.pipeline.passes import Level, Pass
-from zpasses.pipeline.recorder import Recorder
-from zpasses.pipeline.runner import PassRecord
 
 __all__ = ["Predictor"]
 
@@ -24,32 +23,26 @@ T = TypeVar("T")
 _log = logging.getLogger("zpasses")
 
 
-class Predictor(Recorder):
-    """Reads a graph before the first pass that merges or moves its collectives.
+class Predictor:
+    """Listener that reads a graph before the first pass that merges or moves its collectives.
 
     Args:
-        passes: the passes that run on the graph, in order.
         target: hardware that the graph runs on.
     """
 
-    def __init__(self, passes: Sequence[Pass], target: Target) -> None:
-        self._passes, self._target, self._ran = passes, target, 0
+    def __init__(self, target: Target) -> None:
+        self._target, self._ran = target, 0
+        self._passes: Sequence[Pass] = ()
         self.schedule_problem: ScheduleProblem | None = None
 
-    def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
-        self._read(graph)
-
-    def after(
-        self,
-        graph_name: str,
-        level: str,
-        each: Pass,
-        record: PassRecord,
-        graph: fx.Graph,
-        notes: Sequence[str],
-    ) -> None:
-        self._ran += 1
-        self._read(graph)
+    def __call__(self, event: object) -> None:
+        match event:
+            case LevelStarted(graph=graph, passes=passes):
+                self._passes, self._ran = passes, 0
+                self._read(graph)
+            case PassRan(graph=graph):
+                self._ran += 1
+                self._read(graph)
 
     def _read(self, graph: fx.Graph) -> None:
         moves = any(each.level is Level.PARTITIONED for each in self._passes[: self._ran])

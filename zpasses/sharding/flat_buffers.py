@@ -17,15 +17,14 @@ from torch.utils.dlpack import from_dlpack
 
 from zpasses import compat
 from zpasses.cost.target import current_target
-from zpasses.dumps.recorders import recorders_for
+from zpasses.dumps.listeners import events_for
 from zpasses.errors import AgreementError, OptionError
 from zpasses.graph.tags import Tag, add_tag, tag_of
 from zpasses.option_values import build_dataclass
-from zpasses.pipeline.observers import ObservedGraph, notify_observers
+from zpasses.pipeline.events import CompileEnded, Events, ObservedGraph, run_reported_passes
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.passes import Pass
 from zpasses.pipeline.pipeline import catalogue
-from zpasses.pipeline.recorder import Recorders, run_recorded_passes
 from zpasses.ranks.vote import report_failure
 
 __all__ = ["FlatBuffer", "pack_parameters"]
@@ -115,9 +114,9 @@ def pack_parameters(
             at: names[i] if names is not None else str(i) for i, at in reversed(positions.items())
         }
         graph = _graph(unique, labels, layouts, target, host_as_device=given.get("device") == "cpu")
-        recorder = _recorder(flatten)
-        records = run_recorded_passes(recorder, _NAME, flatten.level.value, graph.graph, [flatten])
-        recorder.done()
+        events = _events(flatten)
+        records = run_reported_passes(events, _NAME, flatten.level.value, graph.graph, [flatten])
+        events.send(CompileEnded())
     except AgreementError:
         raise
     except Exception as error:
@@ -125,7 +124,7 @@ def pack_parameters(
             report_failure([group], _NAME, error)
         raise
     tier_notes = [_tier_note(node) for node in _outputs(graph.graph)]
-    notify_observers(ObservedGraph(_NAME, "pack", graph.graph, records))
+    events.send(ObservedGraph(_NAME, "pack", graph.graph, records))
     arguments = [tensor.detach() for tensor in unique]
     shapes = [tensor.shape for tensor in unique]
     if given.get("donate_inputs"):
@@ -149,8 +148,8 @@ def pack_parameters(
 _NAME = "pack"
 
 
-def _recorder(flatten: Pass) -> Recorders:
-    """Return the recorders of a pack.
+def _events(flatten: Pass) -> Events:
+    """Return the events of a pack.
 
     A pack has no compile options, so only environment variables can request a dump.
     """
@@ -159,7 +158,7 @@ def _recorder(flatten: Pass) -> Recorders:
     def describe() -> dict[str, Any]:
         return {"name": _NAME, "pipeline": str(flatten), "codegen": "eager"}
 
-    return recorders_for(options.dump_folder(), options.dumping_ranks(), current_target(), describe)
+    return events_for(options.dump_folder(), options.dumping_ranks(), current_target(), describe)
 
 
 def _flatten_pass(options: dict[str, Any]) -> Pass:

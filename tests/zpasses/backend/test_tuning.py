@@ -8,10 +8,11 @@ from torch import nn
 
 import zpasses
 from tests.zpasses.backend.test_memory_budget import Blocks, X
-from zpasses.backend import step_trials, tuning
+from zpasses.backend import tuning
 from zpasses.backend.tuning import REQUEST_FILE, read_reports
 from zpasses.graph.tags import tagged
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline import events
+from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
 from zpasses.testing import fake_world, run_in_fresh_ranks, world_mesh
 
@@ -73,7 +74,7 @@ def test_plans_that_the_next_runs_try(tmp_path, monkeypatch):
     (tmp_path / REQUEST_FILE).write_text(json.dumps(request))
     monkeypatch.setenv(tuning.ENVIRONMENT_VARIABLE, str(tmp_path))
     monkeypatch.setattr(tuning, "_sessions", {})
-    monkeypatch.setattr(step_trials, "_observers", [])
+    monkeypatch.setattr(events, "_listeners", [])
     regathered(target="h100")
     (session,) = tuning._sessions.values()
     found = session.candidates

@@ -31,7 +31,7 @@ from tests.zpasses.models import (
 )
 from zpasses import compat
 from zpasses.cost import device_memory
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.sharding.flat_buffers import pack_parameters
 from zpasses.testing import fake_world, listing, run_on_ranks, world_mesh
 

@@ -16,7 +16,7 @@ from zpasses.backend.cache.graph_text import NotCacheableError, graph_text, inpu
 from zpasses.backend.capture import Capture, local_shard
 from zpasses.cost.target import current_target
 from zpasses.pipeline import bisect
-from zpasses.pipeline.observers import has_observers
+from zpasses.pipeline.events import has_listeners
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.passes import package_digest
 from zpasses.pipeline.pipeline import Pipeline
@@ -61,7 +61,7 @@ def refusal_here(options: Options, *, recorded: bool) -> str | None:
     if not options.cache:
         return "cache=False"
     tools = (bisect.ENVIRONMENT_VARIABLE, tuning.ENVIRONMENT_VARIABLE)
-    if recorded or has_observers() or any(map(os.environ.get, tools)):
+    if recorded or has_listeners() or any(map(os.environ.get, tools)):
         return (
             "a dump, a trace, an observer, `zpasses bisect` or `zpasses tune` reads the graphs of "
             "this compile"

@@ -55,7 +55,7 @@ def from_cache(
     try:
         if reason is None:
             key = graph_key(job.captured, example_inputs, job.options, job.pipeline)
-            reason = refusal_here(job.options, recorded=bool(job.recorder))
+            reason = refusal_here(job.options, recorded=bool(job.events))
             if reason is not None:  # a dump, for example, is often that of one rank
                 decline_artifacts(key, groups)
     except NotCacheableError as error:

@@ -13,8 +13,8 @@ from zpasses.backend.cache import key as key_module
 from zpasses.backend.cache.key import graph_key, refusal, refusal_here
 from zpasses.backend.capture import capture
 from zpasses.cost.target import Target, use_target
-from zpasses.pipeline import observers
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline import events
+from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline
@@ -59,7 +59,7 @@ def captured(
 @pytest.fixture(autouse=True)
 def no_observers(monkeypatch):
     """Without the observer of all tests, which keeps graphs out of the cache."""
-    monkeypatch.setattr(observers, "_observers", [])
+    monkeypatch.setattr(events, "_listeners", [])
 
 
 @pytest.fixture(scope="module")
