@@ -25,7 +25,7 @@ LAYERS = (
         "zpasses.version",
     ),
     ("zpasses.graph",),
-    ("zpasses.cost", "zpasses.ranks"),
+    ("zpasses.cost", "zpasses.ranks", "zpasses.probe"),
     ("zpasses.pipeline",),
     ("zpasses.dumps",),
     ("zpasses.runtime",),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,15 +10,14 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
-from zpasses.backend import tuning
 from zpasses.backend.cache.graph_text import NotCacheableError, graph_text, input_text, state_text
 from zpasses.backend.capture import Capture, local_shard
 from zpasses.cost.target import current_target
-from zpasses.pipeline import bisect
 from zpasses.pipeline.events import has_listeners
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.passes import package_digest
 from zpasses.pipeline.pipeline import Pipeline
+from zpasses.probe import is_probed
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.layout import layout_of
 
@@ -60,8 +58,7 @@ def refusal_here(options: Options, *, recorded: bool) -> str | None:
     """
     if not options.cache:
         return "cache=False"
-    tools = (bisect.ENVIRONMENT_VARIABLE, tuning.ENVIRONMENT_VARIABLE)
-    if recorded or has_listeners() or any(map(os.environ.get, tools)):
+    if recorded or has_listeners() or is_probed():
         return (
             "a dump, a trace, an observer, `zpasses bisect` or `zpasses tune` reads the graphs of "
             "this compile"
