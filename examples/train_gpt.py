@@ -44,7 +44,7 @@ from tqdm import tqdm
 import zpasses
 import zpasses.inspect
 from zpasses.graph.nodes import collectives
-from zpasses.pipeline.observers import ObservedGraph, observe_graphs
+from zpasses.pipeline.events import ObservedGraph, observe_graphs
 
 BYTES = 256
 """The vocabulary: one token per byte."""

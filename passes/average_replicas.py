@@ -43,7 +43,7 @@ from zpasses.graph.nodes import (
 )
 from zpasses.graph.ops import AVERAGE_GRAD, group_size
 from zpasses.graph.tags import REDUCE_ROLES, Tag, add_tag, tag_of
-from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.pipeline.passes import Level, Pass
 
 aten = torch.ops.aten
 

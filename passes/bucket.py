@@ -48,8 +48,9 @@ from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.reduction_groups import replicate_groups
 from zpasses.option_values import MemoryBudget, parse_budget
 from zpasses.passes.writers.bucket_writer import merge_collectives
-from zpasses.pipeline.pipeline import Level, Pass
-from zpasses.pipeline.recorder import note
+from zpasses.pipeline.events import note
+from zpasses.pipeline.facts import Facts
+from zpasses.pipeline.passes import Level, Pass
 from zpasses.ranks.agree import adopt
 
 _MIB = 1 << 20
@@ -85,8 +86,9 @@ class Bucket(Pass):
                 "buckets)."
             )
 
-    def votes(self) -> bool:
-        return self.cap_mb > 0
+    @property
+    def facts(self) -> Facts:
+        return Facts(votes=self.cap_mb > 0)
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of collectives saved."""

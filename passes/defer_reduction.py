@@ -30,7 +30,8 @@ from typing import ClassVar, Literal
 from torch import fx
 
 from zpasses.graph.patterns import tag_foreign_reductions
-from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.pipeline.facts import Facts
+from zpasses.pipeline.passes import Level, Pass
 from zpasses.runtime.grad_slots import mark_deferrable
 
 
@@ -40,6 +41,7 @@ class DeferReduction(Pass):
 
     name: ClassVar[str] = "defer-reduction"
     level: ClassVar[Level] = Level.BACKWARD
+    facts: ClassVar[Facts] = Facts(defers=True)
 
     part: Literal["all", "average"] = "all"
     """`average` defers only the average over the replicas of hybrid sharding. Gradients without

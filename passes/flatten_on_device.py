@@ -44,8 +44,9 @@ from zpasses.errors import OptionError, PassError
 from zpasses.graph.tags import add_tag, tag_of
 from zpasses.passes.writers.flatten_patterns import find_flattenings
 from zpasses.passes.writers.flatten_writer import FlattenPlan, Tier, freed_bytes
-from zpasses.pipeline.pipeline import Level, Pass, process_token
-from zpasses.pipeline.recorder import note
+from zpasses.pipeline.events import note
+from zpasses.pipeline.facts import Facts
+from zpasses.pipeline.passes import Level, Pass, process_token
 from zpasses.ranks.agree import exchange
 
 __all__ = ["TIER_DECISION_KEY", "FlattenOnDevice", "TierDecision"]
@@ -96,11 +97,14 @@ class FlattenOnDevice(Pass):
                 "name the ranks, and replicated=true to state that they hold the same values."
             )
 
-    def votes(self) -> bool:
-        return self.tier == "auto" and bool(self.group)
-
-    def is_simulatable(self) -> bool:
-        return not self.replicated  # simulated ranks hold different values
+    @property
+    def facts(self) -> Facts:
+        return Facts(
+            votes=self.tier == "auto" and bool(self.group),
+            simulatable=not self.replicated,  # simulated ranks hold different values
+            cacheable=self.tier != "auto"
+            or self.free_bytes is not None,  # else free memory decides
+        )
 
     def digest(self) -> str:
         """Returns the digest of the pass. With `tier=auto` it also identifies the process, because
@@ -136,9 +140,6 @@ class FlattenOnDevice(Pass):
             add_tag(flat, plan.tag(f"{choice.tier}: {choice.reason}"))
             flat.meta[TIER_DECISION_KEY] = choice
         return sum(plan.applied for plan in plans)
-
-    def is_cacheable(self) -> bool:
-        return self.tier != "auto" or self.free_bytes is not None  # else free memory decides
 
     # --- choosing ---------------------------------------------------------------------------------
     def _choose(self, plans: Sequence[FlattenPlan]) -> list[TierDecision]:

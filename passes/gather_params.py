@@ -31,7 +31,7 @@ from zpasses import compat
 from zpasses.graph.nodes import Editor, calls, nbytes, replace_node, value_of
 from zpasses.graph.ops import UNSHARD, group_size, rows_per_rank
 from zpasses.graph.tags import Tag, add_tag, tag_of
-from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.pipeline.passes import Level, Pass
 
 aten = torch.ops.aten
 

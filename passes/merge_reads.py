@@ -28,7 +28,8 @@ from torch import fx
 from zpasses.graph.nodes import Editor, calls, nbytes, replace_node, value_of
 from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD
 from zpasses.graph.tags import Tag, add_tag, tag_of
-from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.pipeline.facts import Facts
+from zpasses.pipeline.passes import Level, Pass
 
 aten = torch.ops.aten
 _MIB = 1 << 20
@@ -40,7 +41,7 @@ class MergeReads(Pass):
 
     name: ClassVar[str] = "merge-reads"
     level: ClassVar[Level] = Level.JOINT
-    reorders_sums: ClassVar[bool] = True
+    facts: ClassVar[Facts] = Facts(reorders_sums=True)
 
     max_hold_mb: float | None = None
     """Largest parameter, in MiB, that may stay gathered while other parameters are gathered; `none`

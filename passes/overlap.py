@@ -31,7 +31,7 @@ from torch import fx
 
 from zpasses.cost.collective_moves import Launch, gather_launches, reduction_launches
 from zpasses.graph.patterns import tag_foreign_gathers
-from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.pipeline.passes import Level, Pass
 
 
 @dataclass(frozen=True)

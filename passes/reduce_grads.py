@@ -26,7 +26,7 @@ from zpasses import compat
 from zpasses.graph.nodes import Editor, calls, nbytes, replace_node, value_of
 from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, group_size, rows_per_rank
 from zpasses.graph.tags import Reduction, Tag, add_tag, retag, tag_of
-from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.pipeline.passes import Level, Pass
 
 aten = torch.ops.aten
 

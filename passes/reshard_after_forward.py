@@ -31,7 +31,8 @@ from zpasses import compat
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.regathers import insert_regathers
 from zpasses.graph.tags import GATHER_ROLES, tag_of
-from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.pipeline.facts import Facts
+from zpasses.pipeline.passes import Level, Pass
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class ReshardAfterForward(Pass):
     """Which parameters stay full until backward after all: those that do not raise the peak memory
     of the step, such as the head, whose backward follows its forward at once; or none. With the
     option `memory_budget` of the backend, those that save most time within it."""
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(regathers=True, keeps_params=self.keep == "fitting")
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of nodes that backward recomputes."""

@@ -46,8 +46,9 @@ from zpasses.graph.reduction_groups import regroup_reductions, replicate_groups
 from zpasses.option_values import MemoryBudget, parse_budget
 from zpasses.passes.writers.exact_plans import fastest_one_ahead
 from zpasses.passes.writers.schedule_writer import copied, exact_cost, write_plan
-from zpasses.pipeline.pipeline import Level, Pass
-from zpasses.pipeline.recorder import note
+from zpasses.pipeline.events import note
+from zpasses.pipeline.facts import Facts
+from zpasses.pipeline.passes import Level, Pass
 from zpasses.ranks.agree import adopt
 from zpasses.ranks.reduction_groups import reduction_group
 
@@ -77,16 +78,17 @@ class Schedule(Pass):
     def __post_init__(self) -> None:
         parse_budget(self.memory_budget, f"pass {self.name!r}, option 'memory_budget'")
 
-    def votes(self) -> bool:
-        return True
+    @property
+    def facts(self) -> Facts:
+        return Facts(
+            votes=True,
+            cacheable=self.reduction_group == "shared",
+            plans_within=self.memory_budget,
+            fallback_cost=self._fallback_cost,
+            without_schedule="bucket{cap_mb=1e6,memory_budget=1000%}",
+        )
 
-    def is_cacheable(self) -> bool:
-        return self.reduction_group == "shared"
-
-    def with_memory_budget(self, budget: str) -> Schedule:
-        return replace(self, memory_budget=budget)
-
-    def fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Evaluation | None:
+    def _fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Evaluation | None:
         found = fastest_one_ahead(self.problem(graph), self.mode, limit_bytes, current_target())
         return None if found is None else found.cost
 

@@ -39,7 +39,8 @@ from zpasses.errors import OptionError
 from zpasses.graph.nodes import Collective, collective_of, named_arguments, nbytes, value_of
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.tags import Tag, add_tag, retag, tag_of
-from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.pipeline.facts import Facts
+from zpasses.pipeline.passes import Level, Pass
 from zpasses.ranks.agree import adopt
 from zpasses.sdma import route_choice
 from zpasses.sdma.ops import SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_ALL_GATHER_OUT
@@ -97,7 +98,11 @@ class Sdma(Pass):
 
     name: ClassVar[str] = "sdma"
     level: ClassVar[Level] = Level.PARTITIONED
-    votes_at_run_time: ClassVar[str] = "the routes of its gathers"
+    facts: ClassVar[Facts] = Facts(
+        votes=True,
+        votes_at_run_time="the routes of its gathers",
+        cacheable=False,  # routes are set up when the pass runs
+    )
 
     min_mb: float = 16.0
     """Smallest size of one rank's part of a gather, in MiB. Smaller gathers stay, because copy
@@ -118,12 +123,6 @@ class Sdma(Pass):
                 f"pass {self.name!r}, option 'min_hidden': got {self.min_hidden}; expected a "
                 "fraction of a gather's time, >= 0."
             )
-
-    def votes(self) -> bool:
-        return True
-
-    def is_cacheable(self) -> bool:
-        return False  # routes are set up when the pass runs
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of gathers replaced."""

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from tests.roundtrip import round_trip_of
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 
 # torch's structured trace would hide the messages of a failed test.
 logging.getLogger("torch.__trace").propagate = False

@@ -25,7 +25,7 @@ LAYERS = (
         "zpasses.version",
     ),
     ("zpasses.graph",),
-    ("zpasses.cost", "zpasses.ranks", "zpasses.simulate"),
+    ("zpasses.cost", "zpasses.probe", "zpasses.ranks", "zpasses.simulate"),
     ("zpasses.pipeline",),
     ("zpasses.dumps",),
     ("zpasses.runtime",),
@@ -229,8 +229,8 @@ def test_there_are_at_most_ten_layers():
 
 LAZY = {
     "zpasses.compat.artifacts": "the class of stored code derives from Inductor's, which is slow",
-    "zpasses.pipeline.pipeline": "a pipeline loads the simulator only if it is asked to simulate",
-    "zpasses.dumps.recorders": "a compile without a dump does not load the writer",
+    "zpasses.pipeline.runner": "a pipeline loads the simulator only if it is asked to simulate",
+    "zpasses.dumps.listeners": "a compile without a dump does not load the writer",
     "zpasses.inspect.inspection": "the page's template engine, which listing a dump does not need",
     "zpasses.testing": "public names; pytest loads the package with the plugin",
     "zpasses.testing.plugin": "pytest loads it in every project, and most of them need no torch",

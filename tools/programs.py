@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -12,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from zpasses.errors import ZpassesError
+from zpasses.probe import Request, all_reported, write_request
 
-__all__ = ["ProgramError", "program_command", "run_limited"]
+__all__ = ["ProgramError", "program_command", "run_limited", "run_probed"]
 
 _TAIL_LINES = 60  # the report of torchrun takes 40 at its end
 _POLL_S = 0.2
@@ -83,6 +85,31 @@ def run_limited(
             process.wait()
     lines = log.read_text(errors="replace").splitlines()
     return failure, "\n".join(lines[-_TAIL_LINES:])
+
+
+def run_probed(
+    command: Sequence[str],
+    request: Request,
+    folder: Path,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+    *,
+    until_reported: bool = True,
+) -> tuple[str | None, str]:
+    """Run a training program with a request for zpasses, as `run_limited` does.
+
+    Args:
+        folder: an empty folder for the request, the reports and the file `log.txt`.
+        environment: further environment variables.
+        until_reported: kill the program when all ranks have written their reports.
+    """
+    return run_limited(
+        program_command(command),
+        {**os.environ, **(environment or {}), **write_request(folder, request)},
+        folder / "log.txt",
+        timeout_s,
+        functools.partial(all_reported, folder) if until_reported else None,
+    )
 
 
 def _wait(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         ShardingError,
         ZpassesError,
     )
-    from zpasses.pipeline import Level, Options, Pass, PassRecord, Pipeline
+    from zpasses.pipeline import Facts, Level, Options, Pass, PassRecord, Pipeline
     from zpasses.ranks.device_mesh import init_device_mesh
     from zpasses.sharding.clipping import clip_grad_norm_
     from zpasses.sharding.flat_buffers import pack_parameters
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AgreementError",
+    "Facts",
     "Level",
     "MemoryBudgetError",
     "OptionError",
@@ -67,6 +68,7 @@ __all__ = [
 
 _HOMES = {
     "AgreementError": "zpasses.errors",
+    "Facts": "zpasses.pipeline",
     "Level": "zpasses.pipeline",
     "MemoryBudgetError": "zpasses.errors",
     "OptionError": "zpasses.errors",

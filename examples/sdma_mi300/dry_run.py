@@ -28,7 +28,7 @@ from zpasses.cost.step_time import StepTime, step_time
 from zpasses.cost.target import Target, use_target
 from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO3_SDMA
-from zpasses.pipeline.observers import ObservedGraph, observe_graphs
+from zpasses.pipeline.events import ObservedGraph, observe_graphs
 from zpasses.testing import copy_graph, fake_world
 from zpasses.testing.capture import capture_step
 

@@ -160,7 +160,7 @@ def test_eager_training_equals_the_unsharded_one(name):
 
 
 def _captured_graphs():
-    from zpasses.pipeline.observers import observe_graphs
+    from zpasses.pipeline.events import observe_graphs
 
     model, kinds = zpasses.shard(_build("llama"), mesh=world_mesh()), []
     run = torch.compile(

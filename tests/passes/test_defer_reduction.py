@@ -10,7 +10,7 @@ from zpasses import Level, Pipeline
 from zpasses.graph.nodes import Editor, collectives
 from zpasses.graph.tags import Reduction, Tag, add_tag, tagged
 from zpasses.passes import ZERO1, ZERO2, ZERO3, DeferReduction
-from zpasses.pipeline.pipeline import run_passes
+from zpasses.pipeline.runner import run_passes
 from zpasses.runtime.backward_variants import BackwardVariant, build_backward_variant
 from zpasses.runtime.grad_slots import always_reduced, grad_slots
 from zpasses.testing import (

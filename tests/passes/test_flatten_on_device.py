@@ -445,7 +445,7 @@ class Flattens(torch.nn.Module):
 
 @pytest.mark.parametrize("tier", ["plain", "host"])
 def test_gradients_of_a_compiled_flattening_stay_as_they_were(tier):
-    from zpasses.pipeline.observers import observe_graphs
+    from zpasses.pipeline.events import observe_graphs
 
     model, reference, x, records = Flattens(), Flattens(), numbered(4), []
     compiled = torch.compile(

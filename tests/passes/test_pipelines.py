@@ -7,7 +7,8 @@ from zpasses import Pipeline
 from zpasses.graph.nodes import collectives, nbytes, value_of
 from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO1, ZERO2, ZERO3, Bucket, GatherParams, ReduceGrads
-from zpasses.pipeline.pipeline import catalogue, run_passes
+from zpasses.pipeline.pipeline import catalogue
+from zpasses.pipeline.runner import run_passes
 from zpasses.testing import (
     assert_step_equals_reference,
     capture_graphs,

@@ -12,7 +12,7 @@ import zpasses
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.graph.nodes import collectives
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.ranks.reduction_groups import reduction_group
 from zpasses.ranks.vote import vote_timeout
 from zpasses.runtime.gloo import replace_gloo_collectives

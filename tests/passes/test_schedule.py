@@ -176,7 +176,7 @@ def test_a_plan_is_judged_as_it_is_written():
                 plain = rewritten(joint(params, 0, 3), *lower())
                 option = Schedule(mode=mode, reduction_group=group)
                 names = listing(plain)
-                cost = option.fallback_cost(plain.graph, 1 << 30)
+                cost = option.facts.fallback_cost(plain.graph, 1 << 30)
                 assert listing(plain) == names
                 exact = fastest_one_ahead(option.problem(plain.graph), mode, 1 << 30, SLOW_LAUNCH)
                 assert exact.cost == cost

@@ -1,6 +1,5 @@
 """Tests of bisection, with programs that only write journals and with a real one."""
 
-import json
 import subprocess
 import sys
 import textwrap
@@ -16,6 +15,7 @@ from tests.cases import some_quick
 from tests.programs import forked_or_started, forked_subprocess
 from zpasses.dumps import read
 from zpasses.pipeline.bisect import Trial
+from zpasses.probe import BisectTrial, write_request
 from zpasses.testing import fake_world
 from zpasses.tools.bisect.compare import first_difference, read_journals
 from zpasses.tools.bisect.run import BisectError, BisectRequest, run_bisect
@@ -24,10 +24,11 @@ from zpasses.tools.programs import ProgramError
 
 FAKE_PROGRAM = """
 import json, os, sys, time
-trial = json.loads(os.environ["ZPASSES_BISECT"])
+folder = os.environ["ZPASSES_PROBE"]
+trial = json.load(open(folder + "/BisectTrial.json"))
 passes = ["one", "two{x=1}", "three", "four"]
 ran = passes if trial["passes"] is None else passes[: trial["passes"]]
-with open(trial["folder"] + "/rank0.jsonl", "w") as out:
+with open(folder + "/rank0.jsonl", "w") as out:
     def call(name, *norms):
         values = [{"shape": [2], "dtype": "float32", "norm": norm, "weighted": norm / 3, "not_finite": 0} for norm in norms]
         out.write(json.dumps({"call": name, "values": values}) + chr(10))
@@ -153,15 +154,12 @@ def start_trial(tmp_path, monkeypatch):
     def start(passes, calls=32):
         folder = tmp_path / f"trial{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
-        monkeypatch.setenv(
-            "ZPASSES_BISECT", json.dumps({"passes": passes, "folder": str(folder), "calls": calls})
-        )
+        for name, value in write_request(folder, BisectTrial(passes, calls)).items():
+            monkeypatch.setenv(name, value)
         monkeypatch.setattr("zpasses.pipeline.bisect._written", [0])
-        Trial.current.cache_clear()
         return folder
 
-    yield start
-    Trial.current.cache_clear()
+    return start
 
 
 def train(dump, steps=2):
@@ -239,7 +237,7 @@ def test_infinities_and_dtypes_differ(tmp_path, start_trial):
 
 
 def test_an_invalid_environment_variable_is_refused(start_trial, monkeypatch):
-    monkeypatch.setenv("ZPASSES_BISECT", "yes")
+    monkeypatch.setenv("ZPASSES_PROBE", "yes")
     with pytest.raises(zpasses.OptionError, match="unset it"):
         Trial.current()
 

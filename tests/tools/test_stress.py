@@ -12,7 +12,7 @@ from torch import fx
 
 from zpasses.errors import OptionError
 from zpasses.pipeline import pipeline as pipelines
-from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.pipeline.passes import Level, Pass
 from zpasses.testing import drawing
 from zpasses.tools.stress import run
 from zpasses.tools.stress.__main__ import main

@@ -10,8 +10,8 @@ from zpasses.tools.cli.main import cli
 
 FAKE_PROGRAM = """
 import json, os, sys, time
-folder = os.environ["ZPASSES_TUNE"]
-request = json.load(open(folder + "/request.json"))
+folder = os.environ["ZPASSES_PROBE"]
+request = json.load(open(folder + "/TuningRequest.json"))
 options = request["options"]
 speeds = json.loads(sys.argv[1])
 took = speeds[next(iter(options.values())) if options else "given"]

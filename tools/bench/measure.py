@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zpasses import compat
-from zpasses.pipeline.observers import ObservedGraph, observe_graphs
+from zpasses.pipeline.events import ObservedGraph, observe_graphs
 from zpasses.runtime.gloo import STARTED
 
 __all__ = [

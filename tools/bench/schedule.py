@@ -35,7 +35,8 @@ from zpasses.cost.target import Target, use_target
 from zpasses.errors import OptionError, suggestion
 from zpasses.graph.nodes import collective_of, is_wait
 from zpasses.passes import ZERO3, Bucket, Overlap, Schedule
-from zpasses.pipeline.pipeline import Level, Pass, Pipeline
+from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.pipeline import Pipeline
 from zpasses.tools.bench.launch import RankError, rank_main, run_ranks
 from zpasses.tools.bench.report import report_text, two_decimals
 from zpasses.tools.bench.schedule_models import MODELS, CapturedStep, Step, captured_step

@@ -15,9 +15,9 @@ from torch import fx
 
 import zpasses
 from zpasses import compat
-from zpasses.backend.step_trials import StepTrials, observe_steps
+from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.target import Target, use_target
-from zpasses.pipeline.observers import ObservedGraph, observe_graphs
+from zpasses.pipeline.events import ObservedGraph, listen, observe_graphs
 from zpasses.testing import copy_graph, fake_world
 from zpasses.testing.capture import capture_step
 
@@ -114,7 +114,7 @@ def captured_step(
         with (
             compat.FakeTensorMode(allow_non_fake_inputs=True),
             observe_graphs(observe),
-            observe_steps(partition),
+            listen(StepTrials, partition),
         ):
             model = _model(shape, tokens)
             zpasses.shard(model, mesh=mesh)

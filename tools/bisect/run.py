@@ -5,8 +5,6 @@ imports torch.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -14,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zpasses.errors import ZpassesError
+from zpasses.probe import BisectTrial
 from zpasses.tools.bisect.compare import Journal, first_difference, read_journals
-from zpasses.tools.programs import program_command, run_limited
+from zpasses.tools.programs import run_probed
 
 __all__ = ["BisectError", "BisectReport", "BisectRequest", "TrialOutcome", "run_bisect"]
 
@@ -166,20 +165,15 @@ class _Bisection:
         folder = self._folder / f"{self._runs:02d}-{'all' if passes is None else passes}-passes"
         folder.mkdir()
         self._on_progress(f"run {self._runs}: {what}")
-        environment = {
-            **os.environ,
-            "ZPASSES_BISECT": json.dumps(
-                {"passes": passes, "folder": str(folder), "calls": self._request.calls}
-            ),
-        }
-        if self._request.out is not None:
-            environment["ZPASSES_DUMP"] = str(folder / "dump")
+        dump = {} if self._request.out is None else {"ZPASSES_DUMP": str(folder / "dump")}
         started = time.monotonic()
-        failure, tail = run_limited(
-            program_command(self._request.command),
-            environment,
-            folder / "log.txt",
+        failure, tail = run_probed(
+            self._request.command,
+            BisectTrial(passes, self._request.calls),
+            folder,
             self._request.timeout_s,
+            dump,
+            until_reported=False,
         )
         seconds = time.monotonic() - started
         self._on_progress(f"       {failure or 'ended normally'}, {seconds:.0f} s")

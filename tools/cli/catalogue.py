@@ -13,7 +13,8 @@ from torch import nn
 from zpasses.errors import OptionError, suggestion
 from zpasses.inspect.view import Code, Table, Text, View, table
 from zpasses.option_values import format_value
-from zpasses.pipeline.pipeline import Level, Pass, Pipeline, catalogue
+from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.testing import capture_graphs, listing
 from zpasses.tools.docs.fields import describe_fields
 

@@ -17,7 +17,8 @@ from zpasses.cost.target import TARGETS, Target
 from zpasses.errors import suggestion
 from zpasses.option_values import format_value
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.pipeline import Level, Pass, Pipeline, catalogue
+from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.tools.docs.fields import FieldDoc, describe_fields, first_sentence
 
 __all__ = ["generate"]

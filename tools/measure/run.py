@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from zpasses.errors import ZpassesError
-from zpasses.runtime.measuring import (
-    ENVIRONMENT_VARIABLE,
-    REQUEST_FILE,
-    MeasureRequest,
-    read_reports,
-    trace_name,
-)
-from zpasses.tools.programs import program_command, run_limited
+from zpasses.probe import MeasureRequest, all_reported, read_reports
+from zpasses.runtime.measuring import trace_name
+from zpasses.tools.programs import run_probed
 
 __all__ = ["MeasureError", "MeasureRun", "run_measure"]
 
@@ -59,27 +52,11 @@ def run_measure(run: MeasureRun, progress: Callable[[str], object]) -> list[Path
     with tempfile.TemporaryDirectory(prefix="zpasses-measure-") as name:
         folder = Path(name)
         request = MeasureRequest(str(output), run.warmup, run.steps)
-        (folder / REQUEST_FILE).write_text(json.dumps(asdict(request)))
         progress(f"runs {run.warmup} optimizer steps, and records {run.steps} more")
-
-        def complete() -> bool:
-            reports = read_reports(folder)
-            return bool(reports) and len(reports) == reports[0].world
-
-        failure, tail = run_limited(
-            program_command(run.command),
-            {
-                **os.environ,
-                "ZPASSES_DUMP": str(output),
-                "ZPASSES_DUMP_RANKS": "all",
-                ENVIRONMENT_VARIABLE: str(folder),
-            },
-            folder / "log.txt",
-            run.timeout_s,
-            complete,
-        )
+        dump = {"ZPASSES_DUMP": str(output), "ZPASSES_DUMP_RANKS": "all"}
+        failure, tail = run_probed(run.command, request, folder, run.timeout_s, dump)
         ended = f"ended before {run.warmup + run.steps} optimizer steps of compiled graphs"
-        if not complete():
+        if not all_reported(folder):
             raise MeasureError(f"The program {failure or ended}. The end of its output:\n{tail}")
-        ranks = [each.rank for each in read_reports(folder)]
+        ranks = [each["rank"] for each in read_reports(folder)]
     return [output / trace_name(rank) for rank in ranks]

@@ -24,7 +24,6 @@ from zpasses.backend.step_trials import (
     StepPlan,
     StepTrials,
     full_params,
-    observe_steps,
 )
 from zpasses.cost.bound import schedule_bound
 from zpasses.cost.kept_params import KeptParam
@@ -35,10 +34,12 @@ from zpasses.graph.tags import tagged
 from zpasses.option_values import parse_budget
 from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.pipelines import ZERO2, ZERO3
+from zpasses.pipeline.events import Events, listen, run_reported_passes
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.pipeline import Level, Pipeline, run_passes
+from zpasses.pipeline.passes import Level
+from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.prediction import Predictor
-from zpasses.pipeline.recorder import Recorders, run_recorded_passes
+from zpasses.pipeline.runner import run_passes
 from zpasses.runtime.forward_variants import (
     ForwardVariant,
     build_forward_variant,
@@ -116,7 +117,7 @@ def plan_step(
         options={key: value for key, value in options.items() if value is not None},
         mesh=request.mesh,
     )
-    with observe_steps(observe):
+    with listen(StepTrials, observe):
         run_capture(capture)
     if steps != 1:
         raise CaptureError(
@@ -288,16 +289,9 @@ class _Planner:
         """Runs the passes after partitioning, and measures the graphs by the cost model."""
         predictors = {}
         for gm, level in zip(graphs, (Level.FORWARD, Level.BACKWARD), strict=True):
-            passes = pipeline.at(level)
-            predictors[level] = Predictor(passes, self._target)
-            run_recorded_passes(
-                Recorders((predictors[level],)),
-                "step",
-                "partitioned",
-                gm.graph,
-                passes,
-                verify="off",
-            )
+            predictors[level] = Predictor(self._target)
+            events, passes = Events((predictors[level],)), pipeline.at(level)
+            run_reported_passes(events, "step", "partitioned", gm.graph, passes, verify="off")
         point = PlanPoint(
             name,
             budget,

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zpasses
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 
 __all__ = ["COMPILE_PLACES", "ENDINGS", "PLACES", "Fault", "Program", "RankResult", "train"]
 

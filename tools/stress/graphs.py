@@ -18,7 +18,9 @@ from torch import Tensor, fx
 from zpasses.cost.target import TARGETS, use_target
 from zpasses.errors import OptionError, PassError
 from zpasses.pipeline import pipeline as pipelines
-from zpasses.pipeline.pipeline import Level, Pipeline, run_passes
+from zpasses.pipeline.passes import Level
+from zpasses.pipeline.pipeline import Pipeline
+from zpasses.pipeline.runner import run_passes
 from zpasses.ranks.agree import simulated_answers
 from zpasses.simulate.equality import check_equal
 from zpasses.testing import JointRecipe, RankRun, copy_graph, random_inputs, simulate

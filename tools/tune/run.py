@@ -6,23 +6,16 @@ backend in the program times the steps: see `zpasses.backend.tuning`.
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zpasses.backend.tuning import (
-    ENVIRONMENT_VARIABLE,
-    REQUEST_FILE,
-    StepReport,
-    TuningRequest,
-    read_reports,
-)
+from zpasses.backend.tuning import StepReport, step_reports
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.option_values import parse_budget
-from zpasses.tools.programs import program_command, run_limited
+from zpasses.probe import TuningRequest, all_reported
+from zpasses.tools.programs import run_probed
 from zpasses.tools.tune.table import TriedPlan, Tuned
 
 __all__ = ["TuneError", "TuneRequest", "run_tune"]
@@ -122,22 +115,10 @@ class _Tuner:
         request = self._request
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         asked = TuningRequest(plan.options, request.warmup, request.steps, budgets)
-        (folder / REQUEST_FILE).write_text(json.dumps(asdict(asked)))
         self._progress(f"{plan.name}: {_options_text(plan)}")
-
-        def complete() -> bool:
-            reports = read_reports(folder)
-            return bool(reports) and len(reports) == reports[0].world
-
-        failure, tail = run_limited(
-            program_command(request.command),
-            {**os.environ, ENVIRONMENT_VARIABLE: str(folder)},
-            folder / "log.txt",
-            request.timeout_s,
-            complete,
-        )
-        reports = read_reports(folder)
-        if complete():
+        failure, tail = run_probed(request.command, asked, folder, request.timeout_s)
+        reports = step_reports(folder)
+        if all_reported(folder):
             return None, tail, reports
         if failure is None:
             failure = (

@@ -23,7 +23,6 @@ from zpasses.backend.step_trials import (
     StepPlan,
     StepTrials,
     full_params,
-    notify_step_observers,
 )
 from zpasses.cost.kept_params import Repetition
 from zpasses.cost.memory import liveness
@@ -31,6 +30,7 @@ from zpasses.cost.target import current_target
 from zpasses.errors import MemoryBudgetError
 from zpasses.graph.nodes import nbytes, value_of
 from zpasses.graph.tags import tag_of
+from zpasses.pipeline.events import Events
 from zpasses.ranks.agree import adopt
 
 __all__ = ["PartitionPolicy", "Partitioned", "partition_step", "too_little_memory"]
@@ -75,6 +75,7 @@ def partition_step(
     joint_inputs: Sequence[Any],
     policy: PartitionPolicy,
     *,
+    events: Events,
     fallback_cost: FallbackCost | None = None,
     **kwargs: Any,
 ) -> Partitioned:
@@ -84,6 +85,7 @@ def partition_step(
         gm: the joint graph, after all passes at its level.
         joint_inputs: its inputs.
         policy: what the step may keep and recompute.
+        events: gets the trials before anything is decided, if parameters may be kept.
         fallback_cost: as in `StepTrials`.
         kwargs: passed on to torch's partitioner.
 
@@ -101,7 +103,7 @@ def partition_step(
         fallback_cost,
     )
     if policy.keeps and policy.share > 0:
-        notify_step_observers(trials)
+        events.send(trials)
     return _Partitioner(trials, policy).run()
 
 

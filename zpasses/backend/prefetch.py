@@ -17,7 +17,7 @@ from zpasses.errors import MemoryBudgetError
 from zpasses.graph.hoisting import HoistedGraph, ReductionPart
 from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
 from zpasses.option_values import parse_budget
-from zpasses.pipeline.recorder import runtime_note
+from zpasses.pipeline.events import runtime_note
 from zpasses.ranks.agree import exchange
 from zpasses.runtime.block_schedule import TURNING_POINT
 

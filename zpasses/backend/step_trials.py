@@ -39,8 +39,6 @@ __all__ = [
     "StepTrials",
     "Trial",
     "full_params",
-    "notify_step_observers",
-    "observe_steps",
 ]
 
 FallbackCost = Callable[[fx.Graph, int], Evaluation | None]
@@ -125,6 +123,9 @@ class StepPlan:
 class StepTrials:
     """The trials of one joint graph. Use it with the graph's target and process groups.
 
+    `zpasses.pipeline.events.listen(StepTrials, ...)` calls a function with the trials of every
+    joint graph that the backend partitions and whose parameters it may keep, before it decides.
+
     Args:
         gm: the joint graph after all passes at its level.
         joint_inputs: its inputs.
@@ -134,7 +135,7 @@ class StepTrials:
         repetition: how often a step runs the graph while parameters do not change.
         options: further arguments of torch's partitioner.
         fallback_cost: what the pipeline's schedule does at least as well as on a graph, within a
-            limit in bytes; see `zpasses.pipeline.pipeline.Pass.fallback_cost`.
+            limit in bytes; see `zpasses.pipeline.facts.Facts.fallback_cost`.
     """
 
     def __init__(
@@ -354,31 +355,3 @@ def _mark_kept(full: fx.Node) -> None:
 def full_params(gm: fx.GraphModule) -> list[tuple[fx.Node, tuple[str, ...], int]]:
     """Returns the full parameters of a joint graph: node, names and bytes."""
     return [(node, tag.params, nbytes(value_of(node))) for node, tag in tagged(gm.graph, "full")]
-
-
-# --- observers ------------------------------------------------------------------------------------
-_observers: list[Callable[[StepTrials], None]] = []
-
-
-class observe_steps:  # noqa: N801 - used as a context manager, like torch.no_grad
-    """Context manager that calls `observer` with every joint graph that the backend partitions and
-    whose parameters it may keep, before it decides.
-
-    The observer runs within the compile, so the target and the process groups are those of the
-    graph. It must not change the graph.
-    """
-
-    def __init__(self, observer: Callable[[StepTrials], None]) -> None:
-        self._observer = observer
-
-    def __enter__(self) -> None:
-        _observers.append(self._observer)
-
-    def __exit__(self, *_: object) -> None:
-        _observers.remove(self._observer)
-
-
-def notify_step_observers(trials: StepTrials) -> None:
-    """Call every observer with the trials of a joint graph."""
-    for observer in tuple(_observers):
-        observer(trials)

@@ -1,25 +1,23 @@
 """Writes dumps: one folder per compile. Each file is replaced atomically, so that a dump can be
 read at any time.
 
-Only `zpasses.dumps.recorders` imports this module, and only if a dump was requested.
+Only `zpasses.dumps.listeners` imports this module, and only if a dump was requested.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import re
 import shutil
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec, cast
+from typing import Any
 
 from torch import fx
 
-from zpasses.cost.prediction import Prediction
 from zpasses.cost.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.describe import Describer, GraphDescriber, counts, plain_argument
@@ -28,16 +26,16 @@ from zpasses.dumps.errors import DumpPathError
 from zpasses.dumps.runs import now, write
 from zpasses.errors import AgreementError, raising_line
 from zpasses.graph.verifier import CHECKS
-from zpasses.pipeline.pipeline import Pass, PassRecord
-from zpasses.pipeline.recorder import Recorder, pass_options
+from zpasses.pipeline import events
+from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.prediction import Predictor
 
 __all__ = ["CompileDump"]
 
 log = logging.getLogger("zpasses")
 
-_P = ParamSpec("_P")
-
-_MODELLED = ("joint", "forward", "backward", "inference", "flush")
+_PREDICTED = ("forward", "backward", "inference")
+_MODELLED = ("joint", *_PREDICTED, "flush")
 
 
 def slug(name: str) -> str:
@@ -46,28 +44,8 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9_.]+", "-", name.lower().replace("/", "_")).strip("-.")[:60] or "graph"
 
 
-def _locked(method: Callable[_P, None]) -> Callable[_P, None]:
-    """Run a method under the dump's lock. An OSError, such as a full disk, ends the dump and not
-    the training.
-    """
-
-    @functools.wraps(method)
-    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        dump = cast(CompileDump, args[0])
-        with dump._lock:
-            if dump._broken:
-                return
-            try:
-                method(*args, **kwargs)
-            except OSError as error:
-                dump._broken = True
-                log.warning("dump: %s is incomplete: %s", dump._folder, error)
-
-    return guarded
-
-
-class CompileDump(Recorder):
-    """Writes the dump of one compile.
+class CompileDump:
+    """Listener that writes the dump of one compile.
 
     Args:
         folder: the rank's folder.
@@ -87,6 +65,8 @@ class CompileDump(Recorder):
             "error": None,
         }
         self._describer = Describer(target, self._info.get("group_labels", {}))
+        self._target = target
+        self._predictor: Predictor | None = None
         self._lock = threading.RLock()
         self._events: list[bytes] = []
         self._number = 0
@@ -106,135 +86,130 @@ class CompileDump(Recorder):
                 f"dump: {folder} cannot be written to: {error.strerror}. Name another folder."
             ) from error
 
-    takes_predictions: ClassVar[bool] = True
-
     # --- events of the compile --------------------------------------------------------------------
-    @_locked
-    def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
-        name = self._name(graph_name, level)
+    def __call__(self, event: object) -> None:
+        """Write an event. An OSError, such as a full disk, ends the dump and not the training."""
+        with self._lock:
+            if self._broken:
+                return
+            try:
+                self._write_event(event)
+            except OSError as error:
+                self._broken = True
+                log.warning("dump: %s is incomplete: %s", self._folder, error)
+
+    def _write_event(self, event: object) -> None:
+        match event:
+            case events.LevelStarted():
+                self._level_started(event)
+            case events.PassRan():
+                self._pass_ran(event)
+            case events.PassFailed():
+                self._pass_failed(event)
+            case events.ObservedGraph():
+                self._predict(event)
+            case events.VariantBuilt():
+                self._variant(event)
+            case events.CollectivesCompared():
+                label = self._describer.label(event.group)
+                fields = dataclasses.asdict(event)
+                self._event("agreement", graph=fields.pop("graph_name"), **fields, label=label)
+            case events.RuntimeNote(concerning, text):
+                if concerning in self._passes or concerning in self._info["options"]:
+                    self._event("note", concerning=concerning, text=text)
+            case events.Problem(where, error) if not _caused_by(error, self._failure):
+                self._event("error", **_failure(error, where))
+                self._fail(where, error)
+            case events.CompileEnded(restarted=True):
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._broken = True
+            case events.CompileEnded():
+                self._ended()
+
+    def _level_started(self, event: events.LevelStarted) -> None:
+        name, level = self._name(event.graph_name, event.level), event.level
         trace = self._describer.graph(
-            name, _PARENTS.get(graph_name), modelled=graph_name.partition(".")[0] in _MODELLED
+            name,
+            _PARENTS.get(event.graph_name),
+            modelled=event.graph_name.partition(".")[0] in _MODELLED,
         )
         self._trace = (name, trace)
-        self._snapshot(name, level, None, graph)
+        self._snapshot(name, level, None, event.graph)
+        if event.graph_name in _PREDICTED and level in (Level.FORWARD.value, Level.BACKWARD.value):
+            self._predictor = Predictor(self._target)
+            self._predictor(event)
 
-    @_locked
-    def after(
-        self,
-        graph_name: str,
-        level: str,
-        each: Pass,
-        record: PassRecord,
-        graph: fx.Graph,
-        notes: Sequence[str],
-    ) -> None:
-        name, _ = self._current(graph_name)
+    def _pass_ran(self, event: events.PassRan) -> None:
+        name, _ = self._current(event.graph_name)
+        record = event.record
         run = {
             "name": record.name,
             "text": record.text,
-            "options": {key: _json(value) for key, value in pass_options(each).items()},
+            "options": _options(event.each),
             "changes": record.changes,
             "time_us": round(record.time_us, 1),
             "check_us": round(record.check_us, 1),
             "checks": CHECKS if record.changes else ("unchanged",),
             "before": counts(record.nodes_before, record.collectives_before, record.bytes_before),
             "after": counts(record.nodes_after, record.collectives_after, record.bytes_after),
-            "notes": list(notes),
+            "notes": list(event.notes),
         }
         if record.changes:
             self._passes.add(record.name)
-            self._snapshot(name, level, record.text, graph, {"pass": run})
+            self._snapshot(name, event.level, record.text, event.graph, {"pass": run})
         else:
             self._event(
                 "pass",
                 graph=name,
-                level=level,
+                level=event.level,
                 after=record.text,
                 snapshot=self._last[name].number,
                 **{"pass": run},
             )
+        if self._predictor is not None:
+            self._predictor(event)
 
-    @_locked
-    def failed(
-        self,
-        graph_name: str,
-        level: str,
-        each: Pass,
-        error: BaseException,
-        graph: fx.Graph,
-        notes: Sequence[str],
-    ) -> None:
-        name, _ = self._current(graph_name)
-        failure = {**_failure(error, str(each)), "notes": list(notes)}
+    def _pass_failed(self, event: events.PassFailed) -> None:
+        name, _ = self._current(event.graph_name)
+        text, level, error = str(event.each), event.level, event.error
+        failure = {**_failure(error, text), "notes": list(event.notes)}
         try:
-            self._snapshot(name, level, str(each), graph, {"error": failure})
+            self._snapshot(name, level, text, event.graph, {"error": failure})
         except Exception as second:  # a wrong graph may break its description in any way
-            log.debug("dump: the graph that %s left cannot be described: %s", each, second)
+            log.debug("dump: the graph that %s left cannot be described: %s", text, second)
             self._event(
-                "snapshot", graph=name, level=level, after=str(each), snapshot=None, error=failure
+                "snapshot", graph=name, level=level, after=text, snapshot=None, error=failure
             )
-        self._fail(str(each), error)
+        self._fail(text, error)
 
-    @_locked
-    def prediction(self, graph_name: str, prediction: Prediction) -> None:
+    def _predict(self, event: events.ObservedGraph) -> None:
+        """Predictions take time, so they are made only for a dump."""
+        predictor, self._predictor = self._predictor, None  # it keeps nodes of the graph alive
+        found = predictor.predicted(event.graph) if predictor is not None else None
+        if found is None:
+            return
+        log.info("graph %s: %s", event.name, found)
         figures = {
             key: round(value, 3) if isinstance(value, float) else value
-            for key, value in dataclasses.asdict(prediction).items()
+            for key, value in dataclasses.asdict(found).items()
         }
-        name = self._name(graph_name, "")
+        name = self._name(event.kind, "")
         self._event("prediction", graph=name, snapshot=self._last[name].number, **figures)
 
-    @_locked
-    def variant(
-        self, graph_name: str, of: str, given: Sequence[str], kept: Sequence[str], graph: fx.Graph
-    ) -> None:
-        number = self._runs[graph_name + ".variant"] = (
-            self._runs.get(graph_name + ".variant", -1) + 1
-        )
-        name = f"{graph_name}.variant{number}"
-        self._trace = (name, self._describer.graph(name, of))
-        fields = {"of": of, "given": list(given), "kept": list(kept)}
-        self._snapshot(
-            name, "variant", None, graph, fields, kind="variant", base=self._last.get(of)
-        )
+    def _variant(self, event: events.VariantBuilt) -> None:
+        number = self._runs[event.of + ".variant"] = self._runs.get(event.of + ".variant", -1) + 1
+        name = f"{event.of}.variant{number}"
+        self._trace = (name, self._describer.graph(name, event.of))
+        fields = {"of": event.of, "given": list(event.given), "kept": list(event.kept)}
+        base = self._last.get(event.of)
+        self._snapshot(name, "variant", None, event.graph, fields, kind="variant", base=base)
 
-    @_locked
-    def agreement(
-        self, graph_name: str, group: str, digest: str, collectives: int, result: str
-    ) -> None:
-        self._event(
-            "agreement",
-            graph=graph_name,
-            group=group,
-            digest=digest,
-            collectives=collectives,
-            result=result,
-            label=self._describer.label(group),
-        )
-
-    @_locked
-    def runtime_note(self, concerning: str, text: str) -> None:
-        if concerning in self._passes or concerning in self._info["options"]:
-            self._event("note", concerning=concerning, text=text)
-
-    @_locked
-    def problem(self, where: str, error: BaseException) -> None:
-        if not _caused_by(error, self._failure):
-            self._event("error", **_failure(error, where))
-            self._fail(where, error)
-
-    @_locked
-    def done(self) -> None:
+    def _ended(self) -> None:
         if self._info["state"] == "compiling":
             self._info["state"] = "done"
         self._trace = None  # it keeps every node of the graph alive
         self._write_info()
         self._write_sources()
-
-    @_locked
-    def restarted(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._broken = True
 
     # --- files ------------------------------------------------------------------------------------
     def _name(self, graph_name: str, level: str) -> str:
@@ -249,7 +224,7 @@ class CompileDump(Recorder):
 
     def _current(self, graph_name: str) -> tuple[str, GraphDescriber]:
         if self._trace is None:
-            raise RuntimeError(f"graph {graph_name} has no snapshot; before() was not called")
+            raise RuntimeError(f"graph {graph_name} has no snapshot: no LevelStarted came before")
         return self._trace
 
     def _snapshot(
@@ -333,6 +308,12 @@ def _new_compile_folder(folder: Path, name: str) -> Path:
             number += 1
         else:
             return claimed
+
+
+def _options(each: Pass) -> dict[str, Any]:
+    """All options of a pass, including defaults."""
+    fields = dataclasses.fields(each)  # type: ignore[arg-type]
+    return {field.name: _json(getattr(each, field.name)) for field in fields if field.init}
 
 
 def _json(value: Any) -> Any:

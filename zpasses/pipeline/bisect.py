@@ -1,8 +1,7 @@
 """The part of `zpasses bisect` that runs inside the program under test.
 
-`zpasses bisect` runs the program several times, with fewer or more passes. Each run is a trial. The
-environment variable ZPASSES_BISECT holds its settings: how many passes of every pipeline to run,
-and where to write the results of compiled calls, as a few numbers per tensor.
+`zpasses bisect` runs the program several times, with fewer or more passes. Each run is a trial. It
+records the results of compiled calls, as a few numbers per tensor.
 """
 
 from __future__ import annotations
@@ -21,12 +20,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zpasses import compat
-from zpasses.errors import OptionError
-from zpasses.pipeline.pipeline import Level, Pass, Pipeline
+from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.pipeline import Pipeline
+from zpasses.probe import BisectTrial, requested
 
-__all__ = ["ENVIRONMENT_VARIABLE", "Trial", "in_execution_order"]
+__all__ = [
+    "ResultHook",
+    "Trial",
+    "apply_bisect_limits",
+    "in_execution_order",
+]
 
-ENVIRONMENT_VARIABLE = "ZPASSES_BISECT"
+ResultHook = Callable[[Callable[..., Any], str], Callable[..., Any]]
+"""Wraps a compiled function so that its results are recorded. The second argument says what the
+results are, such as "outputs"."""
+
 _ORDER = (Level.CAPTURED, Level.JOINT)
 
 
@@ -42,31 +50,17 @@ def in_execution_order(pipeline: Pipeline) -> list[Pass]:
 
 @dataclass(frozen=True)
 class Trial:
-    """The settings of one trial."""
+    """One trial in this process."""
 
-    passes: int | None
-    """How many passes of each pipeline to run; None runs all."""
     folder: Path
     """Where to write the results, one file per rank."""
-    calls: int
-    """How many calls of compiled code to record."""
+    request: BisectTrial
 
     @classmethod
-    @functools.cache
-    def current(cls) -> Trial:
-        """Read the trial of this process from the environment variable.
-
-        Raises:
-            OptionError: if the variable does not hold what `zpasses bisect` sets.
-        """
-        text = os.environ[ENVIRONMENT_VARIABLE]
-        try:
-            given = json.loads(text)
-            return cls(given["passes"], Path(given["folder"]), int(given["calls"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise OptionError(
-                f"{ENVIRONMENT_VARIABLE}={text!r} is not what `zpasses bisect` sets; unset it."
-            ) from error
+    def current(cls) -> Trial | None:
+        """Returns the trial of this process, if `zpasses bisect` runs it."""
+        found = requested(BisectTrial)
+        return None if found is None else cls(*found)
 
     def limit_passes(self, pipeline: Pipeline, name: str) -> Pipeline:
         """Return the passes that may run in this trial. Records the whole pipeline.
@@ -76,7 +70,11 @@ class Trial:
         """
         passes = in_execution_order(pipeline)
         self._write({"compile": name, "pipeline": [str(each) for each in passes]})
-        return pipeline if self.passes is None else Pipeline(tuple(passes[: self.passes]))
+        return (
+            pipeline
+            if self.request.passes is None
+            else Pipeline(tuple(passes[: self.request.passes]))
+        )
 
     def record_results(self, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wrap `fn` so that the results of its calls are recorded under `name`."""
@@ -85,7 +83,7 @@ class Trial:
         def run(*args: Any) -> Any:
             result = fn(*args)
             with _lock:
-                if _written[0] < self.calls:
+                if _written[0] < self.request.calls:
                     _written[0] += 1
                     self._write({"call": name, "values": _digests(result)})
             return result
@@ -96,6 +94,19 @@ class Trial:
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         with (self.folder / f"rank{rank}.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def apply_bisect_limits(pipeline: Pipeline, compile_name: str) -> tuple[Pipeline, ResultHook]:
+    """Return the passes that may run and the hook for results.
+
+    Outside of `zpasses bisect`, these are the whole pipeline and a hook that does nothing.
+    """
+    trial = Trial.current()
+    if trial is None:
+        return pipeline, lambda fn, _: fn
+    return trial.limit_passes(pipeline, compile_name), lambda fn, what: trial.record_results(
+        fn, f"{compile_name} {what}"
+    )
 
 
 _lock = threading.RLock()

@@ -15,7 +15,8 @@ from zpasses import compat
 from zpasses.cost.target import Target
 from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import build_dataclass, parse_budget
-from zpasses.pipeline.pipeline import Pipeline, Verify
+from zpasses.pipeline.pipeline import Pipeline
+from zpasses.pipeline.runner import Verify
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
 __all__ = ["Options"]
@@ -26,10 +27,6 @@ _REMOVED = {
     "tuned": "`zpasses tune` prints the options to write into the program.",
 }
 """Options of earlier releases -> what to do instead."""
-
-_MERGE_ALL = "bucket{cap_mb=1e6,memory_budget=1000%}"
-"""What stages run in place of `schedule` with the option `prefetch`: one launch per group and
-dtype."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +152,7 @@ class Options:
                     "how far ahead gathers start; give one of them."
                 )
             return
-        if not any(each.name == "schedule" for each in self.passes()):
+        if not any(each.facts.plans_within is not None for each in self.passes()):
             raise OptionError(
                 f"memory_budget={self.memory_budget!r} needs the pass 'schedule', which keeps "
                 f"within it; the pipeline {str(self.pipeline)!r} has no such pass. Put it in the "
@@ -168,7 +165,7 @@ class Options:
         By default it does if its pipeline gathers parameters again in backward.
         """
         if self.recompute_elementwise is None:
-            return any(each.name == "reshard-after-forward" for each in self.passes())
+            return any(each.facts.regathers for each in self.passes())
         return self.recompute_elementwise
 
     def non_default(self) -> dict[str, Any]:
@@ -217,22 +214,21 @@ class Options:
         pipeline = Pipeline.parse(stage if self.pipeline is None else self.pipeline)
         if self.prefetch and self.pipeline is None:
             # All collectives leave the graph, so nothing is left to schedule.
-            (merge,) = Pipeline.parse(_MERGE_ALL)
-            passes = (merge if each.name == "schedule" else each for each in pipeline)
-            pipeline = Pipeline(tuple(passes))
+            texts = (each.facts.without_schedule or str(each) for each in pipeline)
+            pipeline = Pipeline.parse(",".join(texts))
         return self._with_grad_accum(pipeline)
 
     def _with_grad_accum(self, pipeline: Pipeline) -> Pipeline:
         if self.grad_accum == "full":
             return pipeline
-        if not any(each.name == "defer-reduction" for each in pipeline):
+        if not any(each.facts.defers for each in pipeline):
             raise OptionError(
                 f"grad_accum={self.grad_accum!r} needs the pass 'defer-reduction'; the pipeline "
                 f"{str(pipeline)!r} has none. Put it at the end."
             )
         return Pipeline(
             tuple(
-                replace(cast(Any, each), part="average") if each.name == "defer-reduction" else each
+                replace(cast(Any, each), part="average") if each.facts.defers else each
                 for each in pipeline
             )
         )

@@ -1,202 +1,38 @@
-"""Passes and pipelines: the base class of passes, pipelines as text, the pass runner, and the
-registry of installed passes.
-
-The runner (`run_passes`) verifies the graph after each pass and records what the pass changed.
-"""
+"""Pipelines: passes in order, their text, and the registry of installed passes."""
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import functools
 import hashlib
-import inspect
-import logging
-import os
 import re
-import time
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, ClassVar, Literal
-from uuid import uuid4
+from typing import Any, cast
 
-import torch
-import torch.distributed as dist
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.routes import route_figures
 from zpasses.cost.schedule_evaluation import Evaluation
-from zpasses.cost.target import current_target
-from zpasses.errors import AgreementError, OptionError, PassError, raising_line, suggestion
-from zpasses.graph.nodes import collectives, input_nbytes
-from zpasses.graph.verifier import PreviousGraph, check, check_unchanged
-from zpasses.option_values import build_dataclass, format_value
-from zpasses.ranks.vote import has_other_ranks
+from zpasses.errors import OptionError, suggestion
+from zpasses.option_values import build_dataclass
+from zpasses.pipeline.passes import Level, Pass, vote_key_suffix
+from zpasses.pipeline.runner import run_passes
 
-__all__ = [
-    "Level",
-    "Pass",
-    "PassRecord",
-    "Pipeline",
-    "Verify",
-    "catalogue",
-    "package_digest",
-    "run_passes",
-]
+__all__ = ["Pipeline", "catalogue"]
 
-log = logging.getLogger("zpasses")
-
-
-class Level(enum.Enum):
-    """The graph that a pass rewrites."""
-
-    CAPTURED = "captured"
-    """The graph that Dynamo captured, with local shards in place of sharded parameters."""
-    JOINT = "joint"
-    """Forward and backward together, before partitioning; also the graph of a model that runs
-    without gradients.
-    """
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    PARTITIONED = "partitioned"
-    """The forward and the backward graph, one after the other."""
-
-
-class Pass(compat.CustomGraphPass):
-    """A rewrite of one graph. Derive a frozen dataclass from it: its fields are the pass's options.
-
-    An instance can also be handed to Inductor's hooks
-    (`torch._inductor.config.joint_custom_pre_pass`, `post_grad_custom_post_pass`, ...) to rewrite
-    graphs that zpasses did not capture.
-    """
-
-    name: ClassVar[str]
-    """Name of the pass in pipelines, in kebab-case."""
-    level: ClassVar[Level]
-    warn_if_unchanged: ClassVar[bool] = False
-    """Whether to log a warning when the pass changes nothing."""
-    changes_inputs: ClassVar[bool] = False
-    """Whether the pass may add, remove, reorder or write to the graph's inputs."""
-    changes_outputs: ClassVar[bool] = False
-    """Whether the pass may change the number, order or kind of the graph's outputs."""
-    votes_at_run_time: ClassVar[str] = ""
-    """What the ranks vote on when collectives of the pass first run; "" if they do not vote."""
-    reorders_sums: ClassVar[bool] = False
-    """Whether floating-point sums may be added up in another order, which changes their rounding.
-    `verify="simulate"` then compares with a tolerance."""
-
-    @abstractmethod
-    def rewrite(self, graph: fx.Graph) -> int:
-        """Rewrite `graph` in place and return the number of changes.
-
-        The runner lints, verifies, times and records.
-        """
-
-    def __call__(self, graph: fx.Graph) -> None:
-        run_passes(graph, [self])
-
-    def is_simulatable(self) -> bool:
-        """Whether `verify="simulate"` can check the pass: if all ranks run the graph of this rank,
-        on inputs of their own, this rank computes what it should.
-        """
-        return not (self.changes_inputs or self.changes_outputs)
-
-    def votes(self) -> bool:
-        """Whether the ranks vote on what the pass does to a graph."""
-        return False
-
-    def is_cacheable(self) -> bool:
-        """Whether a later process may run a graph that the pass rewrote, without running the pass:
-        it leaves nothing behind but the graph and the answers of its votes.
-        """
-        return True
-
-    def with_memory_budget(self, budget: str) -> Pass:
-        """Return the pass for a memory budget of the step, such as "60GiB" or "10%": the option
-        `memory_budget` of the backend. Passes without such an option return themselves.
-        """
-        return self
-
-    def fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Evaluation | None:
-        """Return the cost of a schedule that the pass does at least as well as on a graph, if the
-        graph's peak may reach `limit_bytes`. The graph stays as it is.
-
-        Passes that plan no schedule return None, as does a pass that knows of no schedule that
-        surely fits.
-        """
-        return None
-
-    def uuid(self) -> str:
-        """Return the pass's part of the key of Inductor's compile caches.
-
-        If the pass votes, the part is unique to this process. Otherwise a rank with a cache hit
-        would skip the pass, and the other ranks would wait for its vote.
-        """
-        return self.digest() + _vote_key_suffix([self])
-
-    def digest(self) -> str:
-        """Return a hash of everything that determines the pass: the sources of zpasses and of the
-        pass, its options, the backends of the process groups, and the target.
-        """
-        module = inspect.getsourcefile(type(self))
-        parts = (
-            package_digest(),
-            _file_digest(module),
-            str(self),
-            repr(sorted(_environment().items())),
-        )
-        return hashlib.sha256("|".join(parts).encode()).hexdigest()
-
-    def __str__(self) -> str:
-        """Format the pass as pipeline text, with the options that differ from their defaults."""
-        options = [
-            f"{field.name}={format_value(getattr(self, field.name))}"
-            for field in dataclasses.fields(self)  # type: ignore[arg-type]
-            if field.init and getattr(self, field.name) != field.default
-        ]
-        return self.name + (f"{{{','.join(options)}}}" if options else "")
-
-
-_TOKEN = uuid4().hex
-
-
-def process_token() -> str:
-    """Part of cache keys that must not match in another process, nor in a fork of this one."""
-    return f"{_TOKEN}{os.getpid():x}"
-
-
-def _vote_key_suffix(passes: Iterable[Pass]) -> str:
-    voting = any(each.votes() for each in passes) and dist.is_initialized()
-    return (
-        f"-{process_token()}" if voting and any(map(has_other_ranks, compat.group_names())) else ""
-    )
-
-
-@dataclass(frozen=True)
-class PassRecord:
-    """What one run of a pass did to one graph."""
-
-    name: str
-    text: str
-    """The pass with its options, as pipeline text."""
-    changes: int
-    """The number of changes that the pass returned."""
-    time_us: float
-    """Time of the rewrite, in microseconds."""
-    check_us: float
-    """Time of the checks after it, in microseconds."""
-    nodes_before: int
-    nodes_after: int
-    collectives_before: int
-    collectives_after: int
-    bytes_before: int
-    """Bytes of the inputs of all collectives on this rank."""
-    bytes_after: int
+_FACTS = (
+    "changes_inputs",
+    "changes_outputs",
+    "fallback_cost",
+    "is_cacheable",
+    "is_simulatable",
+    "reorders_sums",
+    "votes",
+    "votes_at_run_time",
+    "warn_if_unchanged",
+)
+"""What a pass class must not have as attributes, because nothing reads them there."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +43,8 @@ class Pipeline(compat.CustomGraphPass):
     backend runs each pass at its own level.
 
     Raises:
-        OptionError: for something that is no pass, or a pass class without a name or level.
+        OptionError: for something that is no pass, or a pass class without a name or level,
+            or with a fact outside of its attribute `facts`.
     """
 
     passes: tuple[Pass, ...] = ()
@@ -231,6 +68,12 @@ class Pipeline(compat.CustomGraphPass):
                     f"pass {each.name} has no level, which says what graph it rewrites; set "
                     f"{kind.__name__}.level to one of {levels}."
                 )
+            for name in _FACTS:
+                if hasattr(kind, name):
+                    raise OptionError(
+                        f"pass class {kind.__name__} has an attribute {name!r}, which is read from "
+                        f"its facts: facts = Facts({name.removeprefix('is_')}=...)."
+                    )
 
     @classmethod
     def parse(cls, text: str) -> Pipeline:
@@ -268,12 +111,21 @@ class Pipeline(compat.CustomGraphPass):
         return tuple(each for each in self.passes if each.level in (level, both))
 
     def with_memory_budget(self, budget: str) -> Pipeline:
-        """Return the pipeline for a memory budget of the step; see `Pass.with_memory_budget`."""
-        return Pipeline(tuple(each.with_memory_budget(budget) for each in self.passes))
+        """Return the pipeline for a memory budget of the step, such as "60GiB" or "10%": passes
+        that plan a schedule get it as their option `memory_budget`.
+        """
+        passes = (
+            replace(cast(Any, each), memory_budget=budget)
+            if each.facts.plans_within is not None
+            else each
+            for each in self.passes
+        )
+        return Pipeline(tuple(passes))
 
     def fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Evaluation | None:
-        """Return the first cost that one of the passes knows; see `Pass.fallback_cost`."""
-        found = (each.fallback_cost(graph, limit_bytes) for each in self.passes)
+        """Return the first cost that one of the passes knows; see `Facts.fallback_cost`."""
+        known = (each.facts.fallback_cost for each in self.passes)
+        found = (cost_of(graph, limit_bytes) for cost_of in known if cost_of is not None)
         return next((cost for cost in found if cost is not None), None)
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -281,7 +133,7 @@ class Pipeline(compat.CustomGraphPass):
 
     def uuid(self) -> str:
         """Return the pipeline's part of the key of Inductor's compile caches; see `Pass.uuid`."""
-        return self.digest() + _vote_key_suffix(self.passes)
+        return self.digest() + vote_key_suffix(self.passes)
 
     def digest(self) -> str:
         """Return a hash of everything that determines the passes.
@@ -295,111 +147,6 @@ class Pipeline(compat.CustomGraphPass):
 
     def __iter__(self) -> Iterator[Pass]:
         return iter(self.passes)
-
-
-# --- running --------------------------------------------------------------------------------------
-Verify = Literal["off", "static", "simulate"]
-"""How graphs are checked after each pass."""
-
-
-def run_passes(
-    graph: fx.Graph,
-    passes: Iterable[Pass],
-    *,
-    observe: Callable[[PassRecord, fx.Graph], None] | None = None,
-    verify: Verify = "static",
-) -> list[PassRecord]:
-    """Run passes on a graph in place, and verify the graph after each.
-
-    Args:
-        observe: called after each pass with its record and the graph.
-        verify: "simulate" also runs the graph before and after each pass on simulated ranks, and
-            compares. "off" checks nothing.
-
-    Raises:
-        PassError: if a pass raises or leaves an invalid graph. The message names the pass, and the
-            node that is invalid.
-        AgreementError: if a vote of a pass fails.
-    """
-    records = []
-    before = _Totals.of(graph)
-    snapshot: PreviousGraph | None = None
-    for each in passes:
-        if verify != "off":
-            snapshot = snapshot or PreviousGraph(graph)
-        simulation = None
-        if verify == "simulate" and each.is_simulatable():
-            from zpasses.simulate.pass_check import start_simulation
-
-            simulation = start_simulation(graph)
-        started = time.perf_counter()
-        changes = _rewrite(each, graph)
-        rewritten = time.perf_counter()
-        if changes and snapshot is not None:
-            check(
-                graph,
-                snapshot,
-                each.name,
-                changes_inputs=each.changes_inputs,
-                changes_outputs=each.changes_outputs,
-            )
-            if simulation is not None:
-                simulation(graph, each.name, each.reorders_sums)
-            snapshot = None
-        elif snapshot is not None:
-            check_unchanged(graph, snapshot, each.name)
-        if not changes and each.warn_if_unchanged:
-            log.warning("pass %s changed nothing", each)
-        after = _Totals.of(graph) if changes else before
-        records.append(
-            PassRecord(
-                name=each.name,
-                text=str(each),
-                changes=changes,
-                time_us=(rewritten - started) * 1e6,
-                check_us=(time.perf_counter() - rewritten) * 1e6,
-                nodes_before=before.nodes,
-                nodes_after=after.nodes,
-                collectives_before=before.collectives,
-                collectives_after=after.collectives,
-                bytes_before=before.nbytes,
-                bytes_after=after.nbytes,
-            )
-        )
-        before = after
-        if observe is not None:
-            observe(records[-1], graph)
-    return records
-
-
-def _rewrite(each: Pass, graph: fx.Graph) -> int:
-    try:
-        changes = each.rewrite(graph)
-    except (PassError, AgreementError):
-        raise
-    except Exception as error:
-        where = raising_line(error)
-        raise PassError(
-            f"pass {str(each)!r} failed: {type(error).__name__}: {error}"
-            f"{where and f'; raised at {where}'}"
-        ) from error
-    if not isinstance(changes, int) or changes < 0:
-        raise PassError(
-            f"pass {each.name!r} returned {changes!r}; expected the number of changes that it made."
-        )
-    return changes
-
-
-@dataclass(frozen=True)
-class _Totals:
-    nodes: int
-    collectives: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, graph: fx.Graph) -> _Totals:
-        found = [input_nbytes(node, each) for node, each in collectives(graph)]
-        return cls(len(graph.nodes), len(found), sum(found))
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -476,43 +223,3 @@ def catalogue() -> dict[str, type[Pass] | Pipeline]:
             "passes can be found."
         )
     return found
-
-
-# --- cache keys -----------------------------------------------------------------------------------
-@functools.cache
-def package_digest() -> str:
-    """Return a hash of torch's version and of the sources of zpasses: a change anywhere in them may
-    change what a pass does.
-    """
-    digest = hashlib.sha256(torch.__version__.encode())
-    folders = [Path(__file__).parents[1]]
-    passes = find_spec("zpasses.passes")  # in a checkout, not below the folder of zpasses
-    if passes is not None and passes.origin is not None:
-        folders.append(Path(passes.origin).parent)
-    for path in sorted({path for folder in folders for path in folder.rglob("*.py")}):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-@functools.cache
-def _file_digest(path: str | None) -> str:
-    return hashlib.sha256(
-        Path(path).read_bytes() if path and Path(path).exists() else b""
-    ).hexdigest()
-
-
-def _environment() -> dict[str, str]:
-    """Return what passes read besides the graph: the backend of each process group, the target, and
-    the known figures of its routes.
-
-    Second groups are left out: passes make them, and their backend is that of another group.
-    """
-    known = compat.group_backends() if torch.distributed.is_initialized() else {}
-    groups = {name: each for name, each in known.items() if compat.parent_group(name) == name}
-    target = current_target()
-    return {**groups, "target": repr(target), "routes": repr(route_figures(target))}
-
-
-def describe_records(records: Sequence[PassRecord]) -> list[dict[str, Any]]:
-    """Return records as dictionaries of plain values, for tables and JSON."""
-    return [dataclasses.asdict(record) for record in records]

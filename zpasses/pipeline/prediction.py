@@ -14,8 +14,8 @@ from zpasses.cost.schedule_planner import memory_limit
 from zpasses.cost.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.target import Target
 from zpasses.option_values import MemoryBudget, parse_budget
-from zpasses.pipeline.pipeline import Level, Pass, PassRecord
-from zpasses.pipeline.recorder import Recorder, pass_options
+from zpasses.pipeline.events import LevelStarted, PassRan
+from zpasses.pipeline.passes import Level, Pass
 
 __all__ = ["Predictor"]
 
@@ -23,32 +23,26 @@ T = TypeVar("T")
 _log = logging.getLogger("zpasses")
 
 
-class Predictor(Recorder):
-    """Reads a graph before the first pass that merges or moves its collectives.
+class Predictor:
+    """Listener that reads a graph before the first pass that merges or moves its collectives.
 
     Args:
-        passes: the passes that run on the graph, in order.
         target: hardware that the graph runs on.
     """
 
-    def __init__(self, passes: Sequence[Pass], target: Target) -> None:
-        self._passes, self._target, self._ran = passes, target, 0
+    def __init__(self, target: Target) -> None:
+        self._target, self._ran = target, 0
+        self._passes: Sequence[Pass] = ()
         self.schedule_problem: ScheduleProblem | None = None
 
-    def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
-        self._read(graph)
-
-    def after(
-        self,
-        graph_name: str,
-        level: str,
-        each: Pass,
-        record: PassRecord,
-        graph: fx.Graph,
-        notes: Sequence[str],
-    ) -> None:
-        self._ran += 1
-        self._read(graph)
+    def __call__(self, event: object) -> None:
+        match event:
+            case LevelStarted(graph=graph, passes=passes):
+                self._passes, self._ran = passes, 0
+                self._read(graph)
+            case PassRan(graph=graph):
+                self._ran += 1
+                self._read(graph)
 
     def _read(self, graph: fx.Graph) -> None:
         moves = any(each.level is Level.PARTITIONED for each in self._passes[: self._ran])
@@ -60,8 +54,9 @@ class Predictor(Recorder):
     def predicted(self, graph: fx.Graph, *, scheduled: bool = False) -> Prediction | None:
         """Returns the prediction for the graph after its passes.
 
-        The limit is that of the pass `schedule` if it ran, and else the memory that the graph takes
-        anyway, but at least the peak with one gather and one reduction in flight.
+        The limit is that of the pass that plans a schedule, if one ran. Otherwise it is the memory
+        that the graph takes anyway, but at least the peak with one gather and one reduction in
+        flight.
 
         Args:
             graph: the graph after its passes.
@@ -76,13 +71,13 @@ class Predictor(Recorder):
         return _guarded(lambda: self._predict(graph, problem, scheduled))
 
     def _predict(self, graph: fx.Graph, problem: ScheduleProblem, scheduled: bool) -> Prediction:
-        planner = next((each for each in self._passes if each.name == "schedule"), None)
-        if planner is not None:
-            budget = parse_budget(str(pass_options(planner)["memory_budget"]), planner.name)
-            limit = memory_limit(problem, budget)
+        budgets = [each.facts.plans_within for each in self._passes]
+        budget = next((each for each in budgets if each is not None), None)
+        if budget is not None:
+            limit = memory_limit(problem, parse_budget(budget, "option 'memory_budget'"))
         else:
             limit = max(memory_limit(problem, MemoryBudget()), liveness(graph).peak_bytes)
-        planned = scheduled or planner is not None
+        planned = scheduled or budget is not None
         return predict(graph, self._target, problem, limit, planned=planned)
 
 

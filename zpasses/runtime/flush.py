@@ -23,8 +23,10 @@ from zpasses.errors import AgreementError, OptionError, ZpassesError
 from zpasses.graph.nodes import nbytes
 from zpasses.graph.ops import reduction_calls
 from zpasses.graph.tags import Reduction, Tag, add_tag
-from zpasses.pipeline.pipeline import Level, Pipeline, Verify
-from zpasses.pipeline.recorder import Recorders, run_recorded_passes
+from zpasses.pipeline.events import Events, run_reported_passes
+from zpasses.pipeline.passes import Level
+from zpasses.pipeline.pipeline import Pipeline
+from zpasses.pipeline.runner import Verify
 from zpasses.ranks.agreement import compare_collectives
 from zpasses.ranks.failures import is_reported, post_failure, report_failure
 from zpasses.ranks.vote import COMPILE_TIMEOUT, WINDOW_TIMEOUT, has_other_ranks, vote, vote_timeout
@@ -119,11 +121,11 @@ class GraphLowering:
         self,
         pipeline: Pipeline,
         codegen: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
-        recorder: Recorders | None = None,
+        events: Events | None = None,
         *,
         verify: Verify = "static",
     ) -> None:
-        self._pipeline, self._codegen, self._recorder = pipeline, codegen, recorder or Recorders()
+        self._pipeline, self._codegen, self._events = pipeline, codegen, events or Events()
         self._verify: Verify = verify
         self._code: dict[Any, Callable[[list[Any]], Any]] = {}
         try:
@@ -148,8 +150,8 @@ class GraphLowering:
                 self._code.clear()
             gm, fakes = flush_graph(entries, totals, shard_rows)
             for level in (Level.JOINT, Level.BACKWARD):
-                run_recorded_passes(
-                    self._recorder,
+                run_reported_passes(
+                    self._events,
                     "flush",
                     level.value,
                     gm.graph,
@@ -162,7 +164,7 @@ class GraphLowering:
             code = with_profiler_range(self._codegen(runnable, fakes), names, "", "flush")
             if timeout_s is not None:
                 compare_collectives(gm.graph, "of the end of a window", timeout_s)
-            self._recorder.record_agreement("flush", gm.graph, timeout_s is not None)
+            self._events.collectives_compared("flush", gm.graph, timeout_s is not None)
             self._code[key] = code
         return self._code[key]
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from zpasses import compat
 from zpasses.cost.routes import MAX_CHUNK_BYTES
-from zpasses.pipeline.recorder import runtime_note
+from zpasses.pipeline.events import runtime_note
 from zpasses.ranks.agree import exchange
 from zpasses.ranks.vote import current_timeout_s
 from zpasses.sdma import mori_route, symm_route

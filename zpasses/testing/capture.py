@@ -20,8 +20,10 @@ from zpasses.backend.capture import tag_joint
 from zpasses.backend.per_block import compile_blocks
 from zpasses.graph.nodes import copy_graph
 from zpasses.graph.ops import UNSHARD
-from zpasses.pipeline.observers import ObservedGraph, observe_graphs
-from zpasses.pipeline.pipeline import Level, Pass, PassRecord, Pipeline
+from zpasses.pipeline.events import ObservedGraph, observe_graphs
+from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.pipeline import Pipeline
+from zpasses.pipeline.runner import PassRecord
 from zpasses.ranks.agree import simulated_answers
 from zpasses.sharding.shard import shard as shard_model
 from zpasses.testing.worlds import fake_world

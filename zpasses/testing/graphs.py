@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zpasses import compat
 from zpasses.graph.ops import rows_per_rank
-from zpasses.pipeline.pipeline import Pass, Pipeline
+from zpasses.pipeline.passes import Pass
+from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing.capture import TracedJoint, trace_partitionable
 from zpasses.testing.steps import run_pipeline
 from zpasses.testing.worlds import fake_world

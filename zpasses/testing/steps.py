@@ -9,7 +9,9 @@ from typing import Any
 from torch import fx
 
 from zpasses.graph.nodes import copy_graph
-from zpasses.pipeline.pipeline import Pass, PassRecord, Pipeline, Verify, run_passes
+from zpasses.pipeline.passes import Pass
+from zpasses.pipeline.pipeline import Pipeline
+from zpasses.pipeline.runner import PassRecord, Verify, run_passes
 from zpasses.simulate.equality import check_equal, random_inputs
 from zpasses.simulate.simulator import RankRun, simulate
 from zpasses.testing.capture import StepCapture

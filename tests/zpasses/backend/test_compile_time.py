@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import zpasses
 from zpasses import compat
 from zpasses.garbage import no_garbage_collection
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import world_mesh
 
 WIDTH, DEPTH = 8, 6

@@ -18,7 +18,7 @@ import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
 from zpasses.graph.nodes import collectives
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import listing, run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes

@@ -17,7 +17,7 @@ from zpasses.cost import device_memory
 from zpasses.cost.memory import liveness
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
 from zpasses.runtime.gloo import STARTED
 from zpasses.testing import (

@@ -13,7 +13,7 @@ from zpasses import compat
 from zpasses.cost.memory import liveness
 from zpasses.dumps import read
 from zpasses.inspect.overview_page import list_view
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import fake_world, run_on_ranks, world_mesh
 from zpasses.tools.bench.model import ModelSize, build_model
 

@@ -8,10 +8,11 @@ import torch
 
 from tests.cases import some_quick
 from tests.zpasses.backend.test_memory_budget import SCHEDULED, Blocks, X
-from zpasses.backend.step_trials import Choice, observe_steps
+from zpasses.backend.step_trials import Choice, StepTrials
 from zpasses.cost.kept_params import StepProblem, keepable_params
 from zpasses.cost.schedule_problem import problem_of
 from zpasses.cost.target import current_target
+from zpasses.pipeline.events import listen
 from zpasses.testing import capture_graphs
 
 
@@ -23,7 +24,7 @@ def within_compile(check, model=None, *, world_size=2, shard=None, **options):
         check(trials)
         done.append(trials)
 
-    with observe_steps(observe):
+    with listen(StepTrials, observe):
         capture_graphs(
             model or Blocks(),
             (X,),
@@ -108,7 +109,7 @@ def test_least_limit_fits_and_less_does_not():
 
 def test_observers_are_called_only_inside_the_block():
     calls = []
-    with contextlib.suppress(ZeroDivisionError), observe_steps(calls.append):
+    with contextlib.suppress(ZeroDivisionError), listen(StepTrials, calls.append):
         raise ZeroDivisionError
     capture_graphs(Blocks(), (X,), world_size=2, pipeline=SCHEDULED)
     assert calls == []

@@ -1,18 +1,18 @@
 """The part of `zpasses tune` within a training process."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
 import zpasses
 from tests.zpasses.backend.test_memory_budget import Blocks, X
-from zpasses.backend import step_trials, tuning
-from zpasses.backend.tuning import REQUEST_FILE, read_reports
+from zpasses.backend import tuning
+from zpasses.backend.tuning import step_reports
 from zpasses.graph.tags import tagged
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline import events
+from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
+from zpasses.probe import ENVIRONMENT_VARIABLE, TuningRequest, write_request
 from zpasses.testing import fake_world, run_in_fresh_ranks, world_mesh
 
 LEAN = "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=nothing}"
@@ -55,13 +55,12 @@ def train(steps=3):
 
 @pytest.mark.processes
 def test_tune_measures_a_run_on_all_ranks(tmp_path):
-    request = {"options": {"pipeline": LEAN}, "warmup": 1, "steps": 2, "budgets": 0}
-    (tmp_path / REQUEST_FILE).write_text(json.dumps(request))
-    outcomes = run_in_fresh_ranks(train, env={tuning.ENVIRONMENT_VARIABLE: str(tmp_path)})
+    request = TuningRequest({"pipeline": LEAN}, warmup=1, steps=2, budgets=0)
+    outcomes = run_in_fresh_ranks(train, env=write_request(tmp_path, request))
     assert all(each.ok for each in outcomes), outcomes
     # A model this small keeps everything otherwise.
     assert min(each.result for each in outcomes) > 0
-    reports = read_reports(tmp_path)
+    reports = step_reports(tmp_path)
     assert [each.rank for each in reports] == [0, 1]
     assert all(0 < each.spread_us[0] <= each.step_us <= each.spread_us[1] for each in reports)
     assert all((each.world, each.stage, each.target) == (2, 3, "h100") for each in reports)
@@ -69,11 +68,10 @@ def test_tune_measures_a_run_on_all_ranks(tmp_path):
 
 @pytest.mark.slow(quick="test_tune_measures_a_run_on_all_ranks")
 def test_plans_that_the_next_runs_try(tmp_path, monkeypatch):
-    request = {"options": None, "warmup": 1, "steps": 1, "budgets": 6}
-    (tmp_path / REQUEST_FILE).write_text(json.dumps(request))
-    monkeypatch.setenv(tuning.ENVIRONMENT_VARIABLE, str(tmp_path))
+    write_request(tmp_path, TuningRequest(None, warmup=1, steps=1, budgets=6))
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(tmp_path))
     monkeypatch.setattr(tuning, "_sessions", {})
-    monkeypatch.setattr(step_trials, "_observers", [])
+    monkeypatch.setattr(events, "_listeners", [])
     regathered(target="h100")
     (session,) = tuning._sessions.values()
     found = session.candidates

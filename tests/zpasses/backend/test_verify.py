@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 from tests.cases import some_quick
-from zpasses import Level, Pass, PassError, Pipeline
+from zpasses import Facts, Level, Pass, PassError, Pipeline
 from zpasses.graph.nodes import Editor, calls
 from zpasses.testing import fake_world, run_on_ranks
 
@@ -54,7 +54,7 @@ class Reassociates(Pass):
 @dataclass(frozen=True)
 class Admits(Reassociates):
     name: ClassVar[str] = "admits"
-    reorders_sums: ClassVar[bool] = True
+    facts: ClassVar[Facts] = Facts(reorders_sums=True)
 
 
 @dataclass(frozen=True)

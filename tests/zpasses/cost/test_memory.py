@@ -22,7 +22,7 @@ from zpasses.graph.nodes import collective_of, is_wait, saved_inputs
 from zpasses.graph.tags import Tag, add_tag
 from zpasses.passes import CacheParams, GatherParams, ReduceGrads
 from zpasses.passes.bucket import Bucket
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.runtime.codegen import eager_module
 from zpasses.testing import fake_world
 from zpasses.tools.bench.model import ModelSize, batches, build_model

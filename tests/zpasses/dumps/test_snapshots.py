@@ -18,7 +18,7 @@ from zpasses.dumps.describe import Describer
 from zpasses.dumps.format import Ref, Repr
 from zpasses.dumps.limits import Limits
 from zpasses.dumps.snapshots import SnapshotFiles
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing import capture_graphs, fake_world
 from zpasses.testing.strategies import param_lists

@@ -18,7 +18,7 @@ from zpasses.graph.nodes import Editor, calls, collectives, replace_node, value_
 from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
 from zpasses.graph.tags import Tag, add_tag, retag, tag_of, tagged
 from zpasses.passes import Bucket, GatherParams, ReduceGrads
-from zpasses.pipeline.pipeline import run_passes
+from zpasses.pipeline.runner import run_passes
 from zpasses.testing import fake_world
 
 aten, F = torch.ops.aten, torch.ops._c10d_functional

@@ -13,7 +13,7 @@ from tests.zpasses.graph.test_verifier import Do
 from zpasses import PassError
 from zpasses.graph.nodes import Editor
 from zpasses.graph.verifier.operators import is_launch
-from zpasses.pipeline.pipeline import run_passes
+from zpasses.pipeline.runner import run_passes
 from zpasses.testing import fake_world
 
 aten, F, sdma = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zpasses

@@ -12,7 +12,7 @@ from zpasses.graph.nodes import Editor, calls, erase_dead, replace_node
 from zpasses.graph.ops import REDUCE_GRAD
 from zpasses.graph.tags import Tag, add_tag, tag_of, tagged
 from zpasses.passes import Bucket, GatherParams, MergeReads, ReduceGrads
-from zpasses.pipeline.pipeline import run_passes
+from zpasses.pipeline.runner import run_passes
 from zpasses.testing import fake_world, trace_joint
 
 aten, F = torch.ops.aten, torch.ops._c10d_functional

@@ -11,7 +11,7 @@ import zpasses
 from tests.cases import some_quick
 from zpasses import compat
 from zpasses.graph.nodes import value_of
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import world_mesh
 
 WIDTH = 8

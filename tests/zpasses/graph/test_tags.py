@@ -93,7 +93,7 @@ def test_tags_of_the_captured_graph_survive_retracing_through_custom():
 def test_only_custom_survives_retracing(monkeypatch):
     """The reason for the mirror: it is all that retracing keeps of the captured tag."""
     monkeypatch.setattr("zpasses.backend.capture.tag_joint", lambda *_: None)
-    monkeypatch.setattr("zpasses.backend.compiler.tag_joint", lambda *_: None)
+    monkeypatch.setattr("zpasses.backend.levels.tag_joint", lambda *_: None)
     captured = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=2)
     (traced,) = calls(captured.before.joint.graph, UNSHARD)
     assert "zpasses" not in traced.meta

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.graphs import Param, joint
-from zpasses import Level, Pass, PassError
+from zpasses import Facts, Level, Pass, PassError
 from zpasses.graph.nodes import Editor, append_placeholder, calls, collectives
 from zpasses.graph.tags import Tag, add_tag, tagged
 from zpasses.graph.verifier import PreviousGraph, check, values
@@ -232,12 +232,12 @@ def test_graphs_with_dynamic_sizes_pass():
 # --- declared changes -----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class DoToInputs(Do):
-    changes_inputs: ClassVar[bool] = True
+    facts: ClassVar[Facts] = Facts(changes_inputs=True)
 
 
 @dataclass(frozen=True)
 class DoToOutputs(Do):
-    changes_outputs: ClassVar[bool] = True
+    facts: ClassVar[Facts] = Facts(changes_outputs=True)
 
 
 def _add_input(graph):

@@ -9,7 +9,7 @@ from torch import nn
 
 import zpasses
 from zpasses.cost.memory import liveness
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import fake_world
 
 BUCKETS = "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=nothing},bucket{memory_budget=1MiB},overlap"  # noqa: E501

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zpasses
 from zpasses import OptionError, Options, Pipeline
 from zpasses.graph.tags import tagged
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import fake_world
 
 

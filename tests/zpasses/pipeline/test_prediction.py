@@ -16,9 +16,9 @@ from zpasses.dumps import DamagedDumpError, read
 from zpasses.inspect import open as open_dump
 from zpasses.passes import ZERO3, Overlap
 from zpasses.pipeline import prediction
-from zpasses.pipeline.pipeline import Level
+from zpasses.pipeline.events import Events, run_reported_passes
+from zpasses.pipeline.passes import Level
 from zpasses.pipeline.prediction import Predictor
-from zpasses.pipeline.recorder import Recorders, run_recorded_passes
 from zpasses.testing import capture_graphs, fake_world
 
 H100 = Target.parse("h100")
@@ -65,8 +65,8 @@ def test_figures_are_those_of_the_graph_after_its_passes():
     graph = graphs.backward.graph
     with fake_world(2):
         lean = problem_of(graph, H100)
-        predictor = Predictor((Overlap(),), H100)
-        run_recorded_passes(Recorders((predictor,)), "backward", "backward", graph, (Overlap(),))
+        predictor = Predictor(H100)
+        run_reported_passes(Events((predictor,)), "backward", "backward", graph, (Overlap(),))
         found = predictor.predicted(graph)
         time = step_time([graph], H100)
         assert (found.total_us, found.waited_us) == (time.total_us, time.waited_us)

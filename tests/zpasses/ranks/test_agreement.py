@@ -172,7 +172,7 @@ def _dies_while_compiling():
         def die(graph):
             os._exit(3)
 
-        from zpasses.pipeline.observers import observe_graphs
+        from zpasses.pipeline.events import observe_graphs
 
         observe_graphs(die).__enter__()
     started = time.monotonic()

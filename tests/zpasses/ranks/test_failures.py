@@ -14,7 +14,7 @@ from torch import nn
 import zpasses
 from zpasses.dumps import runs
 from zpasses.passes.schedule import Schedule
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.ranks import heartbeat, vote
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 

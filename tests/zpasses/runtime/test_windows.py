@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import zpasses
 from zpasses import OptionError, ZpassesError
 from zpasses.accumulation import GradientWindow
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.runtime.windows import grad_state_of
 
 X = torch.ones(2, 4)

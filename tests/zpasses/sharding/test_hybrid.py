@@ -32,7 +32,7 @@ from tests.zpasses.parallel_models import (
 )
 from zpasses.errors import OptionError, ShardingError
 from zpasses.graph.nodes import collectives
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
 from zpasses.sharding.shard_plan import REPLICATE_DIMENSIONS
 from zpasses.testing import (

@@ -22,7 +22,7 @@ from zpasses.errors import ShardingError
 from zpasses.graph.nodes import collective_of, collectives
 from zpasses.graph.regathers import remove_regathers
 from zpasses.graph.tags import tagged
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import (
     assert_step_equals_reference,
     capture_graphs,

@@ -452,7 +452,7 @@ def test_eager_gathers_in_param_dtype_and_reduces_in_reduce_dtype():
 
 def _bytes_of(param_dtype):
     from zpasses.graph.nodes import collectives
-    from zpasses.pipeline.observers import observe_graphs
+    from zpasses.pipeline.events import observe_graphs
 
     moved = {}
 

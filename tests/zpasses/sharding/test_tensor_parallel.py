@@ -39,7 +39,7 @@ from zpasses.errors import ShardingError
 from zpasses.graph.nodes import collective_of
 from zpasses.graph.patterns import tag_foreign_gathers, tag_foreign_reductions
 from zpasses.graph.tags import tag_of
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import (
     assert_step_equals_reference,
     capture_ranks,

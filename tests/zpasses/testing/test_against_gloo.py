@@ -8,7 +8,7 @@ from torch import nn
 
 import zpasses
 from tests.cases import some_quick
-from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import (
     capture_ranks,
     copy_graph,

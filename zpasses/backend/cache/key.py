@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,14 +10,14 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
-from zpasses.backend import tuning
 from zpasses.backend.cache.graph_text import NotCacheableError, graph_text, input_text, state_text
 from zpasses.backend.capture import Capture, local_shard
 from zpasses.cost.target import current_target
-from zpasses.pipeline import bisect
-from zpasses.pipeline.observers import has_observers
+from zpasses.pipeline.events import has_listeners
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.pipeline import Pipeline, package_digest
+from zpasses.pipeline.passes import package_digest
+from zpasses.pipeline.pipeline import Pipeline
+from zpasses.probe import is_probed
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.layout import layout_of
 
@@ -59,8 +58,7 @@ def refusal_here(options: Options, *, recorded: bool) -> str | None:
     """
     if not options.cache:
         return "cache=False"
-    tools = (bisect.ENVIRONMENT_VARIABLE, tuning.ENVIRONMENT_VARIABLE)
-    if recorded or has_observers() or any(map(os.environ.get, tools)):
+    if recorded or has_listeners() or is_probed():
         return (
             "a dump, a trace, an observer, `zpasses bisect` or `zpasses tune` reads the graphs of "
             "this compile"
@@ -80,7 +78,7 @@ def refusal(captured: Capture, options: Options, pipeline: Pipeline) -> str | No
     for each in pipeline:
         if type(each).__module__.partition(".")[0] != "zpasses":
             return f"pass {each.name!r} is not one of zpasses; nothing tells when it changes"
-        if not each.is_cacheable():
+        if not each.facts.cacheable:
             return f"pass {str(each)!r} sets up collectives when it runs"
     if not captured.has_one_mesh and sum(map(has_other_ranks, captured.groups)) > 1:
         groups = ", ".join(captured.groups)

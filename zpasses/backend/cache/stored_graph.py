@@ -1,55 +1,121 @@
-"""A compiled graph that was read from the compile cache, on its way to code that runs."""
+"""Takes the code of a compile from the compile cache."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
+
+from torch import fx
 
 from zpasses import compat
 from zpasses.backend.cache.artifacts import GraphArtifacts
-from zpasses.backend.code import Codegen, Compiled, GraphCompiler, Template
+from zpasses.backend.cache.graph_text import NotCacheableError
+from zpasses.backend.cache.key import graph_key, refusal, refusal_here
+from zpasses.backend.cache.lookup import decline_artifacts, find_artifacts
+from zpasses.backend.code import (
+    Template,
+    agree_on,
+    backward_code,
+    forward_code,
+    preload,
+)
+from zpasses.backend.compile import Compile, Compiled, Decisions
+from zpasses.backend.split import inductor_patches
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.forward import first_variant
 from zpasses.runtime.forward_variants import ForwardVariant
 
-__all__ = ["StoredGraph"]
+__all__ = ["from_cache"]
+
+log = logging.getLogger("zpasses")
 
 
-class StoredGraph:
+def from_cache(
+    job: Compile, example_inputs: Sequence[Any]
+) -> tuple[Compile, Callable[..., Any] | None]:
+    """Look for the code of a compile in the compile cache. All ranks take it, or none does.
+
+    Args:
+        example_inputs: the inputs that Dynamo gave.
+
+    Returns:
+        The compile, and its code. If the graph must be compiled, the code is None, and the
+        compile's `artifacts` take what is compiled, unless the graph cannot be stored.
+
+    Raises:
+        AgreementError: when another rank failed, or does not come in time.
+    """
+    started = time.perf_counter()
+    groups = job.captured.groups
+    reason = refusal(job.captured, job.options, job.pipeline)
+    try:
+        if reason is None:
+            key = graph_key(job.captured, example_inputs, job.options, job.pipeline)
+            reason = refusal_here(job.options, recorded=bool(job.events))
+            if reason is not None:  # a dump, for example, is often that of one rank
+                decline_artifacts(key, groups)
+    except NotCacheableError as error:
+        reason = str(error)
+    if reason is not None:
+        log.info("graph %s: without the compile cache: %s", job.name, reason)
+        return job, None
+    graphs: list[_StoredGraph] = []
+    found = find_artifacts(
+        key, groups, job.free_bytes, lambda each: graphs.append(_StoredGraph(_loading(job, each)))
+    )
+    if isinstance(found, str):
+        log.info("graph %s: not in the compile cache: %s", job.name, found)
+        artifacts = GraphArtifacts.new(key.digest, job.name)
+        artifacts.entry.free_bytes = job.free_bytes
+        return replace(job, artifacts=artifacts), None
+    (graph,) = graphs
+    graph.finish()
+    taken = time.perf_counter() - started
+    log.info("graph %s: from the compile cache, in %.2f s", job.name, taken)
+    return graph.job, graph.compiled
+
+
+def _loading(job: Compile, artifacts: GraphArtifacts) -> Compile:
+    """Returns the compile with the decisions of the compile that was stored."""
+    entry, pipeline = artifacts.entry, job.decided.pipeline
+    if entry.memory_budget is not None:
+        pipeline = pipeline.with_memory_budget(entry.memory_budget)
+    caches_params = entry.forward is not None and bool(entry.forward.slots)
+    decided = Decisions(pipeline, caches_params=caches_params, output_strides=entry.output_strides)
+    return replace(job, artifacts=artifacts, decided=decided)
+
+
+class _StoredGraph:
     """Code of a graph, which can be called after `finish`.
 
     Nothing here asks other ranks until `finish`.
 
     Args:
-        artifacts: what was read.
-        inputs: fake inputs of the captured graph.
-        graphs: makes code of its graphs.
-        codegen: returns a code generator with these arguments of Inductor's `inner_compile`.
+        job: the compile, with what was read as its artifacts.
 
     Raises:
         Exception: any kind, from damaged files, and from sizes that the graph was not made for.
     """
 
-    def __init__(
-        self,
-        artifacts: GraphArtifacts,
-        inputs: Sequence[Any],
-        graphs: GraphCompiler,
-        codegen: Callable[[Mapping[str, Any]], Codegen],
-    ) -> None:
-        entry, mode = artifacts.entry, compat.fake_mode_of(inputs)
+    def __init__(self, job: Compile) -> None:
+        assert job.artifacts is not None
+        entry, inputs = job.artifacts.entry, job.captured.inputs
+        mode = compat.fake_mode_of(inputs)
         assert entry.result is not None
         assert entry.forward is not None
         assert mode is not None
-        self._artifacts, self._graphs, self._codegen = artifacts, graphs, codegen
+        self.job, self._artifacts = job, job.artifacts
         self._mode, self._forward = mode, entry.forward
         self._code: dict[str, Compiled] = {}
         self.compiled = compat.unpack_result(entry.result, inputs, self._late)
         """Takes the inputs of the captured graph."""
         self._template = self._template_of(self._forward.kind)
         with self._template.state.restored():
-            graphs.preload(self._forward.kind, self._first_variant())
+            preload(job, self._forward.kind, self._first_variant())
 
     def _first_variant(self) -> ForwardVariant | None:
         facts = self._forward
@@ -61,14 +127,14 @@ class StoredGraph:
         Raises:
             AgreementError: on every rank, if they differ.
         """
-        self._graphs.agree_on(self._forward.sequences)
-        self._code[self._forward.kind] = self._graphs.forward(self._template, self._forward)
+        agree_on(self.job, self._forward.sequences)
+        self._code[self._forward.kind] = forward_code(self.job, self._template, self._forward)
 
     def _late(self, kind: str) -> Compiled:
         def run(args: list[Any]) -> Any:
             code = self._code.get(kind)
             if code is None:  # the first backward
-                with self._graphs.compiling_late():
+                with self.job.compiling_late():
                     code = self._code[kind] = self._backward()
             return code(args)
 
@@ -77,8 +143,8 @@ class StoredGraph:
     def _backward(self) -> Compiled:
         facts = self._artifacts.entry.backward
         assert facts is not None
-        self._graphs.agree_on(facts.sequences)
-        return self._graphs.backward(self._template_of("backward"), facts)
+        agree_on(self.job, facts.sequences)
+        return backward_code(self.job, self._template_of("backward"), facts)
 
     def _template_of(self, kind: str) -> Template:
         graph = functools.cache(lambda: self._artifacts.template(kind, self._mode))
@@ -87,10 +153,15 @@ class StoredGraph:
             "is_inference": kind == "inference",
             "static_input_idxs": tuple(self._artifacts.entry.static_inputs[kind]),
         }
+        patches = inductor_patches(self.job)
+
+        def codegen(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+            return compat.inductor_codegen(gm, inputs, patches, dict(settings))
+
         return Template(
             kind,
             graph,
             lambda: [node.meta["val"] for node in graph().graph.find_nodes(op="placeholder")],
-            self._codegen(settings),
+            codegen,
             compat.CompilerState(self._mode),
         )

@@ -27,7 +27,7 @@ def check_output_exists(graph: fx.Graph, before: PreviousGraph, pass_name: str) 
 def check_inputs(now: CurrentGraph, before: PreviousGraph, pass_name: str) -> None:
     """Raise PassError unless the graph takes the same inputs in the same order."""
     ours, theirs = _placeholders(now), _placeholders(before)
-    advice = "A pass that changes inputs declares `changes_inputs: ClassVar[bool] = True`."
+    advice = "A pass that changes inputs declares `facts = Facts(changes_inputs=True)`."
     for added in set(ours) - set(theirs):
         raise PassError(f"pass {pass_name!r} added the graph input {added.name!r}. {advice}")
     for lost in set(theirs) - set(ours):
@@ -54,7 +54,7 @@ def _placeholders(version: GraphVersion) -> list[fx.Node]:
 def check_outputs(now: CurrentGraph, before: PreviousGraph, pass_name: str) -> None:
     """Raise PassError unless the graph returns as many values of the same kinds."""
     ours, theirs = now.returned(), before.returned()
-    advice = "A pass that changes outputs declares `changes_outputs: ClassVar[bool] = True`."
+    advice = "A pass that changes outputs declares `facts = Facts(changes_outputs=True)`."
     if len(ours) != len(theirs):
         raise PassError(
             f"pass {pass_name!r}: the graph returns {len(ours)} values, expected {len(theirs)}. "

@@ -97,7 +97,7 @@ def _hazards(version: GraphVersion) -> Iterator[_Hazard]:
             if version.record(root[0]).op == "placeholder":
                 text = (
                     f"writes to the graph input {root[0].name}. Write to a copy, or declare "
-                    "`changes_inputs: ClassVar[bool] = True`."
+                    "`facts = Facts(changes_inputs=True)`."
                 )
                 yield _Hazard(node, root[0], text)
             if root in gathered and not is_collective(record.target):

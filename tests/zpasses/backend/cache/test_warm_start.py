@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 from zpasses.backend.cache import artifacts, key
-from zpasses.pipeline import observers
+from zpasses.pipeline import events
 from zpasses.testing import run_in_fresh_ranks, world_mesh
 
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
@@ -74,7 +74,7 @@ def start(
 ):
     """Train for a few steps; returns the losses, the parameters, and what the cache did."""
     os.environ["ZPASSES_CACHE_DIR"] = str(folder)
-    observers._observers.clear()  # that of all tests keeps graphs out of the cache
+    events._listeners.clear()  # that of all tests keeps graphs out of the cache
     if patch is not None:
         patch()
     messages, log = Messages(), logging.getLogger("zpasses")

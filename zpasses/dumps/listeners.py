@@ -1,9 +1,9 @@
-"""Chooses the recorders of a compile: a dump, torch's structured trace, both, or none."""
+"""Chooses who listens to a compile: a dump, torch's structured trace, both, or none."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -15,57 +15,33 @@ from zpasses.dumps import progress
 from zpasses.dumps.errors import DumpError
 from zpasses.graph.groups import group_labels
 from zpasses.graph.printer import listing
-from zpasses.pipeline.pipeline import Pass, PassRecord
-from zpasses.pipeline.recorder import Recorder, Recorders, enable_runtime_notes
+from zpasses.pipeline import events
 from zpasses.ranks import heartbeat
 
-__all__ = ["TraceArtifacts", "recorders_for"]
+__all__ = ["TraceArtifacts", "events_for"]
 
 log = logging.getLogger("zpasses")
 
 
-class TraceArtifacts(Recorder):
-    """Writes every graph to torch's structured trace (TORCH_TRACE, tlparse) as an artifact of the
-    compile.
+class TraceArtifacts:
+    """Listener that writes every graph to torch's structured trace (TORCH_TRACE, tlparse) as an
+    artifact of the compile.
     """
 
     def __init__(self) -> None:
         self._number = 0
 
-    def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
-        self._trace(f"{graph_name}_before_{level}_passes", graph)
-
-    def after(
-        self,
-        graph_name: str,
-        level: str,
-        each: Pass,
-        record: PassRecord,
-        graph: fx.Graph,
-        notes: Sequence[str],
-    ) -> None:
-        if record.changes:
-            self._trace(f"{graph_name}_after_{each.name}", graph)
-
-    def failed(
-        self,
-        graph_name: str,
-        level: str,
-        each: Pass,
-        error: BaseException,
-        graph: fx.Graph,
-        notes: Sequence[str],
-    ) -> None:
-        self._trace(
-            f"{graph_name}_after_failed_{each.name}",
-            graph,
-            f"# {type(error).__name__}: {error}\n".replace("\n", "\n# ")[:-2],
-        )
-
-    def variant(
-        self, graph_name: str, of: str, given: Sequence[str], kept: Sequence[str], graph: fx.Graph
-    ) -> None:
-        self._trace(f"{graph_name}_variant", graph)
+    def __call__(self, event: object) -> None:
+        match event:
+            case events.LevelStarted(name, level, graph):
+                self._trace(f"{name}_before_{level}_passes", graph)
+            case events.PassRan(name, each=each, record=record, graph=graph) if record.changes:
+                self._trace(f"{name}_after_{each.name}", graph)
+            case events.PassFailed(name, each=each, error=error, graph=graph):
+                text = f"# {type(error).__name__}: {error}\n".replace("\n", "\n# ")[:-2]
+                self._trace(f"{name}_after_failed_{each.name}", graph, text)
+            case events.VariantBuilt(of, graph=graph):
+                self._trace(f"{of}_variant", graph)
 
     def _trace(self, name: str, graph: fx.Graph, head: str = "") -> None:
         compat.trace_artifact(f"zpasses_{self._number:02d}_{name}", lambda: head + listing(graph))
@@ -78,13 +54,13 @@ def _write_activity(text: str) -> None:
         written.activity(text)
 
 
-def recorders_for(
+def events_for(
     dump: str | None,
     ranks: frozenset[int] | None,
     target: Target,
     describe: Callable[[], Mapping[str, Any]],
-) -> Recorders:
-    """The recorders of one compile of this process.
+) -> events.Events:
+    """The events of one compile of this process, with their listeners.
 
     Args:
         dump: folder of the dump; None writes no dump.
@@ -96,7 +72,7 @@ def recorders_for(
     Raises:
         DumpError: if the path is no folder, cannot be written to, or contains something else.
     """
-    watching: list[Recorder] = []
+    watching: list[events.Listener] = []
     if dump is not None:
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         from zpasses.dumps.runs import create_rank_folder, write_progress
@@ -123,5 +99,4 @@ def recorders_for(
                 log.warning("rank %d writes nothing for `zpasses hang`: %s", rank, error)
     if compat.is_structured_trace_on():
         watching.append(TraceArtifacts())
-    enable_runtime_notes(watching)
-    return Recorders(watching)
+    return events.Events(watching)

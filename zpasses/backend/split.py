@@ -1,0 +1,104 @@
+"""Splits a joint graph into forward and backward: the partitioner of a compile."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from zpasses import compat
+from zpasses.backend.compile import Compile
+from zpasses.backend.levels import run_level
+from zpasses.backend.partition import PartitionPolicy, partition_step
+from zpasses.cost.kept_params import Repetition
+from zpasses.graph.ops import UNSHARD
+from zpasses.graph.subgraphs import read_subgraph_inputs_directly
+from zpasses.pipeline.events import RuntimeNote
+from zpasses.pipeline.passes import Level
+
+__all__ = ["inductor_patches", "partition_joint"]
+
+log = logging.getLogger("zpasses")
+
+
+def inductor_patches(job: Compile) -> dict[str, Any]:
+    """Returns the settings of Inductor for a compile, with the partitioner among them."""
+    run = functools.partial(partition_joint, job)
+    partitioner = _InductorPartitioner(run, job.decided.pipeline.digest())
+    return compat.inductor_config_patches(partitioner, job.options.inductor)
+
+
+def partition_joint(
+    job: Compile, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Run the joint passes on a joint graph and partition it: torch's partitioner for a compile.
+
+    Args:
+        joint_inputs: inputs of the joint graph.
+        kwargs: further arguments of torch's partitioner.
+
+    Raises:
+        MemoryBudgetError: if the step does not fit the memory budget.
+    """
+    options = job.options
+    if compat.is_joint_of_subgraph(gm):
+        recompute = options.recomputes_elementwise()
+        return compat.partition(gm, joint_inputs, recompute_elementwise=recompute, **kwargs)
+    read_subgraph_inputs_directly(gm)
+    reads = [
+        node for node in gm.graph.nodes if node.op == "call_function" and node.target is UNSHARD
+    ]
+    compat.eliminate_common_subexpressions(gm, reads)
+    run_level(job, gm, Level.JOINT, "joint")
+    pipeline = job.decided.pipeline
+    policy = PartitionPolicy(
+        job.budget,
+        job.captured.share,
+        any(each.facts.keeps_params for each in pipeline),
+        job.captured.groups,
+        options.recomputes_elementwise(),
+        Repetition(options.backwards_per_step, job.captured.frozen),
+    )
+    with job.planning():
+        partitioned = partition_step(
+            gm,
+            joint_inputs,
+            policy,
+            events=job.events,
+            fallback_cost=pipeline.fallback_cost,
+            **kwargs,
+        )
+    if partitioned.limit_bytes is not None:
+        limit = f"{partitioned.limit_bytes}B"
+        job.decided.pipeline = pipeline.with_memory_budget(limit)
+        if job.artifacts is not None:
+            job.artifacts.entry.memory_budget = limit
+    if partitioned.note:
+        log.info("graph %s: %s", job.name, partitioned.note)
+        for each in pipeline:
+            if each.facts.regathers:
+                job.events.send(RuntimeNote(each.name, partitioned.note))
+    return partitioned.graphs
+
+
+class _InductorPartitioner(compat.CustomPartitionerFn):
+    def __init__(self, run: Callable[..., Any], uuid: str) -> None:
+        self._run, self._uuid = run, uuid
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        result: tuple[fx.GraphModule, fx.GraphModule] = self._run(gm, joint_inputs, **kwargs)
+        return result
+
+    def uuid(self) -> str:
+        return self._uuid
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _InductorPartitioner:
+        return self  # Inductor copies its configuration, which contains this object
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self._uuid,)  # Inductor pickles its configuration for its cache key

@@ -1,0 +1,54 @@
+"""Facts: what the runner and the backend know of a pass beside its rewrite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from zpasses.cost.schedule_evaluation import Evaluation
+
+__all__ = ["Facts"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a pass declares about itself, as its attribute `facts`."""
+
+    changes_inputs: bool = False
+    """The pass may add, remove, reorder or write to the graph's inputs. It is not simulated."""
+    changes_outputs: bool = False
+    """The pass may change the number, order or kind of the graph's outputs. It is not simulated."""
+    simulatable: bool = True
+    """`verify="simulate"` can check the pass: if all ranks run the graph of this rank, on inputs of
+    their own, this rank computes what it should."""
+    reorders_sums: bool = False
+    """Floating-point sums may be added up in another order, which changes their rounding.
+    `verify="simulate"` then compares with a tolerance."""
+    warn_if_unchanged: bool = False
+    """Log a warning when the pass changes nothing."""
+    votes: bool = False
+    """The ranks vote on what the pass does to a graph."""
+    votes_at_run_time: str = ""
+    """What the ranks vote on when collectives of the pass first run; "" if they do not vote."""
+    cacheable: bool = True
+    """A later process may run a graph that the pass rewrote, without running the pass: it leaves
+    nothing behind but the graph and the answers of its votes."""
+    regathers: bool = False
+    """Backward gathers parameters again instead of saving them full."""
+    keeps_params: bool = False
+    """Parameters that a pass has backward gather again may be kept full instead."""
+    defers: bool = False
+    """The reductions of backward become deferrable. The pass has an option `part`, which is
+    `"average"` to defer only the average over replicas."""
+    plans_within: str | None = None
+    """The memory budget of a pass that plans a schedule, such as "10%" or "60GiB". It is the pass's
+    option `memory_budget`; the option `memory_budget` of the backend replaces it."""
+    fallback_cost: Callable[[fx.Graph, int], Evaluation | None] | None = None
+    """(graph, limit in bytes) -> the cost of a schedule that the pass does at least as well as on
+    the graph, if the graph's peak may reach the limit; None if no schedule surely fits. The graph
+    stays as it is. Only passes that plan a schedule have it."""
+    without_schedule: str = ""
+    """Pipeline text of what replaces a pass that plans a schedule in the stages with the option
+    `prefetch`, where collectives leave their graph."""
