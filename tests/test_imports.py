@@ -248,8 +248,6 @@ LAZY = {
     "zpasses.inspect.inspection": "the page's template engine, which listing a dump does not need",
     "zpasses.testing": "public names; pytest loads the package with the plugin",
     "zpasses.testing.plugin": "pytest loads it in every project, and most of them need no torch",
-    "zpasses.testing.ranks.server": "ranks of a program without pytest do not import pytest",
-    "zpasses.testing.ranks_marker": "the plugin imports it, and the pool of ranks imports torch",
     "zpasses.tools.bench.hf_trainer": "the other benchmarks do not need transformers",
     "zpasses.tools.capture.command": "`zpasses --help` imports it, and a capture imports torch",
     "zpasses.tools.measure.command": "the same",

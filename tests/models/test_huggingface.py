@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import zpasses
+from tests.on_ranks import on_ranks
 from zpasses.testing import run_on_ranks, world_mesh
 
 transformers = pytest.importorskip("transformers")
@@ -139,7 +140,7 @@ def _compare_gradients(model, plain):
     ("name", "stage"),
     [*itertools.product(("llama", "mixtral"), (2, 3)), *(("gpt2", stage) for stage in (1, 2, 3))],
 )
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_training_equals_the_unsharded_one(name, stage):
     plain = _build(name)
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
@@ -151,7 +152,7 @@ def test_training_equals_the_unsharded_one(name, stage):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_eager_training_equals_the_unsharded_one(name):
     plain = _build(name)
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
@@ -178,7 +179,7 @@ def test_llama_is_captured_as_one_graph_and_compiled_once():
 
 @pytest.mark.slow(quick="test_eager_training_equals_the_unsharded_one")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_llama_with_gradient_checkpointing_equals_the_one_without(compiled):
     plain = _build("llama")
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
@@ -192,7 +193,7 @@ def test_llama_with_gradient_checkpointing_equals_the_one_without(compiled):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_sharded_model_generates_the_same_text(name):
     plain = _build(name).eval()
     prompt = _tokens(0, 0)[:, :4]

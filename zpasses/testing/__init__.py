@@ -10,7 +10,7 @@ A test of a pass:
     assert_equal_bits(graphs, rewritten, random_inputs(graphs))  # real collectives on real tensors
 
 Or with the fixtures of the pytest plugin `zpasses.testing.plugin`, which every project that has
-zpasses installed can use. `run_on_ranks` and the marker `ranks` run code on real gloo ranks.
+zpasses installed can use. `run_on_ranks` runs a function on real gloo ranks.
 
 `listing(graph)` prints a graph as short text for inline expectations. `trace_joint` makes a joint
 graph of a plain function in milliseconds. `simulate` raises if real ranks would hang, race or

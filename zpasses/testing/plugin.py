@@ -1,4 +1,4 @@
-"""The pytest plugin for tests of passes: fixtures, listings, and tests on real ranks.
+"""The pytest plugin for tests of passes: fixtures and listings.
 
 pytest loads it in every project that has zpasses installed; `-p no:zpasses.testing.plugin` leaves
 it out. It imports torch only when a test uses it, and changes nothing for tests that do not.
@@ -11,7 +11,6 @@ import importlib
 import logging
 import os
 import shlex
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,12 @@ from zpasses.testing.listings import (
     stale_files,
     unused_message,
 )
-from zpasses.testing.rank_host import PytestHost, enter_host, leave_host
-from zpasses.testing.ranks_marker import DESCRIPTION, marked, refusal, run_marked
 
-_HOST = pytest.StashKey[PytestHost]()
 _SNAPSHOTS = pytest.StashKey[Snapshots]()
 _WRITTEN = "listing written"
 
 
-# --- options and the session ----------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("zpasses").addoption(
         "--update-listings",
@@ -42,42 +38,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="write the listings that the fixture listing_snapshot compares with, and remove those "
         "that no test uses",
     )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", DESCRIPTION)
-    config.stash[_HOST] = PytestHost(
-        root=str(config.rootpath),
-        import_mode=config.getoption("importmode"),
-        python_files=tuple(config.getini("python_files")),
-        verbosity=max(0, config.getoption("verbose", 0)),
-        traceback=config.getoption("tbstyle", "auto"),
-    )
-    enter_host(config.stash[_HOST])
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    host = config.stash.get(_HOST, None)
-    if host is not None:
-        leave_host(host)
-        if "zpasses.testing.ranks.pool" in sys.modules:
-            importlib.import_module("zpasses.testing.ranks.pool").close_pools(host)
-
-
-# --- tests on ranks -------------------------------------------------------------------------------
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    reason = marked(item) and refusal(item)
-    if reason:
-        pytest.fail(reason, pytrace=False)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if not marked(pyfuncitem):
-        return None
-    run_marked(pyfuncitem)
-    return True
 
 
 # --- graphs ---------------------------------------------------------------------------------------
@@ -185,6 +145,7 @@ def listing_snapshot(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    __tracebackhide__ = True
     result = yield
     snapshots = item.stash.get(_SNAPSHOTS, None)
     if snapshots is not None:

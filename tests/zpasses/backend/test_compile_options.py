@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
+from tests.on_ranks import on_ranks
 from zpasses.errors import OptionError
 from zpasses.graph.nodes import collectives, saved_inputs
 from zpasses.pipeline.observers import observe_graphs
@@ -99,7 +100,7 @@ def test_normalizations_beside_checkpoints_are_saved_value_by_value():
     assert all(param.grad is not None for param in model.parameters())
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.slow(quick="test_backward_recomputes_nothing_from_a_buffer_that_forward_changes")
 def test_a_budget_recomputes_no_normalization_from_statistics_that_changed():
     options = {"codegen": "eager", "zero_stage": 1, "memory_budget": "0%"}

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zpasses
 from tests.cases import some_quick
+from tests.on_ranks import on_ranks
 from zpasses.graph.nodes import collectives
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.testing import listing, run_on_ranks, world_mesh
@@ -169,7 +170,7 @@ def test_dynamic_shapes_through_inductor():
 
 
 @pytest.mark.slow(quick="test_twenty_lengths_take_two_compiles_and_a_dump_says_why")
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_a_single_rank_may_recompile_for_a_new_shape():
     reference, model = pair()
     step = torch.compile(model, backend="zpasses", options={**EAGER, "agreement_timeout_s": 20})
@@ -177,7 +178,7 @@ def test_a_single_rank_may_recompile_for_a_new_shape():
     train_both(step, model, reference, [batches(1, (n, 5))[0] for n in rows])
 
 
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 @pytest.mark.slow(quick="test_a_rank_that_fails_to_compile_is_an_error_on_all_within_a_second")
 def test_a_backward_that_failed_to_compile_compiles_again_to_the_same_graph():
     model = zpasses.shard(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), mesh=world_mesh())
@@ -218,7 +219,7 @@ def test_inference_sees_the_current_weights(stage):
 
 
 @pytest.mark.slow(quick="tests/zpasses/backend/test_compiler.py")
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_several_sharded_models_in_one_process():
     first, second = pair(), pair(width=4)
     steps = [torch.compile(model, backend="zpasses", options=EAGER) for _, model in (first, second)]
@@ -287,7 +288,7 @@ class WritesToView(Writes):
         return x * self.weight
 
 
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_a_model_that_writes_to_its_parameters_is_refused():
     model = torch.compile(
         zpasses.shard(Writes(), mesh=world_mesh()), backend="zpasses", options=EAGER
@@ -380,7 +381,7 @@ def test_a_foreach_optimizer_step_invalidates_the_cache(inference):
     run_on_ranks(_stepped_after_evaluation, torch.optim.AdamW, inference)
 
 
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_runs_without_gradients_follow_averages_of_weights():
     """Train a model only by weight averaging with foreach operations, which change no version
     counter.
@@ -444,7 +445,7 @@ def edit_in_place(*models):
                 param.mul_(0.5)
 
 
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_cached_parameters_follow_every_change_of_their_shards():
     reference, model = pair()
     step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
@@ -458,7 +459,7 @@ def test_cached_parameters_follow_every_change_of_their_shards():
         before = after
 
 
-@pytest.mark.ranks(3, timeout_s=120)
+@on_ranks(3)
 def test_a_rank_with_an_empty_shard_gathers_when_the_others_do():
     """Rank 2 of 3 holds no rows of a parameter with two rows, and must still gather when the others
     do.
@@ -497,7 +498,7 @@ def _sharded_copy(reference, **options):
     return model, torch.compile(model, backend="zpasses", options={"zero_stage": 2, **options})
 
 
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 @pytest.mark.slow(quick="test_cached_parameters_follow_every_change_of_their_shards")
 def test_backward_does_not_overwrite_cached_parameters():
     for reference in (Gain(), Gain(frozen=True)):
@@ -514,7 +515,7 @@ def test_backward_does_not_overwrite_cached_parameters():
 
 
 @pytest.mark.slow(quick="test_a_module_trains_as_it_does_unsharded of test_strides.py")
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_variants_have_equal_strides_although_inductor_changes_them_for_convolutions():
     reference = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten()
@@ -527,7 +528,7 @@ def test_variants_have_equal_strides_although_inductor_changes_them_for_convolut
         assert_same_gradients(model, reference)
 
 
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_training_goes_on_after_inference_mode():
     model, step = _sharded_copy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **EAGER)
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4)
@@ -538,7 +539,7 @@ def test_training_goes_on_after_inference_mode():
             step(x)
 
 
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_a_copied_model_has_an_empty_cache():
     """Copy a trained model. No optimizer steps the copy; only foreach operations write to it."""
     reference = nn.Linear(4, 4)
@@ -565,7 +566,7 @@ class TwoDtypes(nn.Module):
         return self.high(self.low(x.bfloat16()).float())
 
 
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_tied_parameters_may_be_read_in_two_dtypes():
     reference = TwoDtypes()
     model = copy.deepcopy(reference)
@@ -590,7 +591,7 @@ class Returns(nn.Module):
 
 
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_writing_to_a_returned_parameter_does_not_change_the_model(codegen):
     reference = Returns()
     _, step = _sharded_copy(reference, codegen=codegen)
@@ -604,7 +605,7 @@ def test_writing_to_a_returned_parameter_does_not_change_the_model(codegen):
 
 
 @pytest.mark.parametrize("stage", some_quick([2, 3], [2]))
-@pytest.mark.ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_compiled_code_does_not_hold_the_parameters_of_a_dead_model(stage):
     model = zpasses.shard(nn.Linear(4, 4), mesh=world_mesh())
     step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, **EAGER})

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zpasses
+from tests.on_ranks import on_ranks
 from zpasses import MemoryBudgetError, OptionError
 from zpasses.backend.free_memory import agreed_free_bytes
 from zpasses.cost import device_memory
@@ -232,7 +233,7 @@ def _trained(budget, rows):
 
 
 @pytest.mark.slow(quick="test_auto_trains")
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_all_ranks_adopt_the_decision_of_the_first():
     """The second rank has a larger batch, and would not have the memory."""
     gathers = _trained("200KiB", (8, 48))
@@ -253,15 +254,16 @@ def test_ranks_with_uneven_shards_and_batches_agree(budget):
     assert outcomes[0].result == outcomes[1].result == outcomes[2].result
 
 
-@pytest.mark.ranks(2)
-def test_auto_takes_what_is_free_on_the_rank_with_the_least(monkeypatch):
+@on_ranks(2)
+def test_auto_takes_what_is_free_on_the_rank_with_the_least():
     free = (1 << 20, 1 << 30)[dist.get_rank()]
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(device_memory, "free_bytes", lambda device: 2 * free)
-    assert agreed_free_bytes(["0"], torch.device("cpu")) == int(0.9 * (1 << 20))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        monkeypatch.setattr(device_memory, "free_bytes", lambda device: 2 * free)
+        assert agreed_free_bytes(["0"], torch.device("cpu")) == int(0.9 * (1 << 20))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_auto_trains():
     (gathers,) = _trained("auto", (8, 8))
     assert gathers == []  # there is memory for everything
@@ -322,7 +324,7 @@ def _bytes_gathered(budget, backwards_per_step, frozen=()):
     return sent
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.slow(quick="test_auto_trains")
 def test_windows_gather_once_per_step_what_the_budget_allows():
     lean = _bytes_gathered(None, 3)
@@ -335,7 +337,7 @@ def test_windows_gather_once_per_step_what_the_budget_allows():
     assert rich[1] < some[1] < lean[0]
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.slow(quick="test_auto_trains")
 def test_frozen_parameters_are_gathered_once_if_the_budget_allows():
     frozen = ("up.1", "down.2")

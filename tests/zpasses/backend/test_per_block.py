@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zpasses
 from tests.cases import some_quick
+from tests.on_ranks import on_ranks
 from tests.zpasses.layered_models import (
     DEPTH,
     VOCAB,
@@ -312,7 +313,7 @@ def test_hooks_after_accumulation_are_called_once_and_with_the_gradient():
     assert run_on_ranks(hooked, 1) == expected
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_hooks_of_nodes_that_accumulate_are_called_once_and_after_the_gradient():
     model, _ = build_step(Net, {**EAGER, "prefetch": 1}, per_block=True)
     tokens, seen, later = torch.arange(VOCAB).view(2, -1), [], block_schedule.BlockSchedule
@@ -437,7 +438,7 @@ def test_equal_blocks_are_compiled_once():
     assert run_on_ranks(counts, Net) == [1, 1]
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_gradients_are_returned_where_autograd_asks_for_them():
     model, _ = build_step(Net, {**EAGER, "prefetch": 1}, per_block=True)
     tokens = torch.arange(VOCAB).view(2, -1)
@@ -454,7 +455,7 @@ def test_gradients_are_returned_where_autograd_asks_for_them():
         assert torch.equal(param.grad.to_local(), 2 * grad.to_local())
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_parameters_that_change_between_evaluations_are_gathered_again():
     model, _ = build_step(Net, {**EAGER, "prefetch": 2}, per_block=True)
     tokens = torch.arange(VOCAB).view(2, -1)
@@ -472,7 +473,7 @@ def test_parameters_that_change_between_evaluations_are_gathered_again():
                 param.mul_(0.5)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_a_step_without_backward_leaves_nothing_behind():
     model, _ = build_step(Net, {**EAGER, "prefetch": 1}, per_block=True)
     tokens = torch.arange(VOCAB).view(2, -1)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
+from tests.on_ranks import on_ranks
 from tests.zpasses.checkpoint.checkpoint_models import Several, changed, sharded
 from tests.zpasses.models import Tied, assert_same
 from zpasses.testing import run_on_ranks
@@ -38,14 +39,14 @@ def test_full_state_dict_is_the_one_of_the_plain_model(ranks):
     run_on_ranks(_full_state, ranks=ranks)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_only_the_first_rank_gets_the_tensors():
     plain = Several()
     state = zpasses.full_state_dict(sharded(plain), rank0_only=True, cpu_offload=True)
     assert_same(state, {} if dist.get_rank() else dict(plain.state_dict()))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_model_without_shards_is_copied():
     plain = Tied()
     state = zpasses.full_state_dict(plain)
@@ -53,7 +54,7 @@ def test_model_without_shards_is_copied():
     assert state["head.weight"].data_ptr() != plain.head.weight.data_ptr()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_buffers_are_those_of_the_first_rank():
     model = sharded(nn.BatchNorm1d(3))
     with torch.no_grad():
@@ -65,7 +66,7 @@ def test_buffers_are_those_of_the_first_rank():
     assert model.num_batches_tracked == 1 + dist.get_rank()  # the model keeps its own
 
 
-@pytest.mark.ranks(4)
+@on_ranks(4)
 def test_buffers_of_replicas_are_those_of_the_first_rank():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = zpasses.shard(nn.BatchNorm1d(3), mesh=mesh)
@@ -74,7 +75,7 @@ def test_buffers_of_replicas_are_those_of_the_first_rank():
     assert zpasses.full_state_dict(model)["running_mean"].tolist() == [0.0] * 3
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_extra_state_is_kept():
     class Extra(nn.Linear):
         def get_extra_state(self):
@@ -83,14 +84,14 @@ def test_extra_state_is_kept():
     assert zpasses.full_state_dict(sharded(Extra(2, 2)))["_extra_state"] == {"step": 3}
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_ranks_with_different_models_are_told():
     model = sharded(nn.Linear(4, 4 + dist.get_rank()))
     with pytest.raises(zpasses.AgreementError, match="ranks differ in the model; rank 1"):
         zpasses.full_state_dict(model)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_a_call_on_one_rank_does_not_hang():
     model = sharded(nn.Linear(4, 4))
     time.sleep(4 * dist.get_rank())  # when the first rank has given up, the second one is told too

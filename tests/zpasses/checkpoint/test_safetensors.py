@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import nn
 
 import zpasses
+from tests.on_ranks import on_ranks
 from tests.zpasses.checkpoint.checkpoint_models import Several, changed, sharded
 from tests.zpasses.models import Tied, assert_same
 from zpasses.checkpoint import model_tensors, safetensors_reader, safetensors_writer
@@ -95,7 +96,7 @@ def test_plain_model_loads_the_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_later_save_replaces_all_files_of_the_earlier_one(folder):
     model = sharded(Several())
     zpasses.save_safetensors(model, folder, max_shard_size=200)
@@ -112,7 +113,7 @@ def test_later_save_replaces_all_files_of_the_earlier_one(folder):
         assert_same(full(loaded), full(model))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_rank_holds_one_full_tensor_at_a_time(folder):
     model = sharded(nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]))
     gathered = []
@@ -130,7 +131,7 @@ def test_rank_holds_one_full_tensor_at_a_time(folder):
     assert len(gathered) == (0 if dist.get_rank() else 16)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_rank_reads_its_own_rows_only(folder):
     model = sharded(nn.Linear(6, 5))
     zpasses.save_safetensors(model, folder)
@@ -147,7 +148,7 @@ def test_rank_reads_its_own_rows_only(folder):
     assert sorted(shapes) == [(rows,), (rows, 6)]
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_values_are_converted_to_the_dtype_of_the_model(folder):
     plain = nn.Linear(6, 5)
     zpasses.save_safetensors(sharded(plain), folder)
@@ -156,7 +157,7 @@ def test_values_are_converted_to_the_dtype_of_the_model(folder):
     assert_same(full(model), dict(plain.bfloat16().state_dict()))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_model_built_on_meta_is_loaded_after_to_empty(folder):
     plain = nn.Linear(6, 5)
     zpasses.save_safetensors(sharded(plain), folder)
@@ -171,7 +172,7 @@ def test_model_built_on_meta_is_loaded_after_to_empty(folder):
     assert_same(full(model), dict(plain.state_dict()))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_cached_parameters_are_gathered_again_after_a_load(folder):
     plain, x = nn.Linear(3, 1, bias=False), torch.ones(2, 3)  # rank 1 has no rows
     zpasses.save_safetensors(sharded(plain), folder)
@@ -198,7 +199,7 @@ def _llama(seed=0, **changes):
     return LlamaForCausalLM(_config(**changes))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
 def test_save_pretrained_and_from_pretrained(folder):
     plain = _llama()
@@ -219,7 +220,7 @@ def test_save_pretrained_and_from_pretrained(folder):
     }
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_untied_checkpoint_for_a_tied_model_is_refused(folder):
     zpasses.save_safetensors(sharded(_llama(tie_word_embeddings=False)), folder)
     with pytest.raises(zpasses.ShardingError, match=r"are one tied weight here.*values differ"):
@@ -227,7 +228,7 @@ def test_untied_checkpoint_for_a_tied_model_is_refused(folder):
 
 
 # --- what does not match --------------------------------------------------------------------------
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_names_that_differ_are_listed_and_nothing_is_changed(folder):
     zpasses.save_safetensors(sharded(nn.ModuleDict({"a": nn.Linear(2, 2)})), folder)
     model = sharded(nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2)}))
@@ -260,7 +261,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_mismatches_are_refused(case, strict, folder):
     model, message = WRONG[case]
     zpasses.save_safetensors(sharded(nn.Linear(2, 2)), folder)
@@ -272,7 +273,7 @@ def test_mismatches_are_refused(case, strict, folder):
         zpasses.load_safetensors(sharded(model), folder, strict=strict)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_prefix_in_the_checkpoint_is_named(folder):
     zpasses.save_safetensors(sharded(nn.ModuleDict({"net": nn.Linear(2, 2)})), folder)
     with pytest.raises(zpasses.ShardingError, match=r"checkpoint begin with 'net\.'"):
@@ -318,7 +319,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("make", UNREADABLE, ids=lambda make: make.__name__)
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_unreadable_checkpoints_are_refused(make, folder):
     if dist.get_rank() == 0:
         make(folder)
@@ -328,7 +329,7 @@ def test_unreadable_checkpoints_are_refused(make, folder):
 
 
 # --- ranks ----------------------------------------------------------------------------------------
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_path_that_one_rank_does_not_see_is_an_error_on_all(folder):
     model = sharded(nn.Linear(2, 2))
     zpasses.save_safetensors(model, folder)
@@ -337,7 +338,7 @@ def test_path_that_one_rank_does_not_see_is_an_error_on_all(folder):
         zpasses.load_safetensors(model, path)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_ranks_with_different_checkpoints_are_told(folder):
     for size in (4, 5):
         zpasses.save_safetensors(sharded(nn.Linear(2, size)), folder / f"{size}")
@@ -346,7 +347,7 @@ def test_ranks_with_different_checkpoints_are_told(folder):
         zpasses.load_safetensors(model, folder / f"{4 + dist.get_rank()}")
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_disk_that_fails_is_an_error_on_all_ranks_and_leaves_the_old_checkpoint(folder):
     model = sharded(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     zpasses.save_safetensors(model, folder)
@@ -373,7 +374,7 @@ def test_disk_that_fails_is_an_error_on_all_ranks_and_leaves_the_old_checkpoint(
     assert_same(full(model), before)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_a_save_on_one_rank_does_not_hang(folder):
     model = sharded(nn.Linear(4, 4))
     time.sleep(4 * dist.get_rank())

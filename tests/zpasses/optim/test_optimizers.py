@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import zpasses
 from tests.cases import some_quick
+from tests.on_ranks import needs, on_ranks
 from zpasses.testing import run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
@@ -94,7 +95,7 @@ def _compare(which, ours, theirs, options, atol):
 
 
 @pytest.mark.parametrize("which", some_quick(EXACT, ["AdamW", "Adagrad"]))
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_optimizers_of_torch_are_exact(which):
     cls, variants = EXACT[which]
     for options in variants:
@@ -121,7 +122,7 @@ def test_optimizers_of_zpasses_are_exact(which, ranks):
 
 
 @pytest.mark.parametrize("which", OURS)
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_parameters_that_are_not_sharded_may_be_in_the_same_optimizer(which):
     torch.manual_seed(0)
     plain = Net()
@@ -193,7 +194,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("which", REFUSED)
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_refused_optimizers_name_the_way_out_and_change_nothing(which):
     make, message = REFUSED[which]
     model = zpasses.shard(nn.Linear(4, 5, bias=False), mesh=world_mesh())
@@ -204,7 +205,7 @@ def test_refused_optimizers_name_the_way_out_and_change_nothing(which):
     assert torch.equal(zpasses.full_state_dict(model)["weight"], before["weight"])
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_a_refused_step_has_not_begun():
     model = zpasses.shard(nn.Linear(4, 5), mesh=world_mesh())
     run = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
@@ -237,7 +238,7 @@ FUSED_AND_FOREACH = [
 
 
 @pytest.mark.parametrize(("cls", "options"), FUSED_AND_FOREACH)
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_ignored_parameters_beside_sharded_ones_in_one_group(cls, options):
     plain = nn.Linear(4, 5)
     model = copy.deepcopy(plain)
@@ -262,7 +263,7 @@ def test_ignored_parameters_beside_sharded_ones_in_one_group(cls, options):
         torch.testing.assert_close(model.bias, plain.bias)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_refused_optimizers_step_plain_models():
     assert dist.get_world_size() == 2
     model = nn.Linear(4, 5, bias=False)
@@ -276,9 +277,11 @@ LOW_BIT = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 
 
 @pytest.mark.parametrize("which", LOW_BIT)
-@pytest.mark.ranks(2)
+@needs("torchao")
+@on_ranks(2)
 def test_low_bit_optimizers_are_exact_if_shards_are_whole_blocks(which):
-    torchao = pytest.importorskip("torchao")
+    import torchao.optim
+
     cls = getattr(torchao.optim, which)
     # A shard of the second shape has 32.5 blocks of 256 values, or 64.5 of 128, so its state is in
     # fp32, like that of torch's optimizer.

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 import zpasses
 from tests.cases import some_quick
+from tests.on_ranks import on_ranks
 from zpasses import AgreementError, compat
 from zpasses.ranks.run_order import RunEvent, check_run_event
 from zpasses.ranks.vote import group_state, report_failure
@@ -332,7 +333,7 @@ def _trains_unsharded():
     return trained[1], tuple(evaluated.shape)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_module_without_sharded_parameters_is_refused_where_ranks_train():
     error, evaluated = _trains_unsharded()
     assert "ShardingError: nothing in this compiled module is sharded" in error

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zpasses
+from tests.on_ranks import on_ranks
 from zpasses.runtime.watched import WatchedShard
 from zpasses.testing import world_mesh
 
@@ -38,7 +39,7 @@ def _kinds(model):
 
 
 @STAGES
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_autograd_grad_returns_dtensors(stage):
     plain, model = _pair()
     x = torch.randn(3, 4)
@@ -50,7 +51,7 @@ def test_autograd_grad_returns_dtensors(stage):
 
 
 @STAGES
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_hooks_get_dtensors(stage):
     _, model = _pair()
     seen = []
@@ -70,7 +71,7 @@ def _penalty(run, x):
     return (grad.norm(dim=1) - 1).square().mean()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_gradient_penalty_of_the_uncompiled_model_is_exact():
     plain, model = _pair()
     x = torch.randn(3, 4, requires_grad=True)
@@ -84,7 +85,7 @@ def test_gradient_penalty_of_the_uncompiled_model_is_exact():
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=SLOW), 3])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_gradient_penalty_of_the_compiled_model_names_the_way_out(stage):
     plain, model = _pair()
     run, x = _run(model, stage), torch.randn(3, 4, requires_grad=True)

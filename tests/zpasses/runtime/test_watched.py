@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import zpasses
 from tests.cases import some_quick
+from tests.on_ranks import on_ranks
 from zpasses.runtime.edits import EditLog
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
@@ -255,7 +256,7 @@ def test_averages_of_weights_are_evaluated_as_they_are(stage):
     assert run_on_ranks(_average_difference, stage) == [pytest.approx(0, abs=1e-6)] * 2
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_plain_tensors_are_edited_by_full_values():
     model, reference, expected = build(True), build(False), build(False)
     with torch.no_grad():
@@ -269,7 +270,7 @@ def test_plain_tensors_are_edited_by_full_values():
             torch.testing.assert_close(param, 2 * other)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_what_cannot_be_mixed_says_what_to_do():
     model, plain = build(True), build(False)
     own, other = next(model.parameters()), next(plain.parameters())
@@ -289,7 +290,7 @@ def test_what_cannot_be_mixed_says_what_to_do():
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_penalties_on_parameters_are_exact_as_full_values(stage):
     model, plain = build(True), build(False)
     call = compiled(model, stage) if stage else model
@@ -303,7 +304,7 @@ def test_penalties_on_parameters_are_exact_as_full_values(stage):
         torch.testing.assert_close(param.grad.full_tensor(), same.grad)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_noise_like_a_parameter_is_that_of_the_full_one():
     own, plain = next(build(True).parameters()), next(build(False).parameters())
     for make in (torch.zeros_like, torch.empty_like, torch.clone):
@@ -317,7 +318,7 @@ def test_noise_like_a_parameter_is_that_of_the_full_one():
         assert torch.equal(noises[1], noises[3])
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_noise_after_a_step_that_raised_and_state_that_is_plain():
     model = build(True)
     own, plain = next(model.parameters()), next(build(False).parameters())
@@ -338,7 +339,7 @@ def test_noise_after_a_step_that_raised_and_state_that_is_plain():
     assert torch.equal(*noises)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_what_torch_cannot_run_on_shards_says_how():
     own = next(build(True).parameters())
     with torch.no_grad():
@@ -347,7 +348,7 @@ def test_what_torch_cannot_run_on_shards_says_how():
                 operation()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_masks_of_the_parameter_itself():
     own, plain = next(build(True).parameters()), next(build(False).parameters())
     with torch.no_grad():
@@ -357,7 +358,7 @@ def test_masks_of_the_parameter_itself():
 
 
 # --- copies ---------------------------------------------------------------------------------------
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_copies_are_sharded_models_with_values_of_their_own():
     model = build(True)
     model(X).sum().backward()
@@ -598,7 +599,7 @@ def test_ranks_that_would_save_different_values_learn_it(save, kind):
 
 # --- edits at the wrong time ----------------------------------------------------------------------
 @pytest.mark.parametrize("per_block", some_quick([False, True], [False]))
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_a_compiled_step_between_forward_and_backward_raises(per_block):
     model = build(True)
     if per_block:
@@ -640,7 +641,7 @@ def test_an_edit_on_one_rank_between_forward_and_backward_raises_on_all():
     assert all("edited between a forward and its backward" in rank.error for rank in ranks)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_training_goes_on_after_an_edit_at_the_wrong_time():
     model = build(True)
     call, optimizer = compiled(model, 3), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -671,7 +672,7 @@ class ReturnsViews(nn.Module):
         return x[0], y[0], y
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_edits_are_seen_where_outputs_are_views():
     model = zpasses.shard(ReturnsViews(), mesh=world_mesh())
     call, x = compiled(model, 3), X.clone().requires_grad_()
@@ -732,7 +733,7 @@ def test_a_step_that_raised_on_all_ranks_alike_can_be_caught():
     assert first.result == second.result
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_closures_of_optimizers_run_graphs_inside_the_step():
     model = build(True)
     call, optimizer = compiled(model, 3), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -748,7 +749,7 @@ def test_closures_of_optimizers_run_graphs_inside_the_step():
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_an_optimizer_that_was_built_before_shard_raises(stage):
     model = build(False)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -770,7 +771,7 @@ def test_an_optimizer_that_was_built_before_shard_raises(stage):
 
 
 @pytest.mark.parametrize("settings", [{}, {"foreach": False}, {"fused": True}])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_the_state_of_an_optimizer_of_the_unsharded_model_is_sharded(settings):
     model, plain = build(True), build(False)
     steps = [torch.optim.AdamW(each.parameters(), **settings) for each in (model, plain)]
@@ -788,7 +789,7 @@ def test_the_state_of_an_optimizer_of_the_unsharded_model_is_sharded(settings):
     torch.optim.AdamW(model.parameters()).step()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_parameters_may_be_parts_of_one_tensor():
     """With one shard per node, shards are views of the vector that they are set to."""
     torch.manual_seed(0)

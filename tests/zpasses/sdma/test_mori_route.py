@@ -5,6 +5,7 @@ ranks.
 import pytest
 import torch
 
+from tests.on_ranks import on_ranks
 from zpasses import compat
 from zpasses.testing import run_on_ranks
 from zpasses.testing.fake_mori import Settings, installed
@@ -146,7 +147,7 @@ def test_tensor_that_does_not_fit_is_padded_cloned_or_split():
 
 
 @pytest.mark.processes
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_outputs_may_contain_their_inputs_and_several_tensors_share_a_call():
     import zpasses
 

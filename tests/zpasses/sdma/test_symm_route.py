@@ -5,6 +5,7 @@ the route has not run on a device.
 import pytest
 import torch
 
+from tests.on_ranks import on_ranks
 from zpasses import compat
 from zpasses.sdma import symm_route
 from zpasses.testing import fake_world
@@ -44,7 +45,7 @@ class FunctionalMemory:
 
 
 @pytest.mark.processes
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_tensors_of_every_kind_are_gathered_as_bytes():
     import torch.distributed as dist
 

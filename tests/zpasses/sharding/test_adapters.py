@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import zpasses
 from tests.cases import some_quick
+from tests.on_ranks import on_ranks
 from tests.zpasses.checkpoint.checkpoint_models import sharded
 from tests.zpasses.models import assert_same
 from zpasses.testing import run_on_ranks, world_mesh
@@ -92,7 +93,7 @@ def _same(model, plain):
 
 # --- merging --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("which", some_quick(ADAPTERS, MOST_UNLIKE))
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.slow(quick="test_merge_on_ranks_without_rows_is_seen_by_cached_parameters")
 def test_merging_equals_the_unsharded_model(which):
     plain, model = _pair(which)
@@ -110,7 +111,7 @@ def test_merging_equals_the_unsharded_model(which):
 
 @pytest.mark.parametrize("which", some_quick(ADAPTERS, MOST_UNLIKE))
 @pytest.mark.parametrize("how", ["merge_and_unload", "unload"])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_unloading_equals_the_unsharded_model(which, how):
     plain, model = _pair(which)
     plain, model = getattr(plain, how)(), getattr(model, how)()
@@ -119,7 +120,7 @@ def test_unloading_equals_the_unsharded_model(which, how):
     model.requires_grad_(True)(TOKENS).sum().backward()  # a plain sharded model again
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_one_of_several_adapters_is_merged():
     plain, model = _pair("several LoRA")
     for each in (plain, model):
@@ -134,7 +135,7 @@ def test_one_of_several_adapters_is_merged():
     _same(model, plain)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_merge_on_ranks_without_rows_is_seen_by_cached_parameters():
     torch.manual_seed(0)
     plain = peft.get_peft_model(nn.Sequential(nn.Linear(3, 1, bias=False)), _config(["0"]))
@@ -168,7 +169,7 @@ def _trained(model, run):
         ),
     ],
 )
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_training_equals_the_unsharded_model(which, stage):
     plain, model = _pair(which)
     options = {"zero_stage": stage, "codegen": "eager"}
@@ -178,7 +179,7 @@ def test_training_equals_the_unsharded_model(which, stage):
 
 
 @pytest.mark.parametrize("which", ["LoRA", "DoRA", "modules to save"])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_adapters_are_saved_and_loaded(which, tmp_path):
     plain, model = _pair(which)
     with pytest.raises(zpasses.ShardingError, match=r"save_pretrained\(path, state_dict=state\)"):
@@ -214,7 +215,7 @@ def _late(which="LoRA"):
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_training_adapters_that_are_not_sharded_is_an_error(how):
     model = _late()
     options = {"codegen": "eager"}
@@ -235,7 +236,7 @@ def test_training_adapters_that_are_not_sharded_is_an_error(how):
         pytest.param("DoRA", None, marks=_slow("test_second_call_of_shard_finds_late_adapters")),
     ],
 )
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
 def test_second_call_of_shard_finds_late_adapters(which, stage):
     model = _late(which)
@@ -253,7 +254,7 @@ def test_second_call_of_shard_finds_late_adapters(which, stage):
     torch.testing.assert_close(model(TOKENS), plain(TOKENS))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_adapters_may_be_ignored():
     model = _late()
     adapters = [param for name, param in model.named_parameters() if "lora" in name]
@@ -275,7 +276,7 @@ def test_one_rank_needs_no_average():
 
 
 # --- edits by `.data` -----------------------------------------------------------------------------
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_assignment_to_data_inside_local_shards_is_seen():
     plain = nn.Linear(4, 5)
     model = sharded(plain)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
+from tests.on_ranks import on_ranks
 from zpasses.testing import world_mesh
 
 pytestmark = pytest.mark.processes
@@ -36,7 +37,7 @@ ORDERS = [0.0, 1.0, 2.0, 3.0, math.inf, -math.inf]
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ignored", [False, True])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_every_rank_gets_the_norm_of_the_unsharded_model(order, ignored):
     plain, model = Net(), Net()
     left = [model.a.bias, model.scale] if ignored else []
@@ -56,7 +57,7 @@ def test_every_rank_gets_the_norm_of_the_unsharded_model(order, ignored):
         torch.testing.assert_close(grad, other.grad)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_torch_cannot_clip_sharded_and_plain_gradients_together():
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
     zpasses.shard(model, mesh=world_mesh(), ignored_params=[model[0].bias])
@@ -66,7 +67,7 @@ def test_torch_cannot_clip_sharded_and_plain_gradients_together():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_norm_has_the_dtype_of_the_gradients(dtype):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = zpasses.shard(Net().to(dtype), mesh=mesh)
@@ -78,7 +79,7 @@ def test_norm_has_the_dtype_of_the_gradients(dtype):
     torch.testing.assert_close(norm, expected.to(dtype))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_norms_that_are_not_finite():
     model = zpasses.shard(Net(), mesh=world_mesh())
     assert zpasses.clip_grad_norm_(model.parameters(), 1.0) == 0

@@ -8,6 +8,7 @@ from torch import nn
 
 import zpasses
 from tests.cases import some_quick
+from tests.on_ranks import on_ranks
 from tests.zpasses.models import Odd, Tied, assert_same, full_gradients, integers
 from zpasses.testing import world_mesh
 
@@ -32,7 +33,7 @@ CONVERSIONS = {
 
 
 @pytest.mark.parametrize("how", some_quick(CONVERSIONS, ["bfloat16"]))
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_compiled_blocks_are_converted_in_place(how):
     convert, dtype = CONVERSIONS[how]
     plain, x = _net(), torch.linspace(-1, 1, 24).view(4, 6)
@@ -54,7 +55,7 @@ def test_compiled_blocks_are_converted_in_place(how):
 
 
 @pytest.mark.inductor
-@pytest.mark.ranks(2, timeout_s=300)
+@on_ranks(2, timeout_s=300)
 @pytest.mark.slow(quick="test_compiled_blocks_are_converted_in_place")
 def test_optimizer_of_a_converted_model_goes_on():
     plain, x = _net(), torch.linspace(-1, 1, 24).view(4, 6)
@@ -71,7 +72,7 @@ def test_optimizer_of_a_converted_model_goes_on():
     torch.testing.assert_close(actual, dict(plain.named_parameters()))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_cached_parameters_follow_a_conversion_on_ranks_without_rows():
     model = zpasses.shard(nn.Linear(4, 1), mesh=world_mesh())
     run = torch.compile(model, backend="zpasses", options={"zero_stage": 2, "codegen": "eager"})
@@ -85,7 +86,7 @@ def test_cached_parameters_follow_a_conversion_on_ranks_without_rows():
     assert model._parameters["bias"].dtype == torch.float32
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_models_on_meta_get_memory_in_place():
     with torch.device("meta"):
         model, tied = Odd(), Tied()
@@ -118,13 +119,13 @@ class Keeps(nn.Module):
         return self
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_modules_that_look_at_their_converted_weights():
     model = zpasses.shard(Keeps(), mesh=world_mesh()).double()
     assert model.rows == (5, torch.float64)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_conversions_that_gather_leave_plain_parameters():
     model = zpasses.shard(nn.Linear(4, 5), mesh=world_mesh())
     expected = model.weight.detach().clone()

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zpasses
 from tests.cases import some_quick
+from tests.on_ranks import on_ranks
 from tests.zpasses.models import (
     Odd,
     assert_same,
@@ -107,7 +108,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("how", WRITES)
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_write_to_a_gathered_copy_raises(how):
     model = _linear()
     before = model.weight.clone()
@@ -122,7 +123,7 @@ def test_write_to_a_gathered_copy_raises(how):
     assert torch.equal(model.weight, before)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_reads_of_a_gathered_copy_do_not_raise():
     model = _linear()
     weight = model.weight
@@ -146,7 +147,7 @@ def test_reads_of_a_gathered_copy_do_not_raise():
     assert type(weight.data + 1) is torch.Tensor
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_gradient_of_a_gathered_copy_says_where_it_is():
     model = _linear()
     model(torch.ones(2, 4)).sum().backward()
@@ -255,7 +256,7 @@ MODELS = {
         ],
     ),
 )
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_gradients_equal_the_unsharded_ones(kind, how):
     torch.manual_seed(0)
     model = MODELS[kind]()
@@ -276,7 +277,7 @@ def test_gradients_equal_the_unsharded_ones(kind, how):
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_functional_call_swaps_full_tensors_and_shards():
     model = _linear()
     weight, bias, x = integers(5, 4, seed=8), integers(5, seed=9), integers(2, 4)
@@ -287,7 +288,7 @@ def test_functional_call_swaps_full_tensors_and_shards():
     assert isinstance(model._parameters["weight"], DTensor)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_parametrized_module_can_be_sharded():
     model, x = (
         nn.utils.parametrizations.weight_norm(with_integer_weights(nn.Linear(4, 5))),
@@ -307,7 +308,7 @@ def test_parametrized_module_can_be_sharded():
 # --- the class ------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_sharded_module_is_an_instance_of_its_old_class():
     model = zpasses.shard(
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False), nn.ReLU()),
@@ -326,7 +327,7 @@ def test_sharded_module_is_an_instance_of_its_old_class():
     assert repr(model[0]) == repr(nn.Linear(2, 2))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_local_shards_gives_dtensors_inside_and_full_parameters_after():
     model = nn.Sequential(_linear(), nn.Sequential(_linear()))
     with zpasses.local_shards(model) as inside:
@@ -380,7 +381,7 @@ INITS = {
 
 
 @pytest.mark.parametrize("how", INITS)
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_edit_of_the_shards_does_what_it_does_to_a_full_parameter(how):
     plain = with_integer_weights(nn.Linear(4, 7))
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
@@ -401,7 +402,7 @@ def test_edit_of_the_shards_does_what_it_does_to_a_full_parameter(how):
     )
 
 
-@pytest.mark.ranks(3)
+@on_ranks(3)
 def test_edits_are_correct_on_ranks_without_rows():
     plain = nn.Embedding(2, 4, padding_idx=1)
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
@@ -414,7 +415,7 @@ def test_edits_are_correct_on_ranks_without_rows():
 
 
 @pytest.mark.parametrize("how", ["apply", "reset_parameters", "local_shards"])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_meta_model_is_initialised_on_the_shards_as_an_unsharded_one(how):
     def init(module):
         if isinstance(module, nn.Linear):
@@ -459,7 +460,7 @@ def test_meta_model_is_initialised_on_the_shards_as_an_unsharded_one(how):
 # --- assignment and loading -----------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_assigned_full_parameter_is_sharded():
     model = _linear()
     full = integers(5, 4, seed=7)
@@ -476,7 +477,7 @@ def test_assigned_full_parameter_is_sharded():
     assert model(integers(2, 4)).shape == (2, 5)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_assigned_dtensor_must_have_the_same_placement():
     model = _linear()
     wrong = nn.Parameter(distribute_tensor(integers(5, 4), world_mesh(), [Shard(1)]))
@@ -490,7 +491,7 @@ def test_assigned_dtensor_must_have_the_same_placement():
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_state_dict_loads_into_the_shards(kind, assign):
     model = zpasses.shard(Odd(), mesh=world_mesh())
     source = Odd()
@@ -516,14 +517,14 @@ def test_state_dict_loads_into_the_shards(kind, assign):
     assert torch.equal(model(x), source(x))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_loading_a_wrong_shape_raises():
     model = _linear()
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         model.load_state_dict({"weight": torch.zeros(6, 4), "bias": torch.zeros(5)})
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_deepcopy_is_a_sharded_model_of_its_own():
     model = zpasses.shard(Odd(), mesh=world_mesh())
     twin = copy.deepcopy(model)
@@ -538,7 +539,7 @@ def test_deepcopy_is_a_sharded_model_of_its_own():
     assert isinstance(twin._parameters["wide"], DTensor)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_deleted_parameter_is_a_missing_attribute():
     model = _linear()
     del model.weight

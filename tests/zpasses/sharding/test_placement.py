@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import zpasses
 from tests.cases import some_quick
+from tests.on_ranks import on_ranks
 from tests.zpasses.models import assert_same, integers, with_integer_weights
 from zpasses.errors import ShardingError
 from zpasses.testing import (
@@ -153,7 +154,7 @@ def _last(param):
     return Shard(param.dim() - 1) if param.dim() > 1 else None
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_graphs_of_a_broken_model_read_what_is_cut_along_different_dimensions():
     torch.manual_seed(0)
     plain = Broken()

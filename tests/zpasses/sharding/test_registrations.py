@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import zpasses
 from tests.cases import some_quick
+from tests.on_ranks import needs, on_ranks
 from zpasses.testing import run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
@@ -143,20 +144,20 @@ def _registers_late(how, stage, codegen="eager"):
         [("LoRA", 2)],
     ),
 )
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_parametrizations_after_sharding_train_as_before_it(how, stage):
     _registers_late(how, stage)
 
 
 @pytest.mark.inductor
-@pytest.mark.ranks(2, timeout_s=300)
+@on_ranks(2, timeout_s=300)
 @pytest.mark.slow(quick="test_parametrizations_after_sharding_train_as_before_it")
 def test_parametrizations_after_sharding_under_inductor():
     _registers_late("several", 3, "inductor")
 
 
 @pytest.mark.parametrize("how", OF_SEVERAL_TENSORS)
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_parametrizations_of_several_tensors_are_refused_after_sharding(how):
     with pytest.raises(
         zpasses.ShardingError, match=r"of parameter 'weight' of a Linear.* before zpasses\.shard"
@@ -175,20 +176,20 @@ def _registers_early(how, stage, codegen="eager"):
     ("how", "stage"),
     some_quick(itertools.product(OF_SEVERAL_TENSORS, (2, 3)), [("old spectral norm", 3)]),
 )
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_parametrizations_of_several_tensors_before_sharding(how, stage):
     _registers_early(how, stage)
 
 
 @pytest.mark.slow(quick="test_parametrizations_of_several_tensors_before_sharding")
 @pytest.mark.inductor
-@pytest.mark.ranks(2, timeout_s=300)
+@on_ranks(2, timeout_s=300)
 def test_parametrizations_of_several_tensors_before_sharding_under_inductor():
     _registers_early("weight norm", 3, "inductor")
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_parametrizations_of_before_sharding_are_removed_after_it(bias):
     plain, model = nn.Linear(6, 5, bias=bias), nn.Linear(6, 5, bias=bias)
     model.load_state_dict(plain.state_dict())
@@ -207,7 +208,7 @@ def test_parametrizations_of_before_sharding_are_removed_after_it(bias):
 
 
 @pytest.mark.parametrize("how", ["LoRA", "pruning"])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.slow(quick="test_parametrizations_after_sharding_train_as_before_it")
 def test_windows_follow_parameters_that_a_parametrization_moves(how):
     plain, model = _registered(how, _net()), _registered(how, _sharded())
@@ -225,7 +226,7 @@ def test_windows_follow_parameters_that_a_parametrization_moves(how):
     _assert_like(model, plain)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_values_that_a_parametrization_sets_need_the_dtype_of_the_shards():
     model = _sharded(param_dtype=torch.bfloat16)
     with pytest.raises(zpasses.ShardingError, match=r"before zpasses\.shard"):
@@ -244,10 +245,12 @@ class Experts(nn.Module):
         return self.out(torch.einsum("bi,eio->bo", x, self.weight))
 
 
-@pytest.mark.ranks(2)
+@needs("peft")
+@on_ranks(2)
 @pytest.mark.slow(quick="test_parametrizations_after_sharding_train_as_before_it")
 def test_adapters_of_peft_that_parametrize_inside_of_forward():
-    peft = pytest.importorskip("peft")
+    import peft
+
     config = peft.LoraConfig(
         r=2, target_modules=["out"], target_parameters=["1.weight"], init_lora_weights=False
     )
@@ -295,7 +298,7 @@ def _tie_without_gradients(model):
 
 @pytest.mark.parametrize("tie", [_tie, _tie_new_head, _tie_without_gradients])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_assignment_of_a_read_ties_weights(tie, stage):
     plain, model = Words(), _sharded(Words())
     for each in (plain, model):
@@ -310,7 +313,7 @@ def test_assignment_of_a_read_ties_weights(tie, stage):
     _assert_like(model, plain)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_tied_weights_need_equal_layouts():
     model = Words()
     zpasses.shard(model.embed, mesh=world_mesh(), shard_placement_fn=lambda param: Shard(1))
@@ -319,9 +322,11 @@ def test_tied_weights_need_equal_layouts():
         _tie(model)
 
 
-@pytest.mark.ranks(2)
+@needs("transformers")
+@on_ranks(2)
 def test_tie_weights_of_transformers():
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     for tied_before in (True, False):
         config = transformers.LlamaConfig(
             vocab_size=33,
@@ -343,7 +348,7 @@ def test_tie_weights_of_transformers():
 
 
 @pytest.mark.parametrize("name", ["weight", "other"])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_new_parameters_of_a_copy_are_not_registered(name):
     model = _sharded(Words())
     made = nn.Parameter(model.embed.weight.T)  # code of PEFT computes with it
@@ -353,7 +358,7 @@ def test_new_parameters_of_a_copy_are_not_registered(name):
     setattr(model.head, name, nn.Parameter(model.embed.weight.detach().clone()))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_get_parameter_returns_the_parameter_and_a_read_a_copy():
     model = _sharded()
     param = model.get_parameter("0.weight")
@@ -377,7 +382,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("how", REFUSED)
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_what_is_about_the_parameter_is_refused_on_a_copy(how):
     model = _sharded()
     with pytest.raises(
@@ -388,7 +393,7 @@ def test_what_is_about_the_parameter_is_refused_on_a_copy(how):
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_ways_out_for_hooks(blocks):
     model, calls = _sharded(), []
     by_name = dict(model.named_parameters())["0.weight"]
@@ -405,7 +410,7 @@ def test_ways_out_for_hooks(blocks):
     assert dict(model.named_parameters())["2.weight"].grad is None
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_requires_grad_that_is_so_already():
     model = _sharded()
     weight = model[0].weight
@@ -415,7 +420,7 @@ def test_requires_grad_that_is_so_already():
     assert model[0].weight.requires_grad_(False).requires_grad is False
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_gradients_with_respect_to_another_read():
     model = _sharded()
     with pytest.raises(zpasses.ShardingError, match=r"parameter itself: model\.get_parameter"):
@@ -434,7 +439,7 @@ def test_gradients_with_respect_to_another_read():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_backward_with_respect_to_another_read_raises_at_the_next_step(compiled):
     model = _sharded()
     run = _compiled(model, 3) if compiled else model
@@ -450,7 +455,7 @@ def test_backward_with_respect_to_another_read_raises_at_the_next_step(compiled)
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["0.weight"]
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_a_group_that_is_empty_because_it_was_chosen_by_identity_is_told():
     model = _sharded()
     ids = {id(model[0].weight)}
@@ -467,7 +472,7 @@ def test_a_group_that_is_empty_because_it_was_chosen_by_identity_is_told():
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_models_with_hooks_on_parameters_are_refused(kind):
     model = _net()
     handle = getattr(model[0].weight, kind)(print)
@@ -482,7 +487,7 @@ def test_models_with_hooks_on_parameters_are_refused(kind):
 
 
 # --- buffers, marks, copies -----------------------------------------------------------------------
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_copies_are_no_buffers():
     model = _sharded()
     for value in (model[0].weight, model[0].weight.detach(), model[0].weight[0]):
@@ -492,7 +497,7 @@ def test_copies_are_no_buffers():
     assert type(model[1].kept) is torch.Tensor
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_marks_are_those_of_the_parameter():
     model = _net()
     model[0].weight.decay = False
@@ -503,7 +508,7 @@ def test_marks_are_those_of_the_parameter():
     assert not hasattr(model[0].weight, "unknown")
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_copies_of_a_read_are_full_parameters():
     model = _sharded()
     for made in (copy.deepcopy(model[0].weight), pickle.loads(pickle.dumps(model[0].weight))):

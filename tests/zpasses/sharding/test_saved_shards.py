@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zpasses
+from tests.on_ranks import on_ranks
 from tests.zpasses.checkpoint.checkpoint_models import sharded
 from tests.zpasses.models import Odd, assert_same, integers
 from zpasses.sharding.saved_shards import StateShard
@@ -29,7 +30,7 @@ SAVES = {
 
 
 @pytest.mark.parametrize("how", SAVES)
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_safetensors_of_shards_says_what_to_save(how, tmp_path):
     model = sharded(nn.Linear(4, 5))
     rows = 2 if dist.get_rank() else 3
@@ -41,20 +42,20 @@ def test_safetensors_of_shards_says_what_to_save(how, tmp_path):
         SAVES[how](model.state_dict(), tmp_path / "model.safetensors")
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_save_model_of_safetensors_is_refused(tmp_path):
     with pytest.raises(zpasses.ShardingError, match=r"holds . of . rows"):
         safetensors.torch.save_model(sharded(Odd()), tmp_path / "model.safetensors")
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_safetensors_of_parameters_is_an_error_of_torch(tmp_path):
     parameters = dict(sharded(Odd()).named_parameters())
     with pytest.raises(RuntimeError, match="data pointer on an invalid python storage"):
         safetensors.torch.save_file(parameters, tmp_path / "model.safetensors")
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_values_of_a_state_dict_work_as_dtensors():
     model = sharded(nn.Linear(4, 5))
     state = model.state_dict()
@@ -127,7 +128,7 @@ def test_state_of_one_rank_is_not_loaded_on_another(what, rows, tmp_path):
     assert "torch.distributed.checkpoint and zpasses.training_state" in second
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_state_of_the_same_rank_is_loaded(tmp_path):
     (model, optimizer), path = _trained(), f"{tmp_path}/{dist.get_rank()}.pt"
     torch.save((model.state_dict(), optimizer.state_dict()), path)

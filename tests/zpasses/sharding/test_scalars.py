@@ -7,12 +7,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 import zpasses
+from tests.on_ranks import on_ranks
 from zpasses.testing import world_mesh
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_item_of_a_part_is_refused_and_full_tensor_is_right():
     torch.manual_seed(0)
     model, reference = (nn.Linear(4, 5) for _ in range(2))
@@ -36,7 +37,7 @@ def test_item_of_a_part_is_refused_and_full_tensor_is_right():
     assert f"{norm.full_tensor():.3f}" == "1.000"
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_item_over_other_meshes_is_that_of_torch():
     zpasses.shard(nn.Linear(4, 5), mesh=world_mesh())
     other = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("mine",))

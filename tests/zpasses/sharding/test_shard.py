@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zpasses
 from tests.cases import some_quick
+from tests.on_ranks import on_ranks
 from tests.zpasses.models import (
     Odd,
     Tied,
@@ -361,7 +362,7 @@ def test_gradients_of_odd_parameters_equal_the_unsharded_ones(stage, ranks):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("stage", [None, 2, 3], ids=["eager", "stage2", "stage3"])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_tied_parameters_get_one_gradient(stage):
     model, batches = (
         with_integer_weights(Tied()),
@@ -391,7 +392,7 @@ def test_frozen_parameters_are_gathered_but_not_reduced():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("stage", [None, 3], ids=["eager", "stage3"])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_submodules_may_differ_in_mesh_and_dtype(stage):
     model = with_integer_weights(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
     batches = [integers(2, 4, seed=rank) for rank in range(2)]
@@ -406,7 +407,7 @@ def test_submodules_may_differ_in_mesh_and_dtype(stage):
 
 
 @pytest.mark.processes
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_gradients_of_two_backwards_add_up():
     model, batches = (
         with_integer_weights(nn.Linear(4, 4)),
@@ -484,7 +485,7 @@ def test_compiled_gathers_move_half_the_bytes_in_bfloat16():
 
 
 @pytest.mark.processes
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_gradients_under_mixed_precision_are_averaged_over_ranks():
     model, batches = (
         with_integer_weights(nn.Linear(4, 4)),
@@ -563,7 +564,7 @@ def test_clipped_steps_equal_the_unsharded_ones(foreach):
 
 
 @pytest.mark.processes
-@pytest.mark.ranks(3)
+@on_ranks(3)
 def test_norm_counts_scalars_once_and_empty_shards_not_at_all():
     model, batches = Odd(), [integers(2, 7, seed=rank) for rank in range(dist.get_world_size())]
     grads = reference_gradients(model, batches)
@@ -580,7 +581,7 @@ def test_norm_counts_scalars_once_and_empty_shards_not_at_all():
 
 
 @pytest.mark.processes
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_state_dict_holds_the_shards_under_the_old_names():
     plain = Odd()
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
@@ -606,7 +607,7 @@ def test_state_dict_holds_the_shards_under_the_old_names():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("cls", [Odd, Tied])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_full_state_dict_equals_the_unsharded_one(cls):
     plain = cls()
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
@@ -621,7 +622,7 @@ def test_full_state_dict_equals_the_unsharded_one(cls):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_set_model_state_dict_loads_into_the_shards(full):
     plain = Odd()
     model = zpasses.shard(Odd(), mesh=world_mesh())
@@ -725,7 +726,7 @@ def test_trained_parameters_that_are_ignored_cause_a_warning():
 
 
 @pytest.mark.processes
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_trained_parameters_that_are_not_sharded_are_an_error():
     model = nn.Sequential(zpasses.shard(nn.Linear(4, 4), mesh=world_mesh()), nn.Linear(4, 4))
     with pytest.raises(Exception, match=r"parameters 1\.weight, 1\.bias are trained but not"):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zpasses
+from tests.on_ranks import on_ranks
 from tests.zpasses.checkpoint.checkpoint_models import changed, sharded
 from tests.zpasses.models import assert_same
 from zpasses.testing import world_mesh
@@ -30,7 +31,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("how", WRAPPED)
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_ddp_around_a_sharded_model_is_refused(how):
     with pytest.raises(
         zpasses.ShardingError,
@@ -40,7 +41,7 @@ def test_ddp_around_a_sharded_model_is_refused(how):
         WRAPPED[how](sharded(_model()))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_sharding_inside_ddp_is_refused():
     model = DistributedDataParallel(_model())
     for each in (model, nn.Sequential(model)):
@@ -48,7 +49,7 @@ def test_sharding_inside_ddp_is_refused():
             zpasses.shard(each, mesh=world_mesh())
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.slow(quick="the other tests of test_wrappers.py")
 def test_ddp_that_ignores_the_shards_is_allowed():
     model = nn.Sequential(sharded(nn.Linear(4, 5)), nn.Linear(5, 5))
@@ -76,7 +77,7 @@ TARGETS = {
 
 @pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_state_dict_loads_with_and_without_the_names_of_the_wrapper(names, target):
     expected = dict(changed(_model()).state_dict())
     model = TARGETS[target]()
@@ -89,7 +90,7 @@ def test_state_dict_loads_with_and_without_the_names_of_the_wrapper(names, targe
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_unknown_names_are_still_refused(target):
     state = dict(_model().state_dict())
     state["other.weight"] = torch.ones(2)
@@ -100,7 +101,7 @@ def test_unknown_names_are_still_refused(target):
         TARGETS[target]().load_state_dict(state)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_compiled_submodule_loads_the_names_of_the_plain_model():
     model = sharded(_model())
     model[1] = _compiled(model[1])
@@ -109,7 +110,7 @@ def test_compiled_submodule_loads_the_names_of_the_plain_model():
     assert_same(zpasses.full_state_dict(model), expected)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_plain_compiled_model_keeps_the_names_of_torch():
     sharded(_model())  # so that the hook is there
     with pytest.raises(RuntimeError, match=r"Missing key.*_orig_mod"):
@@ -117,7 +118,7 @@ def test_plain_compiled_model_keeps_the_names_of_torch():
 
 
 # --- inputs of another dtype ----------------------------------------------------------------------
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.slow(quick="the other tests of test_wrappers.py")
 def test_inputs_of_another_dtype_get_a_hint():
     model = zpasses.shard(_model(), mesh=world_mesh(), param_dtype=torch.bfloat16)

@@ -1,10 +1,7 @@
-"""The pytest plugin: its options, fixtures and marker, in sessions that these tests start."""
+"""The pytest plugin: its options and fixtures, in sessions that these tests start."""
 
 import importlib
-import multiprocessing.forkserver
-import multiprocessing.popen_forkserver  # noqa: F401 - sessions below share the server of this one
 import re
-import subprocess
 import sys
 from unittest import mock
 
@@ -15,13 +12,12 @@ from torch import nn
 from zpasses.errors import PassError
 from zpasses.graph.nodes import collectives
 from zpasses.passes import GatherParams, ReduceGrads
-from zpasses.testing import joint_graph, listing, run_on_ranks  # noqa: F401 - as above
+from zpasses.testing import joint_graph, listing
 from zpasses.testing.graphs import ParamSpec
 
 pytest_plugins = ["pytester"]
 
 IMPORTS = """
-import os, time
 import pytest, torch
 import torch.distributed as dist
 """
@@ -67,7 +63,6 @@ def test_pytest_lists_what_the_plugin_has(pytester):
     for name in ("fake_world", "capture_step", "run_pipeline", "simulate_ranks"):
         assert re.search(rf"^{name} -- .*\n    \w", fixtures, re.MULTILINE), name
     assert re.search(r"^listing_snapshot -- ", fixtures, re.MULTILINE)
-    assert "@pytest.mark.ranks(count, timeout_s=60)" in shown(pytester.runpytest("--markers"))
     assert "--update-listings" in shown(pytester.runpytest("--help"))
 
 
@@ -241,7 +236,7 @@ def test_listings_of_removed_tests_are_an_error(pytester, run):
     run(fewer, imports="").assert_outcomes(passed=4)
 
 
-@pytest.mark.slow(quick="test_bodies_run_on_the_ranks_with_their_values")
+@pytest.mark.slow(quick="test_listings_are_missing_then_written_then_equal")
 def test_listings_work_in_parallel(pytester, run):
     old = pytester.mkdir("listings") / "test_it" / "test_old.txt"
     old.parent.mkdir()
@@ -283,243 +278,3 @@ def test_graph(fake_world, listing_snapshot):
     )
     result.assert_outcomes(failed=1)
     assert "unshard = zpasses.unshard(primals_1, 4, None, None, '0')" in shown(result)
-
-
-# --- tests on ranks -------------------------------------------------------------------------------
-@pytest.mark.processes
-def test_bodies_run_on_the_ranks_with_their_values(run):
-    result = run(
-        """
-@pytest.fixture
-def seven():
-    return torch.full((1,), 7.0)
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("more", [1, 2])
-def test_sum(seven, more, tmp_path):
-    total = seven + more * dist.get_rank()
-    dist.all_reduce(total)
-    assert total.item() == 14 + more
-    (tmp_path / str(dist.get_rank())).write_text("")
-    dist.barrier()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["0", "1"]
-
-@pytest.mark.parametrize("count", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 3)])
-def test_count(count):
-    assert dist.get_world_size() == count
-
-class TestClass:
-    class TestInner:
-        @pytest.mark.ranks(2)
-        def test_method(self, monkeypatch):
-            monkeypatch.setenv("SOME_SETTING", "on")
-            assert os.environ["SOME_SETTING"] == "on"
-
-@pytest.mark.ranks(2)
-def test_environment_is_as_before():
-    assert "SOME_SETTING" not in os.environ
-
-@pytest.mark.ranks(2)
-def test_skips():
-    pytest.skip("not here")
-
-@pytest.mark.ranks(2)
-def test_expects_to_fail():
-    pytest.xfail("some day")
-
-@pytest.mark.ranks(2)
-@pytest.mark.skip
-def test_is_skipped(): ...
-
-@pytest.mark.ranks(2)
-@pytest.mark.xfail(raises=AssertionError, strict=True)
-def test_fails_as_expected():
-    assert dist.get_rank() == 0
-""",
-        "-rsx",
-    )
-    result.assert_outcomes(passed=6, skipped=2, xfailed=2)
-    assert "not here" in shown(result)
-    assert "some day" in shown(result)
-
-
-@pytest.mark.processes
-def test_a_failure_shows_every_rank(run):
-    result = run(
-        """
-@pytest.mark.ranks(2)
-def test_fails():
-    print("printed by", dist.get_rank())
-    assert [dist.get_rank(), "x"] == [0, "x"]
-
-@pytest.mark.ranks(2)
-def test_goes_on(): ...
-
-@pytest.mark.ranks(2)
-def test_disagrees():
-    if dist.get_rank() == 1:
-        pytest.skip("only here")
-"""
-    )
-    result.assert_outcomes(passed=1, failed=2)
-    result.stdout.fnmatch_lines(
-        [
-            "rank 1 of 2 failed",
-            "--- rank 0: done",
-            "printed by 0",
-            "--- rank 1: failed",
-            "E *assert [[]1, 'x'] == [[]0, 'x']",
-            "E *At index 0 diff: 1 != 0",
-            "test_it.py:8: AssertionError",
-            "printed by 1",
-        ]
-    )
-    assert "all ranks must skip the test, or none: rank 0 passed, rank 1 skipped (only here)" in (
-        shown(result)
-    )
-    assert "pool.py" not in shown(result)
-
-
-@pytest.mark.processes
-@pytest.mark.slow(quick="test_a_failure_shows_every_rank")
-def test_ranks_that_hang_or_die_are_killed_and_shown(run, monkeypatch):
-    monkeypatch.setenv("ZPASSES_TEST_PATIENCE", "2")
-    result = run(
-        """
-@pytest.mark.ranks(2, timeout_s=1.5)
-def test_hangs():
-    if dist.get_rank() == 1:
-        time.sleep(300)
-
-@pytest.mark.ranks(2)
-def test_dies():
-    if dist.get_rank() == 0:
-        print("last words", flush=True)
-        os._exit(7)
-
-@pytest.mark.ranks(2)
-def test_goes_on(): ...
-"""
-    )
-    result.assert_outcomes(passed=1, failed=2)
-    result.stdout.fnmatch_lines(
-        [
-            "rank 1 of 2 did not finish within 3 s",
-            "--- rank 1: did not finish",
-            '  File "*test_it.py", line 8 in test_hangs',
-            "rank 0 of 2 died with exit code 7",
-            "last words",
-        ]
-    )
-    assert "_hookexec" not in shown(result)
-
-
-@pytest.mark.processes
-def test_modules_that_only_pytest_can_import_run_on_ranks(pytester, run):
-    pytester.mkpydir("pkg")  # two files of one name need the mode importlib
-    for folder in ("one", "two"):
-        path = pytester.mkdir(folder) / "test_same.py"
-        path.write_text(
-            f"import pytest\n@pytest.mark.ranks(2)\ndef test(): assert {folder!r} in __file__"
-        )
-    result = pytester.runpytest("--import-mode=importlib", "one", "two")
-    result.assert_outcomes(passed=2)
-
-
-REFUSED = {
-    "": "got @pytest.mark.ranks(); expected a number of ranks",
-    "0": "got @pytest.mark.ranks(0)",
-    "'2'": "got @pytest.mark.ranks('2')",
-    "2, timeout=3": "got @pytest.mark.ranks(2, timeout=3)",
-    "2, timeout_s=0": "got @pytest.mark.ranks(2, timeout_s=0)",
-    "2, 3, 4": "got @pytest.mark.ranks(2, 3, 4)",
-}
-
-
-def test_wrong_arguments_of_the_marker_are_refused(run):
-    result = run(
-        "".join(
-            f"@pytest.mark.ranks({given})\ndef test_{at}(): ...\n"
-            for at, given in enumerate(REFUSED)
-        )
-    )
-    result.assert_outcomes(errors=len(REFUSED))
-    for message in REFUSED.values():
-        assert message in shown(result)
-
-
-def test_what_does_not_work_on_ranks_is_refused(run):
-    result = run(
-        """
-import unittest
-from hypothesis import given, strategies as st
-pytestmark = pytest.mark.ranks(2)
-
-def test_capsys(capsys): ...
-def test_listing(listing_snapshot): ...
-async def test_coroutine(): ...
-@given(st.integers())
-def test_drawn(x): ...
-class TestSetup:
-    def setup_method(self): ...
-    def test_it(self): ...
-class TestCase(unittest.TestCase):
-    def test_method(self): ...
-@pytest.mark.xfail(raises=ValueError)
-def test_xfail(): ...
-@pytest.mark.parametrize("x", [lambda: 1])
-def test_parameter(x): ...
-@pytest.fixture
-def opened(tmp_path):
-    with open(tmp_path / "file", "w") as file:
-        yield file
-def test_fixture(opened): ...
-"""
-    )
-    result.assert_outcomes(errors=7, failed=2)
-    for message in (
-        "the fixture 'capsys' works only in pytest's process",
-        "the fixture 'listing_snapshot' works only in pytest's process",
-        "does not run coroutines; call asyncio.run",
-        "call zpasses.testing.run_on_ranks in the test for each example",
-        "the ranks do not run setup_method of TestSetup",
-        "does not run methods of unittest.TestCase",
-        "write xfail(raises=RanksError)",
-        "the parameter 'x' is a function that cannot be pickled",
-        "the fixture 'opened' is a TextIOWrapper that cannot be pickled",
-    ):
-        assert message in shown(result), message
-
-
-@pytest.mark.processes
-def test_a_value_that_ranks_cannot_read_is_named(run):
-    result = run(
-        """
-class Unreadable:
-    def __reduce__(self):
-        return int, ("no number",)
-
-@pytest.fixture
-def value():
-    return Unreadable()
-
-@pytest.mark.ranks(2)
-def test(value): ...
-"""
-    )
-    result.assert_outcomes(failed=1)
-    assert "the value of 'value' does not arrive on a rank: ValueError" in shown(result)
-
-
-@pytest.mark.slow(quick="test_bodies_run_on_the_ranks_with_their_values")
-@pytest.mark.processes
-def test_a_project_of_its_own_runs_in_parallel(pytester):
-    pytester.makepyfile(
-        test_it=IMPORTS + "@pytest.mark.ranks(2)\n@pytest.mark.parametrize('x', range(4))\n"
-        "def test(x):\n    dist.barrier()\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-n", "2"]
-    done = subprocess.run(
-        command, cwd=pytester.path, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert "4 passed" in done.stdout, done.stdout

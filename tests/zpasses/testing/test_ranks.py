@@ -1,6 +1,7 @@
 """Tests of the harness that runs tests on real ranks."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -26,6 +27,10 @@ def _fail_on(rank):
     if dist.get_rank() == rank:
         raise ValueError("expected failure")
     dist.barrier()
+
+
+def _assert_first_rank():
+    assert [dist.get_rank(), "x"] == [0, "x"]
 
 
 def _sleep_on(rank):
@@ -59,6 +64,11 @@ def test_failing_rank_is_shown_and_waiting_ranks_are_killed():
     assert run_on_ranks(_sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)], (
         "the next call gets new processes"
     )
+
+
+def test_failed_assertion_shows_the_values():
+    with pytest.raises(RanksError, match=r"AssertionError: assert \[1, 'x'\] == \[0, 'x'\]"):
+        run_on_ranks(_assert_first_rank)
 
 
 def test_limits_are_multiplied_for_slow_machines(monkeypatch):
@@ -162,3 +172,34 @@ def test_functions_of_a_program_without_a_file_are_refused(monkeypatch, file):
     for call in (run_on_ranks, run_in_fresh_ranks):
         with pytest.raises(ValueError, match="the ranks cannot import"):
             call(_sum_of_ranks, 0)
+
+
+PROJECT = """
+import pytest
+import torch.distributed as dist
+
+from zpasses.testing import run_on_ranks
+
+
+def meet(x):
+    dist.barrier()
+    assert x < 3, "too many"
+    return x
+
+
+@pytest.mark.parametrize("x", range(4))
+def test_ranks_meet(x):
+    assert run_on_ranks(meet, x) == [x, x]
+"""
+
+
+@pytest.mark.slow(quick="test_failed_assertion_shows_the_values")
+def test_a_project_of_its_own_runs_in_parallel(tmp_path):
+    (tmp_path / "test_project.py").write_text(PROJECT)
+    command = [sys.executable, "-m", "pytest", "-n", "2"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert "1 failed, 3 passed" in done.stdout, done.stdout
+    assert re.search(r"AssertionError: too many\nE +assert 3 < 3\n", done.stdout), done.stdout
+    assert "def run_on_ranks" not in done.stdout, "the traceback ends in the test"

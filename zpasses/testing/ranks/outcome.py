@@ -11,7 +11,6 @@ from typing import Any
 __all__ = [
     "Outcome",
     "RanksError",
-    "ReportedFailureError",
     "describe_failure",
     "without_harness_frames",
 ]
@@ -21,10 +20,6 @@ class RanksError(AssertionError):
     """A function failed on at least one rank. The message holds every rank's traceback and output,
     and the stack of ranks that did not finish.
     """
-
-
-class ReportedFailureError(Exception):
-    """A call failed on this rank, and the message says all about it: no traceback is added."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zpasses.testing.rank_host import PytestHost, current_host
 from zpasses.testing.ranks.outcome import (
     Outcome,
     RanksError,
@@ -87,7 +86,6 @@ def run_on_ranks(
 
     The ranks are a pool that lives as long as this process, so a call takes milliseconds instead of
     an import of torch. Before each call, the compiler is reset and every rank gets the same seed.
-    The pytest marker `ranks` runs whole tests in this way.
 
     Args:
         fn: a function that the ranks can import by name.
@@ -104,6 +102,7 @@ def run_on_ranks(
             gets new processes.
         ValueError: if the ranks cannot import the function.
     """
+    __tracebackhide__ = True  # pytest shows the caller, and the message
     outcomes = call_on_ranks(fn, args, kwargs, ranks=ranks, timeout_s=timeout_s)
     if not all(outcome.ok for outcome in outcomes):
         raise RanksError(describe_failure(fn.__name__, outcomes, scaled(timeout_s)))
@@ -120,12 +119,11 @@ def call_on_ranks(
 ) -> list[Outcome]:
     """As `run_on_ranks`, but returns the outcome of each rank instead of raising."""
     _check_that_ranks_can_import(fn)
-    key = (ranks, current_host())
-    pool = _pools.pop(key, None)
+    pool = _pools.pop(ranks, None)
     if pool is not None and not pool.alive():
         pool.kill()
         pool = None
-    pool = pool or _Ranks(ranks, host=current_host())
+    pool = pool or _Ranks(ranks)
     keep = False
     try:
         outcomes = pool.call(fn, args, kwargs, timeout_s)
@@ -133,7 +131,7 @@ def call_on_ranks(
     finally:
         # Also after an interrupt: a rank that still runs this call must not get the next one.
         if keep:
-            _pools[key] = pool
+            _pools[ranks] = pool
         else:
             pool.kill()
     return outcomes
@@ -171,7 +169,7 @@ def run_in_fresh_ranks(
         ValueError: if the ranks cannot import the function.
     """
     _check_that_ranks_can_import(fn)
-    job = _Ranks(ranks, env or {}, host=current_host())
+    job = _Ranks(ranks, env)
     try:
         # There is no early deadline, because such a test is about what the other ranks do after one
         # failed.
@@ -202,9 +200,7 @@ def _check_that_ranks_can_import(fn: Callable[..., Any]) -> None:
 class _Ranks:
     """One gloo group of processes that take calls."""
 
-    def __init__(
-        self, count: int, env: dict[str, str] | None = None, host: PytestHost | None = None
-    ) -> None:
+    def __init__(self, count: int, env: dict[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         # The store lives in this process, as torchrun's lives in its agent, so it survives the
         # death of any rank.
@@ -216,7 +212,7 @@ class _Ranks:
         self._processes = []
         for rank, log in enumerate(self._logs):
             here, there = spawner.Pipe()
-            settings = RankSettings(rank, count, self._store.port, str(log), env or {}, host)
+            settings = RankSettings(rank, count, self._store.port, str(log), env or {})
             process = spawner.Process(target=serve, args=(settings, there), daemon=True)
             process.start()
             there.close()
@@ -356,13 +352,12 @@ def _unpacked(reply: bytes) -> tuple[bool, Any]:
     return succeeded, value
 
 
-_pools: dict[tuple[int, PytestHost | None], _Ranks] = {}
+_pools: dict[int, _Ranks] = {}
+"""The pool of each number of ranks."""
 
 
 @atexit.register
-def close_pools(host: PytestHost | None = None) -> None:
-    """Kill the ranks of this process, or only those of one pytest session. The next call starts new
-    ones.
-    """
-    for key in [key for key in _pools if host is None or key[1] == host]:
-        _pools.pop(key).kill()
+def close_pools() -> None:
+    """Kill the ranks of this process. The next call starts new ones."""
+    while _pools:
+        _pools.popitem()[1].kill()

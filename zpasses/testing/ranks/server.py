@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
 import itertools
 import multiprocessing
 import os
@@ -25,8 +24,6 @@ import torch
 import torch.distributed as dist
 
 import zpasses.graph.ops  # noqa: F401 - as `import zpasses` does in a process that has torch
-from zpasses.testing.rank_host import PytestHost
-from zpasses.testing.ranks.outcome import ReportedFailureError
 
 __all__ = ["Call", "RankSettings", "serve"]
 
@@ -47,8 +44,6 @@ class RankSettings:
     """File for everything that the process prints."""
     env: dict[str, str]
     """Environment variables, set before the first call."""
-    host: PytestHost | None
-    """Run the calls below a pytest session of this kind; None for no pytest."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +78,10 @@ def serve(settings: RankSettings, connection: Connection) -> None:
         world_size=settings.count,
     )
 
-    def run_calls() -> None:
-        _reset_state()  # the first time takes long
-        connection.send_bytes(pickle.dumps((True, None)))  # ready
-        while (job := _next(connection)) is not None:
-            connection.send_bytes(_run(job))
-
-    if settings.host is None:
-        run_calls()
-    else:
-        pytest_session = importlib.import_module("zpasses.testing.ranks.pytest_session")
-        pytest_session.run_below_pytest(settings.host, run_calls)
+    _reset_state()  # the first time takes long
+    connection.send_bytes(pickle.dumps((True, None)))  # ready
+    while (job := _next(connection)) is not None:
+        connection.send_bytes(_run(job))
     dist.destroy_process_group()
 
 
@@ -129,8 +117,6 @@ def _run(job: bytes) -> bytes:
         os.chdir(call.cwd)
         _reset_state()
         return pickle.dumps((True, call.fn(*call.args, **call.kwargs)))
-    except ReportedFailureError as failure:
-        return pickle.dumps((False, str(failure)))
     except BaseException:  # whatever a test raises, pytest's outcomes included
         return pickle.dumps((False, traceback.format_exc()))
     finally:

@@ -1,0 +1,36 @@
+"""Runs the bodies of tests on real gloo ranks."""
+
+import functools
+import importlib.util
+
+import pytest
+
+from zpasses.testing import run_on_ranks
+
+
+def on_ranks(ranks, **options):
+    """Run the body of a test function on `ranks` ranks: `@on_ranks(2)`, or with other options of
+    `run_on_ranks`, `@on_ranks(2, timeout_s=600)`.
+
+    pytest's process makes the parameters and fixtures, and pickles them. What belongs to one
+    process, such as `monkeypatch`, a body makes for itself.
+    """
+
+    def decorate(body):
+        @functools.wraps(body)
+        def test(**values):
+            run_on_ranks(_body, test, values, ranks=ranks, **options)
+
+        return test
+
+    return decorate
+
+
+def needs(package):
+    """A mark that skips a test if a package is missing. On a rank, `pytest.skip` is a failure."""
+    found = importlib.util.find_spec(package) is not None
+    return pytest.mark.skipif(not found, reason=f"needs {package}")
+
+
+def _body(test, values):
+    test.__wrapped__(**values)  # functions are pickled by name, which finds the wrapper
