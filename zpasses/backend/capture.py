@@ -31,8 +31,6 @@ from zpasses.runtime.layout import layout_of, rows_of
 from zpasses.runtime.windows import grad_state_of
 from zpasses.sharding.module import is_ignored
 
-__all__ = ["Capture", "capture", "describe_inputs", "local_shard", "tag_joint"]
-
 log = logging.getLogger("zpasses")
 
 

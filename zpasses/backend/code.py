@@ -60,17 +60,6 @@ from zpasses.runtime.profiling import TraceNames, with_part_range, with_profiler
 from zpasses.runtime.run_checks import limited_run, with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering
 
-__all__ = [
-    "Template",
-    "agree",
-    "agree_on",
-    "backward_code",
-    "backward_facts",
-    "forward_code",
-    "forward_facts",
-    "preload",
-]
-
 log = logging.getLogger("zpasses")
 
 

@@ -29,8 +29,6 @@ from zpasses.runtime.forward import BoundParameters
 from zpasses.runtime.forward_variants import OutputStrides
 from zpasses.runtime.run_checks import in_window
 
-__all__ = ["Codegen", "Compile", "Compiled", "Decisions", "open_events", "report"]
-
 Compiled = Callable[[list[Any]], Any]
 Codegen = Callable[[fx.GraphModule, Sequence[Any]], Compiled]
 

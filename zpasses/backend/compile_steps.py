@@ -27,8 +27,6 @@ from zpasses.pipeline.passes import Level
 from zpasses.runtime.codegen import boxed, eager_codegen
 from zpasses.runtime.forward_variants import is_cached_param, saved_params, unmark_returned
 
-__all__ = ["compile_captured"]
-
 
 def compile_captured(job: Compile) -> Callable[..., Any]:
     """Run all passes on the captured graph and make code of it, for the inputs of the graph."""

@@ -35,8 +35,6 @@ from zpasses.runtime.forward import AccumulationOptions, with_local_shards
 from zpasses.runtime.windows import StepWindow, install_step_guard
 from zpasses.sharding.guard import with_plain_inputs
 
-__all__ = ["zpasses_backend"]
-
 log = logging.getLogger("zpasses")
 
 # torch.compile imports this module before the first trace.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from zpasses import compat
 from zpasses.garbage import PausedCollection
 
-__all__ = ["no_garbage_collection_in_compiles"]
-
 
 def no_garbage_collection_in_compiles() -> None:
     """From now on, no cyclic garbage is collected while torch compiles, with Dynamo's trace.

@@ -12,8 +12,6 @@ from zpasses.graph.nodes import put_inputs_first
 from zpasses.pipeline.events import ObservedGraph, run_reported_passes
 from zpasses.pipeline.passes import Level
 
-__all__ = ["run_level"]
-
 log = logging.getLogger("zpasses")
 
 

@@ -33,8 +33,6 @@ from zpasses.graph.tags import tag_of
 from zpasses.pipeline.events import Events
 from zpasses.ranks.agree import adopt
 
-__all__ = ["PartitionPolicy", "Partitioned", "partition_step", "too_little_memory"]
-
 log = logging.getLogger("zpasses")
 
 _GIB = float(1 << 30)

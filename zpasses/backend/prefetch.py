@@ -21,8 +21,6 @@ from zpasses.pipeline.events import runtime_note
 from zpasses.ranks.agree import exchange
 from zpasses.runtime.block_schedule import TURNING_POINT
 
-__all__ = ["add_turning_point", "agreed_prefetch", "graph_cost", "turn_order", "turn_text"]
-
 _MIB = float(1 << 20)
 _GIB = float(1 << 30)
 

@@ -19,8 +19,6 @@ from zpasses.graph.subgraphs import read_subgraph_inputs_directly
 from zpasses.pipeline.events import RuntimeNote
 from zpasses.pipeline.passes import Level
 
-__all__ = ["inductor_patches", "partition_joint"]
-
 log = logging.getLogger("zpasses")
 
 

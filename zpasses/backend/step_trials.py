@@ -31,16 +31,6 @@ from zpasses.graph.regathers import drop_unread_parts, remove_regathers
 from zpasses.graph.tags import GATHER_ROLES, retag, tag_of, tagged
 from zpasses.option_values import parse_budget
 
-__all__ = [
-    "Choice",
-    "FallbackCost",
-    "Graphs",
-    "StepPlan",
-    "StepTrials",
-    "Trial",
-    "full_params",
-]
-
 FallbackCost = Callable[[fx.Graph, int], Evaluation | None]
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 """Forward and backward."""

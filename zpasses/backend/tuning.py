@@ -22,13 +22,6 @@ from zpasses.pipeline.options import Options
 from zpasses.probe import TuningRequest, read_reports, requested, write_report
 from zpasses.runtime.measuring import call_after_steps, rank_and_world
 
-__all__ = [
-    "Candidate",
-    "StepReport",
-    "step_reports",
-    "with_tried_options",
-]
-
 
 @dataclass(frozen=True)
 class Candidate:

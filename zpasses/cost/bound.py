@@ -18,8 +18,6 @@ import numpy as np
 
 from zpasses.cost.schedule_problem import Job, ScheduleProblem
 
-__all__ = ["Bound", "schedule_bound"]
-
 
 @dataclass(frozen=True)
 class Bound:

@@ -11,8 +11,6 @@ from zpasses.cost.roofline import copy_us, latency_us, nodes_of
 from zpasses.cost.target import current_target
 from zpasses.graph.nodes import collective_of, value_of
 
-__all__ = ["bucket_key", "compatibility_key", "gloo_ranks", "row_shape"]
-
 
 def bucket_key(
     item: SchedulableCollective, wanted: Literal["auto", "coalesced", "flat"]

@@ -21,8 +21,6 @@ from zpasses.cost.collective_moves import MemoryCurve, SchedulableCollective
 from zpasses.cost.memory import gloo_packing_bytes, scratch_bytes
 from zpasses.graph.tags import tag_of
 
-__all__ = ["BucketKey", "Mode", "PlannedBucket", "member_packing_bytes", "plan_buckets"]
-
 Mode = Literal["single", "coalesced", "flat"]
 
 

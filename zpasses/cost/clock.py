@@ -6,8 +6,6 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-__all__ = ["Clock", "CollectiveTiming"]
-
 
 @dataclass(frozen=True)
 class CollectiveTiming:

@@ -22,16 +22,6 @@ from zpasses.graph.ops import AVERAGE_GRAD
 from zpasses.graph.tags import Tag, tag_of
 from zpasses.option_values import MemoryBudget
 
-__all__ = [
-    "Launch",
-    "MemoryCurve",
-    "SchedulableCollective",
-    "gather_launches",
-    "movable_gathers",
-    "movable_reductions",
-    "reduction_launches",
-]
-
 
 @dataclass(frozen=True)
 class SchedulableCollective:

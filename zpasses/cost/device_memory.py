@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["free_bytes"]
-
 
 def free_bytes(device: torch.device) -> int | None:
     """Returns the bytes that can still be allocated on a device, including what torch's allocator

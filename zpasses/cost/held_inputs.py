@@ -6,8 +6,6 @@ import heapq
 
 from zpasses.cost.schedule_problem import Job
 
-__all__ = ["HeldInputs"]
-
 
 class HeldInputs:
     """The inputs of reductions that are ready and not awaited. Slots that are asked for never

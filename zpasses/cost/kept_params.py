@@ -27,16 +27,6 @@ from zpasses.graph.aliases import buffer_readers, memory_base
 from zpasses.graph.nodes import nbytes, value_of
 from zpasses.graph.tags import full_param, tag_of
 
-__all__ = [
-    "KeptChoice",
-    "KeptParam",
-    "Repetition",
-    "StepProblem",
-    "choose_kept",
-    "fitting_params",
-    "keepable_params",
-]
-
 
 @dataclass(frozen=True)
 class Repetition:

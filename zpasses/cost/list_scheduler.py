@@ -31,8 +31,6 @@ from zpasses.cost.schedule_evaluation import (
 )
 from zpasses.cost.schedule_problem import Job, ScheduleProblem
 
-__all__ = ["Policy", "can_share", "list_schedule"]
-
 
 @dataclass(frozen=True)
 class Policy:

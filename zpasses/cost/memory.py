@@ -30,18 +30,6 @@ from zpasses.graph.nodes import (
 )
 from zpasses.graph.tags import tag_of
 
-__all__ = [
-    "NOTABLE_BYTES",
-    "Buffer",
-    "Liveness",
-    "gloo_packing_bytes",
-    "gloo_packs",
-    "liveness",
-    "reinplaceable_all_reduces",
-    "scratch_bytes",
-    "subgraph_bytes",
-]
-
 NOTABLE_BYTES = 1 << 20
 """The least excess over a memory budget that is worth a warning."""
 

@@ -13,8 +13,6 @@ import numpy as np
 from zpasses.cost.schedule_evaluation import launch_bytes
 from zpasses.cost.schedule_problem import Job, ScheduleProblem
 
-__all__ = ["OneAheadPeak"]
-
 
 class OneAheadPeak:
     """Peaks of a graph that lacks some of its gathers, or that finds their results cached.

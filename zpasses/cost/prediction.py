@@ -16,8 +16,6 @@ from zpasses.cost.step_time import step_time
 from zpasses.cost.target import Target
 from zpasses.graph.nodes import collective_of
 
-__all__ = ["Prediction", "predict"]
-
 _GIB = float(1 << 30)
 
 

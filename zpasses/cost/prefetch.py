@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["GraphRun", "StepCost", "plan_prefetch", "step_cost"]
-
 MOST_AHEAD = 4
 
 _TOLERANCE = 1.004

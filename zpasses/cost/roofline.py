@@ -25,17 +25,6 @@ from zpasses.cost.target import Target
 from zpasses.graph.aliases import is_view
 from zpasses.graph.nodes import collective_of, nbytes, value_of
 
-__all__ = [
-    "collective_on_route_us",
-    "compute_us",
-    "copy_engine_launch_us",
-    "copy_us",
-    "durations_us",
-    "latency_us",
-    "nodes_of",
-    "ring_collective_us",
-]
-
 
 def nodes_of(ranks: Iterable[int], target: Target) -> int:
     """Returns on how many nodes ranks are. Ranks fill one node after the other."""

@@ -20,14 +20,6 @@ import torch
 from zpasses.cost.target import Target
 from zpasses.errors import OptionError
 
-__all__ = [
-    "MAX_CHUNK_BYTES",
-    "RouteFigures",
-    "calibrated_figures",
-    "machine_key",
-    "route_figures",
-]
-
 CALIBRATION_VARIABLE = "ZPASSES_CALIBRATION"
 FORMAT = 1
 MAX_CHUNK_BYTES = 64 << 20

@@ -16,18 +16,6 @@ import numpy as np
 from zpasses.cost.clock import Clock
 from zpasses.cost.schedule_problem import Job, ScheduleProblem
 
-__all__ = [
-    "Action",
-    "Evaluation",
-    "Plan",
-    "bucket_duration_us",
-    "duration_us",
-    "evaluate",
-    "live_bytes",
-    "one_ahead_plan",
-    "single_plan",
-]
-
 
 @dataclass(frozen=True)
 class Action:

@@ -9,8 +9,6 @@ from zpasses.cost.list_scheduler import can_share
 from zpasses.cost.schedule_evaluation import Action, Plan
 from zpasses.cost.schedule_problem import ScheduleProblem
 
-__all__ = ["merge_launches"]
-
 Rank = tuple[Any, ...]
 
 

@@ -20,8 +20,6 @@ from zpasses.cost.schedule_merging import merge_launches
 from zpasses.cost.schedule_problem import ScheduleProblem
 from zpasses.option_values import MemoryBudget
 
-__all__ = ["Planned", "memory_limit", "plan_schedule"]
-
 
 @dataclass(frozen=True)
 class Planned:

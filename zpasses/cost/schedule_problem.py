@@ -41,8 +41,6 @@ from zpasses.graph.nodes import (
 from zpasses.graph.reduction_groups import is_regroupable, reducing_groups
 from zpasses.graph.tags import is_resident, tag_of
 
-__all__ = ["FixedEvent", "Job", "ScheduleProblem", "problem_of", "schedule_problem"]
-
 
 @dataclass(frozen=True, eq=False)
 class Job:

@@ -43,17 +43,6 @@ from zpasses.graph.nodes import (
 from zpasses.graph.reduction_groups import is_regroupable
 from zpasses.graph.tags import tag_of
 
-__all__ = [
-    "StepTime",
-    "Timeline",
-    "collective_timing",
-    "estimate_collective_us",
-    "groups_of_model",
-    "is_copy_engine_collective",
-    "started_by",
-    "step_time",
-]
-
 
 @dataclass(frozen=True)
 class StepTime:

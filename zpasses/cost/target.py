@@ -25,8 +25,6 @@ import torch
 from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import field_types, parse_value
 
-__all__ = ["TARGETS", "Target", "current_target", "target_of"]
-
 ENVIRONMENT_VARIABLE = "ZPASSES_TARGET"
 _GIB = 1 << 30
 

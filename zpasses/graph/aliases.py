@@ -25,26 +25,6 @@ from torch import fx
 from zpasses import compat
 from zpasses.graph.nodes import WAIT, value_of
 
-__all__ = [
-    "CASTS_AND_PADDING",
-    "CLONES",
-    "COPIES",
-    "GETITEM",
-    "UNSAFE_VIEWS",
-    "WAIT",
-    "WHOLE_VIEWS",
-    "buffer_readers",
-    "elements_of",
-    "is_alias",
-    "is_view",
-    "memory_base",
-    "memory_root",
-    "root_output",
-    "shared_arguments",
-    "view_base",
-    "written_arguments",
-]
-
 aten = torch.ops.aten
 GETITEM = operator.getitem
 

@@ -25,8 +25,6 @@ from zpasses.graph.nodes import (
 )
 from zpasses.graph.tags import REDUCE_ROLES, tag_of
 
-__all__ = ["GatherPart", "HoistedGraph", "ReductionPart", "hoist_collectives"]
-
 
 @dataclass(frozen=True)
 class GatherPart:

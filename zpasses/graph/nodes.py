@@ -16,27 +16,6 @@ from zpasses import compat
 from zpasses.graph.ops import DIALECT, UNSHARD
 from zpasses.graph.tags import Tag, drop_tag, tag_of
 
-__all__ = [
-    "WAIT",
-    "Collective",
-    "Editor",
-    "append_placeholder",
-    "calls",
-    "collective_of",
-    "collectives",
-    "collectives_by_group",
-    "copy_graph",
-    "erase_dead",
-    "input_nbytes",
-    "is_wait",
-    "named_arguments",
-    "nbytes",
-    "propagate",
-    "put_inputs_first",
-    "saved_inputs",
-    "value_of",
-]
-
 WAIT: compat.OpOverload = torch.ops._c10d_functional.wait_tensor.default
 _NAMESPACES = ("_c10d_functional", "zpasses")
 

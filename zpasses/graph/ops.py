@@ -30,22 +30,6 @@ from torch.autograd.function import FunctionCtx
 from zpasses import compat
 from zpasses.graph.tags import Reduction
 
-__all__ = [
-    "AVERAGE_GRAD",
-    "DIALECT",
-    "REDUCE_GRAD",
-    "UNSHARD",
-    "group_size",
-    "is_local_call",
-    "padded",
-    "padded_grad",
-    "reduction_calls",
-    "rows_per_rank",
-    "set_eager_collectives",
-    "set_eager_guard",
-    "set_grad_hook",
-]
-
 _library = torch.library.Library("zpasses", "DEF")
 _library.define(
     "unshard(Tensor shard, SymInt rows, ScalarType? param_dtype, ScalarType? reduce_dtype, str "

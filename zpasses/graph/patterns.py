@@ -21,8 +21,6 @@ from zpasses.graph.aliases import CASTS_AND_PADDING, COPIES, WHOLE_VIEWS
 from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
 from zpasses.graph.tags import Tag, add_tag, is_of_model, tag_of
 
-__all__ = ["tag_foreign_gathers", "tag_foreign_reductions"]
-
 aten = torch.ops.aten
 _TRANSPARENT = COPIES | WHOLE_VIEWS | {aten.reshape.default, aten.slice.Tensor}
 _SCALING = {aten.div.Tensor, aten.mul.Tensor, aten.div.Scalar, aten.mul.Scalar}

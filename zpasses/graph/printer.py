@@ -12,8 +12,6 @@ from zpasses import compat
 from zpasses.graph.nodes import value_of
 from zpasses.graph.tags import tag_of
 
-__all__ = ["listing"]
-
 _SHORT = {
     torch.float64: "f64",
     torch.float32: "f32",

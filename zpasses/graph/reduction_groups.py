@@ -11,8 +11,6 @@ from zpasses.graph.nodes import calls, collective_of, is_dialect, is_wait
 from zpasses.graph.ops import AVERAGE_GRAD
 from zpasses.graph.tags import tag_of
 
-__all__ = ["is_regroupable", "reducing_groups", "regroup_reductions", "replicate_groups"]
-
 
 def is_regroupable(node: fx.Node) -> bool:
     """Whether a node starts a gradient reduction that could run on the second group of its ranks.

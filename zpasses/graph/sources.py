@@ -11,15 +11,6 @@ from pathlib import Path
 import torch
 from torch import fx
 
-__all__ = [
-    "describe_source",
-    "is_torch_file",
-    "module_path",
-    "module_paths",
-    "short_file",
-    "user_frame",
-]
-
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in [^\n]*(?:\n[ \t]+([^\n]*))?')
 _PART = re.compile(
     r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]|\.(\w+)"

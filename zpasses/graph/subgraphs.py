@@ -11,8 +11,6 @@ from zpasses import compat
 from zpasses.graph.aliases import is_view
 from zpasses.graph.nodes import value_of
 
-__all__ = ["read_subgraph_inputs_directly"]
-
 
 def read_subgraph_inputs_directly(gm: fx.GraphModule) -> None:
     """Drop results of subgraph calls that are inputs of the same call, or views of one, in place.

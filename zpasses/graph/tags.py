@@ -14,23 +14,6 @@ from typing import Literal
 import torch
 from torch import fx
 
-__all__ = [
-    "GATHER_ROLES",
-    "REDUCE_ROLES",
-    "SOURCE_ROLES",
-    "Reduction",
-    "Role",
-    "Tag",
-    "add_tag",
-    "full_param",
-    "is_of_model",
-    "is_resident",
-    "mark_of_model",
-    "retag",
-    "tag_of",
-    "tagged",
-]
-
 Role = Literal[
     "shard",
     "part",

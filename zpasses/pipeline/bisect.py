@@ -24,13 +24,6 @@ from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.probe import BisectTrial, requested
 
-__all__ = [
-    "ResultHook",
-    "Trial",
-    "apply_bisect_limits",
-    "in_execution_order",
-]
-
 ResultHook = Callable[[Callable[..., Any], str], Callable[..., Any]]
 """Wraps a compiled function so that its results are recorded. The second argument says what the
 results are, such as "outputs"."""

@@ -24,26 +24,6 @@ from zpasses.pipeline.runner import PassRecord, Verify, run_passes
 from zpasses.ranks.agreement import digest
 from zpasses.ranks.vote import has_other_ranks
 
-__all__ = [
-    "CollectivesCompared",
-    "CompileEnded",
-    "Events",
-    "LevelStarted",
-    "Listener",
-    "ObservedGraph",
-    "PassFailed",
-    "PassRan",
-    "Problem",
-    "RuntimeNote",
-    "VariantBuilt",
-    "has_listeners",
-    "listen",
-    "note",
-    "observe_graphs",
-    "run_reported_passes",
-    "runtime_note",
-]
-
 log = logging.getLogger("zpasses")
 
 Listener = Callable[[object], None]

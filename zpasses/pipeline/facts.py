@@ -9,8 +9,6 @@ from torch import fx
 
 from zpasses.cost.schedule_evaluation import Evaluation
 
-__all__ = ["Facts"]
-
 
 @dataclass(frozen=True)
 class Facts:

@@ -19,9 +19,6 @@ from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.runner import Verify
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
-__all__ = ["Options"]
-
-
 _REMOVED = {
     "blocks": "Call zpasses.compile_blocks(model, 'layers.*') in place of torch.compile.",
     "tuned": "`zpasses tune` prints the options to write into the program.",

@@ -27,8 +27,6 @@ from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.runner import run_passes
 from zpasses.ranks.vote import has_other_ranks
 
-__all__ = ["Level", "Pass", "package_digest", "process_token", "vote_key_suffix"]
-
 
 class Level(enum.Enum):
     """The graph that a pass rewrites."""

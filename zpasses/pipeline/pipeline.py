@@ -19,8 +19,6 @@ from zpasses.option_values import build_dataclass
 from zpasses.pipeline.passes import Level, Pass, vote_key_suffix
 from zpasses.pipeline.runner import run_passes
 
-__all__ = ["Pipeline", "catalogue"]
-
 _FACTS = (
     "changes_inputs",
     "changes_outputs",

@@ -17,8 +17,6 @@ from zpasses.option_values import MemoryBudget, parse_budget
 from zpasses.pipeline.events import LevelStarted, PassRan
 from zpasses.pipeline.passes import Level, Pass
 
-__all__ = ["Predictor"]
-
 T = TypeVar("T")
 _log = logging.getLogger("zpasses")
 

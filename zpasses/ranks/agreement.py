@@ -38,15 +38,6 @@ from zpasses.ranks.run_order import RunEvent
 from zpasses.ranks.sequence_difference import first_difference
 from zpasses.ranks.vote import Ballot, group_state, has_other_ranks
 
-__all__ = [
-    "Sequences",
-    "call_sequences",
-    "compare_collectives",
-    "compare_sequences",
-    "digest",
-    "run_events",
-]
-
 
 @dataclass(frozen=True)
 class CallSequence:

@@ -8,8 +8,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["compiled_graph", "compiling", "graphs_differ", "how_to_compare", "options_differ"]
-
 _current: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
     "zpasses.compiled_graph", default=None
 )

@@ -25,8 +25,6 @@ from zpasses.ranks.group_names import call_dimension, name_group
 from zpasses.ranks.notes import compare_note, end_conflict, leave_conflict
 from zpasses.ranks.vote import group_state, has_other_ranks
 
-__all__ = ["compare_shard_calls", "consecutive_ranks", "register_mesh"]
-
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, ...]]] = (
     weakref.WeakKeyDictionary()
 )

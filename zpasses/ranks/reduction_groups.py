@@ -17,8 +17,6 @@ from zpasses.ranks import heartbeat
 from zpasses.ranks.agree import exchange
 from zpasses.ranks.vote import COMPILE_TIMEOUT, current_timeout_s, has_other_ranks
 
-__all__ = ["reduction_group"]
-
 # How many second groups this process has tried to make of a group. A name is never used again,
 # because the store keeps the addresses that the earlier group had.
 _tried: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

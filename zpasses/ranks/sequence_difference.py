@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from zpasses.ranks.compiling import how_to_compare, options_differ
 from zpasses.ranks.vote import Ballot
 
-__all__ = ["first_difference"]
-
 _MOST = 3
 """Tensors of a list in an error."""
 

@@ -29,8 +29,6 @@ from zpasses.runtime.windows import (
     windows_of,
 )
 
-__all__ = ["BackwardDispatch", "warn_if_always_reduced"]
-
 log = logging.getLogger("zpasses")
 
 _MAX_VARIANTS = 8

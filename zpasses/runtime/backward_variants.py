@@ -35,8 +35,6 @@ from zpasses.runtime.grad_slots import (
     returned_gradients,
 )
 
-__all__ = ["BackwardVariant", "build_backward_variant"]
-
 aten = torch.ops.aten
 
 

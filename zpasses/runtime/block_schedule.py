@@ -36,18 +36,6 @@ from zpasses.runtime.local_shards import accumulate_grads
 from zpasses.runtime.param_value import stamp_of
 from zpasses.runtime.windows import EngineRun
 
-__all__ = [
-    "TURNING_POINT",
-    "BlockSchedule",
-    "Gathered",
-    "Reducing",
-    "RunKey",
-    "Starter",
-    "begin_model_call",
-    "block_schedule",
-    "end_model_call",
-]
-
 log = logging.getLogger("zpasses")
 
 _CONTEXTS = (8, 4, 2, 1)

@@ -13,8 +13,6 @@ from zpasses import compat
 from zpasses.cost.memory import reinplaceable_all_reduces
 from zpasses.graph.nodes import value_of
 
-__all__ = ["boxed", "eager_codegen", "eager_module"]
-
 
 def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Mark a function as boxed: torch calls it with one list of inputs, which it may clear."""

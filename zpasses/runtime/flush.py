@@ -39,8 +39,6 @@ from zpasses.runtime.profiling import TraceNames, with_profiler_range
 from zpasses.runtime.run_checks import limited_collectives, timeout_of
 from zpasses.runtime.windows import Lowering, Window, grad_state_of
 
-__all__ = ["GraphLowering", "flush"]
-
 _MAX_CACHED_GRAPHS = 8
 """Number of flush graphs whose code is cached, one per set of gradients."""
 

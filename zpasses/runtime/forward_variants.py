@@ -26,19 +26,6 @@ from zpasses.graph.aliases import CLONES, is_view, view_base
 from zpasses.graph.nodes import append_placeholder, collective_of, erase_dead, value_of
 from zpasses.graph.tags import retag, tag_of, tagged
 
-__all__ = [
-    "ForwardVariant",
-    "OutputStrides",
-    "ParamSlot",
-    "build_forward_variant",
-    "gather_ids",
-    "is_cached_param",
-    "param_slots",
-    "params_read",
-    "saved_params",
-    "unmark_returned",
-]
-
 
 @dataclass(frozen=True)
 class ParamSlot:

@@ -45,14 +45,6 @@ from zpasses.graph.nodes import collective_of, value_of
 from zpasses.graph.ops import set_eager_collectives
 from zpasses.runtime.profiling import Watch, watch_if_profiling
 
-__all__ = [
-    "STARTED",
-    "Started",
-    "all_gather",
-    "replace_gloo_collectives",
-    "use_exchanges_in_eager_code",
-]
-
 _library = torch.library.Library("zpasses", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides)
 _GROUP = "int group_size, str group_name"

@@ -20,20 +20,6 @@ from zpasses.graph.nodes import value_of
 from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD
 from zpasses.graph.tags import REDUCE_ROLES, Reduction, Tag, retag, tag_of
 
-__all__ = [
-    "GradReader",
-    "GradSlot",
-    "GradSlotNodes",
-    "GradSource",
-    "PendingKey",
-    "always_reduced",
-    "grad_sites",
-    "grad_slots",
-    "mark_deferrable",
-    "pending_key",
-    "returned_gradients",
-]
-
 aten = torch.ops.aten
 
 

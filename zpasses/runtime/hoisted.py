@@ -15,8 +15,6 @@ from zpasses.graph.hoisting import HoistedGraph
 from zpasses.runtime.block_schedule import Gathered, Reducing, RunKey, Starter, block_schedule
 from zpasses.runtime.local_shards import current_call, current_params, local_shards_node
 
-__all__ = ["HoistedCode", "Surroundings"]
-
 _Code = Callable[[list[Any]], Any]
 
 

@@ -25,8 +25,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from zpasses import compat
 from zpasses.graph.ops import rows_per_rank
 
-__all__ = ["LAYOUT_ATTRIBUTE", "ParamLayout", "layout_of", "rows_of"]
-
 LAYOUT_ATTRIBUTE = "_zpasses_layout"
 
 

@@ -37,15 +37,6 @@ from zpasses.graph.nodes import collective_of
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.measuring import start_if_requested
 
-__all__ = [
-    "TraceNames",
-    "Watch",
-    "collectives_digest",
-    "watch_if_profiling",
-    "with_part_range",
-    "with_profiler_range",
-]
-
 _Code = Callable[[list[Any]], Any]
 _numbers = itertools.count()
 

@@ -38,18 +38,6 @@ from zpasses.runtime.codegen import boxed
 from zpasses.runtime.edits import log_of
 from zpasses.runtime.local_shards import CallParams, current_call
 
-__all__ = [
-    "barriers_enabled",
-    "check_optimizer_step",
-    "checked_eager_collective",
-    "in_window",
-    "limited_collectives",
-    "limited_run",
-    "timeout_of",
-    "with_run_check",
-    "with_vote_limit",
-]
-
 # Group name -> timeouts of its open windows, in seconds; None where a window has none of its own.
 # State is per process, because windows belong to parameters and several graphs may read one.
 _window_timeouts: dict[str, list[float | None]] = {}

@@ -42,19 +42,6 @@ from zpasses.runtime.param_value import (
 )
 from zpasses.runtime.run_checks import check_optimizer_step
 
-__all__ = [
-    "GRAD_STATE_ATTRIBUTE",
-    "EngineRun",
-    "Lowering",
-    "ParamGradState",
-    "PendingGrad",
-    "StepWindow",
-    "Window",
-    "grad_state_of",
-    "install_step_guard",
-    "windows_of",
-]
-
 GRAD_STATE_ATTRIBUTE = "_zpasses_grad_state"
 
 

@@ -21,8 +21,6 @@ from zpasses.runtime.param_value import param_value_of
 from zpasses.sharding.guard import Source, guard, late_registration_of
 from zpasses.sharding.param_spec import ParamShardSpec
 
-__all__ = ["gathering_property"]
-
 use_exchanges_in_eager_code()
 
 

@@ -36,8 +36,6 @@ from zpasses.sharding.replaced_params import mark_replaced, sharded_form
 from zpasses.sharding.scalars import refuse_parts_as_numbers
 from zpasses.sharding.wrappers import check_no_ddp_inside, prepare_for_wrappers
 
-__all__ = ["REPLICATE_DIMENSIONS", "ShardPlan"]
-
 REPLICATE_DIMENSIONS = ("replicate", "dp_replicate")
 """Names of a mesh dimension that say that it holds replicas, as for `zpasses capture --mesh`."""
 

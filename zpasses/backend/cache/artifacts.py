@@ -29,8 +29,6 @@ from zpasses.runtime.forward_variants import ForwardVariant, OutputStrides, Para
 from zpasses.runtime.grad_slots import GradSlot
 from zpasses.runtime.profiling import TraceNames
 
-__all__ = ["BackwardFacts", "Entry", "ForwardFacts", "GraphArtifacts", "StoredVariant"]
-
 log = logging.getLogger("zpasses")
 
 

@@ -21,8 +21,6 @@ from zpasses.probe import is_probed
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.layout import layout_of
 
-__all__ = ["GraphKey", "graph_key", "refusal", "refusal_here"]
-
 _FORMAT = 1
 """Version of the files."""
 

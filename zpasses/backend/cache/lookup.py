@@ -15,8 +15,6 @@ from zpasses.backend.cache.artifacts import GraphArtifacts
 from zpasses.backend.cache.key import GraphKey
 from zpasses.ranks.agree import are_remembered, exchange, is_remembered, restore_answers
 
-__all__ = ["decline_artifacts", "find_artifacts"]
-
 _OCCASION = "taking a graph from the compile cache"
 
 _LEAST_OF_FREE = 0.8

@@ -29,8 +29,6 @@ from zpasses.runtime.codegen import boxed
 from zpasses.runtime.forward import first_variant
 from zpasses.runtime.forward_variants import ForwardVariant
 
-__all__ = ["from_cache"]
-
 log = logging.getLogger("zpasses")
 
 

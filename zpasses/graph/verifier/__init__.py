@@ -19,8 +19,6 @@ from zpasses.graph.verifier.parameters import affected_by, check_params
 from zpasses.graph.verifier.values import check_values
 from zpasses.graph.verifier.versions import CurrentGraph, PreviousGraph
 
-__all__ = ["CHECKS", "PreviousGraph", "check", "check_unchanged"]
-
 CHECKS = (
     "lint",
     "inputs",

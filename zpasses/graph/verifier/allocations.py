@@ -7,8 +7,6 @@ from torch import fx
 from zpasses.graph.aliases import GETITEM, shared_arguments, written_arguments
 from zpasses.graph.verifier.versions import GraphVersion, nodes_in
 
-__all__ = ["Aliases", "Root"]
-
 Root = tuple[fx.Node, int]
 """One allocation: the node that made it, and which of its outputs it is."""
 

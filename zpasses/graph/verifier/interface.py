@@ -11,8 +11,6 @@ from zpasses.graph.nodes import value_of
 from zpasses.graph.verifier.values import describe_difference
 from zpasses.graph.verifier.versions import CurrentGraph, GraphVersion, PreviousGraph
 
-__all__ = ["check_inputs", "check_output_exists", "check_outputs"]
-
 
 def check_output_exists(graph: fx.Graph, before: PreviousGraph, pass_name: str) -> None:
     """Raise PassError if the pass removed the output node."""

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from zpasses.errors import PassError
-from zpasses.graph.aliases import GETITEM, WAIT, shared_arguments, written_arguments
-from zpasses.graph.nodes import nbytes
+from zpasses.graph.aliases import GETITEM, shared_arguments, written_arguments
+from zpasses.graph.nodes import WAIT, nbytes
 from zpasses.graph.verifier.allocations import Aliases, Root
 from zpasses.graph.verifier.operators import (
     is_collective,
@@ -30,8 +30,6 @@ from zpasses.graph.verifier.versions import (
     PreviousGraph,
     nodes_in,
 )
-
-__all__ = ["check_initialised", "check_memory"]
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,9 @@ from typing import Any, Literal
 import torch
 
 from zpasses import compat
-from zpasses.graph.aliases import COPIES, GETITEM, WAIT, shared_arguments
+from zpasses.graph.aliases import COPIES, GETITEM, shared_arguments
+from zpasses.graph.nodes import WAIT
 from zpasses.graph.ops import DIALECT
-
-__all__ = [
-    "REDUCE_OPS",
-    "Kind",
-    "awaits_each_output",
-    "is_collective",
-    "is_factory_of_uninitialised",
-    "is_launch",
-    "is_link",
-    "keeps_arguments",
-]
 
 aten = torch.ops.aten
 

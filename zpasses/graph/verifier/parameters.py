@@ -24,8 +24,6 @@ from zpasses.graph.verifier.provenance import (
 from zpasses.graph.verifier.reductions import check_reduced_outputs
 from zpasses.graph.verifier.versions import CurrentGraph, PreviousGraph
 
-__all__ = ["affected_by", "check_params"]
-
 
 def affected_by(changed: Sequence[fx.Node], now: CurrentGraph) -> list[fx.Node]:
     """The changed nodes, and what their values reach through links and collectives, with the first

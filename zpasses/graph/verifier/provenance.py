@@ -15,15 +15,6 @@ from zpasses.graph.tags import SOURCE_ROLES, Role, Tag
 from zpasses.graph.verifier.operators import Kind, is_collective, is_link
 from zpasses.graph.verifier.versions import GraphVersion
 
-__all__ = [
-    "RESULT_ROLES",
-    "Provenance",
-    "computes_the_same",
-    "has_one_rank",
-    "names_of",
-    "numel",
-]
-
 RESULT_ROLES: dict[Kind, tuple[Role, ...]] = {
     "gather": ("gathered", "full"),
     "reduce": ("reduced", "shard_grad"),

@@ -26,8 +26,6 @@ from zpasses.graph.verifier.provenance import (
     numel,
 )
 
-__all__ = ["check_reduced_outputs"]
-
 _MOST_NODES = 2000
 """The check follows an output through as many nodes. Beyond, it gives up."""
 

@@ -13,8 +13,6 @@ from zpasses.errors import PassError
 from zpasses.graph.nodes import propagate, value_of
 from zpasses.graph.verifier.versions import PreviousGraph
 
-__all__ = ["check_values", "describe_difference"]
-
 
 def check_values(changed: list[fx.Node], before: PreviousGraph, pass_name: str) -> None:
     """Propagate the changed calls and the readers of changed values."""

@@ -16,8 +16,6 @@ from zpasses import compat
 from zpasses.graph.nodes import value_of
 from zpasses.graph.tags import Tag, tag_of
 
-__all__ = ["CurrentGraph", "GraphVersion", "NodeRecord", "PreviousGraph"]
-
 
 class NodeRecord(NamedTuple):
     """What a node is in one version of a graph."""
