@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from zpasses.errors import PassError
 from zpasses.graph.aliases import GETITEM, shared_arguments, written_arguments
-from zpasses.graph.nodes import WAIT, nbytes
+from zpasses.graph.nodes import WAIT, communicates, numel
 from zpasses.graph.verifier.allocations import Aliases, Root
 from zpasses.graph.verifier.operators import (
-    is_collective,
     is_factory_of_uninitialised,
     is_launch,
     is_link,
@@ -63,7 +61,7 @@ def check_initialised(
     """Raise PassError if a collective or the output reads memory that nothing has written."""
     touched = set(affected)
     for node in affected:
-        if not is_collective(node.target) and node.op != "output":
+        if not communicates(node.target) and node.op != "output":
             continue
         read = _read_by(now, node)
         if node.op == "output":
@@ -98,7 +96,7 @@ def _hazards(version: GraphVersion) -> Iterator[_Hazard]:
                     "`facts = Facts(changes_inputs=True)`."
                 )
                 yield _Hazard(node, root[0], text)
-            if root in gathered and not is_collective(record.target):
+            if root in gathered and not communicates(record.target):
                 owner = gathered[root]
                 text = (
                     f"writes to the gathered parameter {owner.name}, which other nodes may read. "
@@ -132,7 +130,7 @@ def _uninitialised(
                 _written_elements(version, aliases, writer, node)
                 for writer in _writers_before(version, reader)
             )
-            if filled < _numel(version.record(view).value):
+            if filled < numel(version.record(view).value):
                 yield node, view
             continue
         shared = _shared_inputs(record)
@@ -148,8 +146,7 @@ def _uninitialised(
 def _shared_inputs(record: NodeRecord) -> list[fx.Node]:
     if record.target is GETITEM:
         return nodes_in(record.args[0])
-    arguments = record.arguments()
-    return nodes_in(tuple(arguments.get(name) for name in shared_arguments(record.target)))
+    return record.nodes_at(shared_arguments(record.target))
 
 
 def _read_by(version: GraphVersion, reader: fx.Node) -> list[fx.Node]:
@@ -175,14 +172,8 @@ def _written_elements(
     version: GraphVersion, aliases: Aliases, writer: fx.Node, factory: fx.Node
 ) -> int:
     record = version.record(writer)
-    arguments = record.arguments()
-    targets = nodes_in(tuple(arguments.get(name) for name in written_arguments(record.target)))
     return sum(
-        _numel(version.record(target).value)
-        for target in targets
+        numel(version.record(target).value)
+        for target in record.nodes_at(written_arguments(record.target))
         if (factory, 0) in aliases.roots(target)
     )
-
-
-def _numel(value: Any) -> int:
-    return nbytes(value) // value.element_size() if isinstance(value, Tensor) else 0

@@ -11,20 +11,22 @@ buffer whose parts have no tags, memory is written in place, or much was rewritt
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from zpasses.errors import PassError
 from zpasses.graph.aliases import GETITEM, shared_arguments, written_arguments
-from zpasses.graph.verifier.operators import is_collective, is_factory_of_uninitialised
+from zpasses.graph.nodes import communicates, numel
+from zpasses.graph.verifier.operators import is_factory_of_uninitialised
 from zpasses.graph.verifier.provenance import (
     RESULT_ROLES,
     Provenance,
     computes_the_same,
     has_one_rank,
-    numel,
 )
+from zpasses.graph.walks import reachable
 
 _MOST_NODES = 2000
 """The check follows an output through as many nodes. Beyond, it gives up."""
@@ -88,28 +90,22 @@ def _reduced_gradients(old: Provenance, output: fx.Node) -> list[_Expected]:
 
 def _leaves(old: Provenance, member: fx.Node) -> Iterator[fx.Node]:
     """The values that a gradient is the sum of, or the gradient itself."""
-    queue, seen = [member], {member}
-    while queue:
-        node = queue.pop()
+
+    def inputs(node: fx.Node) -> list[fx.Node]:
+        return old.version.inputs(node) if old.follows_through(node, "reduce") else []
+
+    for node in reachable([member], inputs):
         if not old.follows_through(node, "reduce"):
             yield node
-            continue
-        fresh = [each for each in old.version.inputs(node) if each not in seen]
-        seen.update(fresh)
-        queue += fresh
 
 
 def _is_constant(old: Provenance, node: fx.Node) -> bool:
     """Whether a value depends on no input of the graph: a pass may compute it by itself."""
-    queue, seen = [node], {node}
-    while queue and len(seen) < _MOST_NODES:
-        at = queue.pop()
-        if old.version.record(at).op == "placeholder":
-            return False
-        fresh = [each for each in old.version.inputs(at) if each not in seen]
-        seen.update(fresh)
-        queue += fresh
-    return not queue
+    walk = enumerate(reachable([node], old.version.inputs), 1)
+    return not any(
+        number >= _MOST_NODES or old.version.record(each).op == "placeholder"
+        for number, each in walk
+    )
 
 
 # --- walking back ---------------------------------------------------------------------------------
@@ -136,20 +132,13 @@ class _Origin:
     ) -> None:
         self._provenance, self._version = provenance, provenance.version
         self._beyond_collectives = beyond_collectives
-        self.steps = dict.fromkeys([_Step(output)])
-        queue = list(self.steps)
-        while queue and len(self.steps) < _MOST_NODES:
-            step = queue.pop()
-            following = self._following(step)
-            fresh = [each for each in following if each not in self.steps]
-            self.steps.update(dict.fromkeys(fresh))
-            queue += fresh
-        self._is_complete = not queue
+        self.steps = list(islice(reachable([_Step(output)], self._following), _MOST_NODES))
+        self._is_complete = len(self.steps) < _MOST_NODES
         self._nodes = {step.node for step in self.steps}
 
     def _following(self, step: _Step) -> list[_Step]:
         record = self._version.record(step.node)
-        if is_collective(record.target):
+        if communicates(record.target):
             if not self._beyond_collectives:
                 return []
             if _is_reduction(self._provenance, step.node):
@@ -168,7 +157,7 @@ class _Origin:
     def is_communicated(self) -> bool:
         """Whether the way passes a collective, as far as known."""
         return not self._is_complete or any(
-            is_collective(self._version.record(node).target) for node in self._nodes
+            communicates(self._version.record(node).target) for node in self._nodes
         )
 
     def gradients(self) -> list[str]:
@@ -221,25 +210,27 @@ class _Origin:
 
     def _reads_written_memory(self) -> bool:
         """Whether something on the way is filled in place, by values that are not on the way."""
-        queue, seen = list(self._nodes), set(self._nodes)
-        while queue:
-            node = queue.pop()
-            if is_factory_of_uninitialised(self._version.record(node).target):
-                return True
-            for user in self._version.users(node):
-                target = self._version.record(user).target
-                if written_arguments(target) and not is_collective(target):
-                    return True
-                if shared_arguments(target) and user not in seen:
-                    seen.add(user)
-                    queue.append(user)
-        return False
+
+        def target(node: fx.Node) -> Any:
+            return self._version.record(node).target
+
+        def sharers(node: fx.Node) -> list[fx.Node]:
+            return [each for each in self._version.users(node) if shared_arguments(target(each))]
+
+        return any(
+            is_factory_of_uninitialised(target(node))
+            or any(
+                written_arguments(target(user)) and not communicates(target(user))
+                for user in self._version.users(node)
+            )
+            for node in reachable(self._nodes, sharers)
+        )
 
 
 def _is_reduction(provenance: Provenance, node: fx.Node) -> bool:
     record = provenance.version.record(node)
     return (
-        is_collective(record.target)
+        communicates(record.target)
         and record.tag is not None
         and record.tag.role == "reduce"
         and not has_one_rank(record.arguments().get("group_name"))

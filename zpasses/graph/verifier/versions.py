@@ -37,6 +37,11 @@ class NodeRecord(NamedTuple):
         found.update(self.kwargs)
         return found
 
+    def nodes_at(self, names: Sequence[str | int]) -> list[fx.Node]:
+        """The nodes in some arguments of the call."""
+        arguments = self.arguments() if names else {}
+        return nodes_in(tuple(arguments.get(name) for name in names))
+
 
 def _record(node: fx.Node) -> NodeRecord:
     return NodeRecord(
