@@ -24,6 +24,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.graph.nodes import WAIT, value_of
+from zpasses.graph.walks import reachable
 
 aten = torch.ops.aten
 GETITEM = operator.getitem
@@ -156,13 +157,8 @@ def _picks_output(node: fx.Node) -> bool:
 
 def buffer_readers(base: fx.Node) -> Iterator[fx.Node]:
     """Yields the users of a value and of all its aliases."""
-    queue, seen = [base], {base}
-    while queue:
-        for user in queue.pop().users:
-            yield user
-            if user not in seen and is_alias(user):
-                seen.add(user)
-                queue.append(user)
+    for alias in reachable([base], lambda node: filter(is_alias, node.users)):
+        yield from alias.users
 
 
 def is_alias(node: fx.Node) -> bool:

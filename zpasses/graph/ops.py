@@ -185,13 +185,7 @@ def _unshard(
 
 
 def _unshard_fake(
-    shard: Tensor,
-    rows: int,
-    param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    group_name: str,
-    replicate_group: str | None = None,
-    reshard_group: str | None = None,
+    shard: Tensor, rows: int, param_dtype: torch.dtype | None, *rest: object
 ) -> Tensor:
     shape = (rows, *shard.shape[1:]) if shard.dim() else ()
     return shard.new_empty(shape, dtype=param_dtype or shard.dtype)
@@ -233,12 +227,7 @@ def _reduce_grad(
 
 
 def _reduce_grad_fake(
-    grad: Tensor,
-    rows: int,
-    shard_rows: int,
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype | None,
-    group_name: str,
+    grad: Tensor, rows: int, shard_rows: int, dtype: torch.dtype, *rest: object
 ) -> Tensor:
     shape = (shard_rows, *grad.shape[1:]) if grad.dim() else ()
     return grad.new_empty(shape, dtype=dtype)
@@ -355,24 +344,25 @@ def _average_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.zpasses.average_grad(grad, dtype, group_name), None, None
 
 
-_library.impl("unshard", _unshard, "CompositeExplicitAutograd")
-_library.impl("average_grad", _average_grad, "CompositeExplicitAutograd")
-torch.library.register_fake("zpasses::average_grad", _average_grad_fake, lib=_library)
-torch.library.register_autograd(
-    "zpasses::average_grad",
-    _average_grad_backward,
-    setup_context=_average_grad_setup_context,
-    lib=_library,
-)
-_library.impl("reduce_grad", _reduce_grad, "CompositeExplicitAutograd")
-torch.library.register_fake("zpasses::unshard", _unshard_fake, lib=_library)
-torch.library.register_fake("zpasses::reduce_grad", _reduce_grad_fake, lib=_library)
-torch.library.register_autograd(
-    "zpasses::unshard", _unshard_backward, setup_context=_unshard_setup_context, lib=_library
-)
-torch.library.register_autograd(
-    "zpasses::reduce_grad",
-    _reduce_grad_backward,
-    setup_context=_reduce_grad_setup_context,
-    lib=_library,
-)
+for _name, _impl, _fake, _setup_context, _backward in (
+    ("unshard", _unshard, _unshard_fake, _unshard_setup_context, _unshard_backward),
+    (
+        "reduce_grad",
+        _reduce_grad,
+        _reduce_grad_fake,
+        _reduce_grad_setup_context,
+        _reduce_grad_backward,
+    ),
+    (
+        "average_grad",
+        _average_grad,
+        _average_grad_fake,
+        _average_grad_setup_context,
+        _average_grad_backward,
+    ),
+):
+    _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"zpasses::{_name}", _fake, lib=_library)
+    torch.library.register_autograd(
+        f"zpasses::{_name}", _backward, setup_context=_setup_context, lib=_library
+    )
