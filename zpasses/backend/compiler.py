@@ -19,11 +19,10 @@ from zpasses.backend.cache.stored_graph import from_cache
 from zpasses.backend.capture import Capture, capture
 from zpasses.backend.compile import Compile, open_events, report
 from zpasses.backend.compile_steps import compile_captured
-from zpasses.backend.garbage import no_garbage_collection_in_compiles
 from zpasses.backend.tuning import with_tried_options
 from zpasses.cost.target import Target, current_target, use_target
 from zpasses.errors import AgreementError, OptionError
-from zpasses.garbage import no_garbage_collection
+from zpasses.garbage import PausedCollection, no_garbage_collection
 from zpasses.pipeline.bisect import apply_bisect_limits
 from zpasses.pipeline.events import CompileEnded, Events, Problem
 from zpasses.pipeline.options import Options
@@ -37,8 +36,20 @@ from zpasses.sharding.guard import with_plain_inputs
 
 log = logging.getLogger("zpasses")
 
+_paused = PausedCollection()
+
+
+def _collect_no_garbage_in_compiles() -> None:
+    """From now on, no cyclic garbage is collected while torch compiles, with Dynamo's trace.
+
+    It applies to all compiles of this process, because what runs before the backend is called does
+    not know the backend. Further calls do nothing.
+    """
+    compat.call_around_compiles(_paused.start, _paused.end)
+
+
 # torch.compile imports this module before the first trace.
-no_garbage_collection_in_compiles()
+_collect_no_garbage_in_compiles()
 
 
 def zpasses_backend(
@@ -65,7 +76,7 @@ def zpasses_backend(
             f"backend 'zpasses' has no modes (got {mode!r}); set Inductor's options with "
             f"options={{'inductor': {{...}}}}."
         )
-    no_garbage_collection_in_compiles()  # torch._dynamo.reset forgets it
+    _collect_no_garbage_in_compiles()  # torch._dynamo.reset forgets it
     given = Options.parse(options)
     captured = capture(gm, example_inputs)
     _check_accumulation(given, captured)
