@@ -50,7 +50,7 @@ from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.ranks.agree import adopt
-from zpasses.ranks.reduction_groups import reduction_group
+from zpasses.ranks.new_groups import reduction_group
 
 _MIB = float(1 << 20)
 _log = logging.getLogger("zpasses")

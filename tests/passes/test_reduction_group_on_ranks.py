@@ -13,7 +13,7 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.graph.nodes import collectives
 from zpasses.pipeline.events import observe_graphs
-from zpasses.ranks.reduction_groups import reduction_group
+from zpasses.ranks.new_groups import reduction_group
 from zpasses.ranks.vote import vote_timeout
 from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.testing import fake_world, run_in_fresh_ranks, run_on_ranks, world_mesh

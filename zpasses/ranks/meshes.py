@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -19,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zpasses import compat
 from zpasses.errors import AgreementError
-from zpasses.ranks import heartbeat
-from zpasses.ranks.agree import exchange
 from zpasses.ranks.group_names import call_dimension, name_group
 from zpasses.ranks.notes import compare_note, end_conflict, leave_conflict
 from zpasses.ranks.vote import group_state, has_other_ranks
@@ -32,86 +29,6 @@ _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, ...]]] = (
 
 _shard_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """Process group -> calls of `zpasses.shard` for it that were compared."""
-
-
-def consecutive_ranks(mesh: DeviceMesh, size: int) -> str:
-    """Returns the process group of this rank among each `size` consecutive ranks of a mesh.
-
-    All ranks of the mesh must come to each call. They wait for each other as long as the mesh's
-    collectives do, and again as long while they connect at the first call with the same ranks.
-
-    Args:
-        mesh: one-dimensional; `size` divides its size.
-        size: ranks of the group.
-
-    Raises:
-        AgreementError: if another rank has another size, does not come, or ends before the group
-            is made.
-    """
-    whole = mesh.get_group()
-    name = compat.group_name(whole)
-    ranks, limit = compat.group_ranks(name), compat.collective_timeout(whole)
-    world = dist.group.WORLD
-    assert world is not None
-    made = _consecutive.setdefault(world, _Consecutive())
-    answers = exchange(
-        name,
-        "shard(reshard_after_forward=...)",
-        [size, made.tried],
-        limit.total_seconds(),
-        timeout_option="init_process_group(timeout=...)",
-    )
-    _check_sizes(name, ranks, [answer[0] for answer in answers])
-    first = mesh.get_local_rank() // size * size
-    members = tuple(ranks[first : first + size])
-    if members in made.groups:
-        return made.groups[members]
-    label = f"{(mesh.mesh_dim_names or (compat.mesh_dimension(name),))[0] or 'ranks'}_of_{size}"
-    # The store keeps the addresses of a group that was tried before, so no name is used twice.
-    tried = max(answer[1] for answer in answers)
-    made.tried = tried + 1
-    group = f"{name}.{label}.{members[0]}-{tried}"
-    try:
-        compat.make_group(name, group, members, label, limit)
-    except RuntimeError as error:
-        me = compat.global_rank()
-        others = [rank for rank in members if rank != me]
-        raise AgreementError(
-            f"rank {me} could not connect the process group of ranks "
-            f"{', '.join(map(str, members))}, from which shard(reshard_after_forward={size}) "
-            f"gathers again, within {limit.total_seconds():g} s ({type(error).__name__}: "
-            f"{str(error)[:200]}). {heartbeat.describe(others[:8])} Look at the logs of these "
-            "ranks; init_process_group(timeout=...) waits longer."
-        ) from error
-    made.groups[members] = group
-    return group
-
-
-@dataclass
-class _Consecutive:
-    """The groups of consecutive ranks that this rank has made in a world."""
-
-    groups: dict[tuple[int, ...], str] = field(default_factory=dict)
-    """Ranks -> their group."""
-    tried: int = 0
-    """Groups that it has tried to make."""
-
-
-_consecutive: weakref.WeakKeyDictionary[dist.ProcessGroup, _Consecutive] = (
-    weakref.WeakKeyDictionary()
-)
-"""Default process group -> the groups that `consecutive_ranks` made in it."""
-
-
-def _check_sizes(group: str, ranks: Sequence[int], sizes: Sequence[int]) -> None:
-    other = next((at for at, size in enumerate(sizes) if size != sizes[0]), None)
-    if other is not None:
-        raise AgreementError(
-            f"ranks of {name_group(group)} gather again from different numbers of ranks: rank "
-            f"{ranks[0]} called shard(reshard_after_forward={sizes[0]}), but rank {ranks[other]} "
-            f"called shard(reshard_after_forward={sizes[other]}). Give every rank of a mesh the "
-            "same number."
-        )
 
 
 def register_mesh(mesh: DeviceMesh) -> None:
