@@ -166,7 +166,7 @@ def _summary(
     buckets = [
         (mode, members)
         for mode, members in adopted
-        if (members[0].tag.role == "gather") == (what == "gathers")
+        if (members[0].is_gather) == (what == "gathers")
     ]
     modes = ", ".join(dict.fromkeys(mode for mode, _ in buckets)) or "none"
     merged = sum(len(members) for _, members in buckets)

@@ -19,7 +19,6 @@ from torch import fx
 
 from zpasses.cost.collective_moves import MemoryCurve, SchedulableCollective
 from zpasses.cost.memory import gloo_packing_bytes, scratch_bytes
-from zpasses.graph.tags import tag_of
 
 Mode = Literal["single", "coalesced", "flat"]
 
@@ -55,7 +54,7 @@ class PlannedBucket:
 
     @property
     def is_gather(self) -> bool:
-        return self.items[0].tag.role == "gather"
+        return self.items[0].is_gather
 
     @property
     def full_bytes(self) -> int:
@@ -83,8 +82,8 @@ def plan_buckets(
             overlapped this way.
     """
     options = (bucket_key, curve, cap_bytes, plan_for_overlap)
-    gathers = _GatherPlanner([item for item in items if item.tag.role == "gather"], *options)
-    reductions = _ReductionPlanner([item for item in items if item.tag.role == "reduce"], *options)
+    gathers = _GatherPlanner([item for item in items if item.is_gather], *options)
+    reductions = _ReductionPlanner([item for item in items if not item.is_gather], *options)
     if plan_for_overlap:
         gathers.simulate_overlap()
         reductions.simulate_overlap()
@@ -169,7 +168,7 @@ class _GatherPlanner(_BucketPlanner):
                 early, self._starts[number], item.full_bytes + scratch_bytes(item.started)
             )
             self._curve.add(
-                early, max(early, made), _extra_bytes(item) - scratch_bytes(item.started)
+                early, max(early, made), item.prepared_bytes - scratch_bytes(item.started)
             )
             self._starts[number], arrived = early, self._ends[number]
 
@@ -182,7 +181,7 @@ class _GatherPlanner(_BucketPlanner):
             (
                 bucket.start,
                 bucket.end,
-                _extra_bytes(item) + _packing_bytes(bucket, new) - _packing_bytes(bucket, old),
+                item.prepared_bytes + _packing_bytes(bucket, new) - _packing_bytes(bucket, old),
             ),
             # Members are copied out while the next gather is already in flight.
             (
@@ -190,14 +189,14 @@ class _GatherPlanner(_BucketPlanner):
                 bucket.end + 1,
                 _unpacking_bytes(new) - _unpacking_bytes(old) if flat else 0,
             ),
-            (start, end, -_extra_bytes(item)),
+            (start, end, -item.prepared_bytes),
         ]
         arrived = self._buckets[-1].end
         follows = self._plan_for_overlap and number + 1 < len(self._items)
         if follows:  # the next gather starts earlier, because this one has no wait of its own
             following = self._items[number + 1]
             changes.append(
-                (arrived, self._starts[number + 1], following.full_bytes + _extra_bytes(following))
+                (arrived, self._starts[number + 1], following.full_bytes + following.prepared_bytes)
             )
         if not self._try_changes(changes):
             return False
@@ -270,13 +269,6 @@ class _ReductionPlanner(_BucketPlanner):
         return self._allocations.get(node, ())
 
 
-def _extra_bytes(item: SchedulableCollective) -> int:
-    """Memory of a collective besides its full tensor: the prepared input and backend scratch."""
-    return scratch_bytes(item.started) + sum(
-        tag.block_bytes for node in item.inputs if (tag := tag_of(node)) is not None
-    )
-
-
 def _packing_bytes(bucket: PlannedBucket, items: Sequence[SchedulableCollective]) -> int:
     """Memory of the buffers that the members are packed into."""
     return sum(member_packing_bytes(item, bucket.key) for item in items) if len(items) > 1 else 0
@@ -288,7 +280,7 @@ def member_packing_bytes(item: SchedulableCollective, key: BucketKey) -> int:
     The graph packs the members of a flat bucket. gloo packs what it all-reduces, and small tensors.
     """
     if key.mode == "flat":
-        return item.tag.nbytes if item.tag.role == "gather" else item.full_bytes
+        return item.tag.nbytes if item.is_gather else item.full_bytes
     if key.mode == "coalesced" and key.gloo_ranks:
         if "all_reduce" in str(item.started.target):
             return item.full_bytes

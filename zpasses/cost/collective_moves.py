@@ -17,7 +17,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.cost.memory import Liveness, liveness, scratch_bytes
 from zpasses.graph.aliases import is_view
-from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
+from zpasses.graph.nodes import collective_of, is_wait, nbytes, started_by, value_of
 from zpasses.graph.ops import AVERAGE_GRAD
 from zpasses.graph.tags import Tag, tag_of
 from zpasses.option_values import MemoryBudget
@@ -44,6 +44,16 @@ class SchedulableCollective:
     def source(self) -> fx.Node:
         """The input tensor of the collective."""
         return self.started.all_input_nodes[0]
+
+    @property
+    def is_gather(self) -> bool:
+        """Whether it is a gather; else a reduction."""
+        return self.tag.role == "gather"
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Bytes of its prepared input, and of the scratch memory of its backend."""
+        return scratch_bytes(self.started) + sum(map(block_bytes, self.inputs))
 
 
 def movable_gathers(graph: fx.Graph) -> list[SchedulableCollective]:
@@ -169,7 +179,7 @@ def gather_launches(graph: fx.Graph) -> list[Launch]:
         if before is not None and ends is not None:
             held = (
                 nbytes(value_of(node))
-                + sum(_block_bytes(each) for each in before)
+                + sum(block_bytes(each) for each in before)
                 + scratch_bytes(node)
             )
             found.append(Launch(node, before, *ends, (), held))
@@ -194,7 +204,8 @@ def reduction_launches(graph: fx.Graph) -> list[Launch]:
     return found
 
 
-def _block_bytes(node: fx.Node) -> int:
+def block_bytes(node: fx.Node) -> int:
+    """Returns the bytes of a value on a rank with a full block of rows, as its tag says."""
     tag = tag_of(node)
     return tag.block_bytes if tag is not None else 0
 
@@ -286,10 +297,5 @@ def _drops_padding(node: fx.Node) -> bool:
     """
     if node.target is not torch.ops.aten.slice_copy.Tensor or not is_wait(node.all_input_nodes[0]):
         return False
-    collective = collective_of(_collective_node(node.all_input_nodes[0]))
+    collective = collective_of(started_by(node.all_input_nodes[0]))
     return collective is not None and "reduce_scatter" in collective.op
-
-
-def _collective_node(wait: fx.Node) -> fx.Node:
-    started = wait.all_input_nodes[0]
-    return started.all_input_nodes[0] if started.target is operator.getitem else started

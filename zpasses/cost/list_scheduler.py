@@ -21,13 +21,10 @@ from zpasses.cost.clock import Clock
 from zpasses.cost.held_inputs import HeldInputs
 from zpasses.cost.schedule_evaluation import (
     Action,
+    LaunchCost,
     Plan,
-    bucket_duration_us,
-    launch_bytes,
+    launch_cost,
     run_fixed_events,
-    start_work_us,
-    unpacked_bytes,
-    wait_work_us,
 )
 from zpasses.cost.schedule_problem import Job, ScheduleProblem
 
@@ -64,16 +61,6 @@ def list_schedule(problem: ScheduleProblem, limit_bytes: int, policy: Policy) ->
     return _ListScheduler(problem, limit_bytes, policy).run()
 
 
-@dataclass
-class _Reduction:
-    """A launch of reductions that is not awaited yet."""
-
-    launch: int
-    members: list[Job]
-    nbytes: int
-    """What it holds besides the inputs."""
-
-
 class _ListScheduler:
     def __init__(self, problem: ScheduleProblem, limit_bytes: int, policy: Policy) -> None:
         self._problem, self._limit, self._policy = problem, limit_bytes, policy
@@ -97,7 +84,8 @@ class _ListScheduler:
         self._pending_us: float | None = None
         """Their durations one after another; None if they have changed since it was computed."""
         self._held = HeldInputs()
-        self._flying: list[_Reduction] = []
+        self._flying: dict[int, LaunchCost] = {}
+        """Launches of reductions that are not awaited yet."""
         self._slot = 0
         self._beside = any(job.timing.second_group for job in problem.jobs)
         """Whether reductions run on second groups, beside gathers."""
@@ -169,7 +157,7 @@ class _ListScheduler:
         bucket = self._reduction_bucket(ready) if ready else []
         if job is not None:
             lead = self._time_until(job.latest)
-            after = bucket_duration_us(bucket) if bucket else 0.0
+            after = self._cost(bucket).duration_us if bucket else 0.0
             slowed = job.timing.collective_slowdown
             urgent = lead <= self._arrives_us(channel, job.alone_us, 0.0, after) * slowed
             soon = lead <= self._policy.horizon * self._lead_us[job.number]
@@ -252,7 +240,7 @@ class _ListScheduler:
                 moving += job.transfer_us
         patience = self._policy.collect_until
         # Nothing hides what starts in the last part of the graph, so little waits there.
-        hidden = self._work_after(self._slot) > patience * bucket_duration_us(members)
+        hidden = self._work_after(self._slot) > patience * self._cost(members).duration_us
         if moving < enough and hidden:
             return []
         return members
@@ -260,13 +248,9 @@ class _ListScheduler:
     def _finish(self) -> None:
         """Starts and awaits all that is left, at the end of the graph."""
         while self._pending:
-            first = self._pending[0]
-            members = [first]
-            if first.key.mode != "single":
-                members += [job for job in self._pending[1:] if can_share(first, job)]
-            self._start_reductions(members[:_MOST_MEMBERS])
-        while self._flying:
-            self._await(self._flying[0].launch)
+            self._start_reductions(self._forced_bucket())
+        for launch in list(self._flying):
+            self._await(launch)
 
     # --- time -------------------------------------------------------------------------------------
     def _arrives_us(self, channel: int, own: float, more: float, after: float = 0.0) -> float:
@@ -294,7 +278,7 @@ class _ListScheduler:
     # --- memory -----------------------------------------------------------------------------------
     def _held_bytes(self, slot: int) -> int:
         """Bytes that reductions hold during a segment, and that `self._live` does not contain."""
-        return self._held.nbytes(slot) + sum(each.nbytes for each in self._flying)
+        return self._held.nbytes(slot) + sum(cost.held_bytes for cost in self._flying.values())
 
     def _fits(self, first: Job, job: Job, launch: int, live: np.ndarray | None = None) -> bool:
         """Whether a gather can start now, together with others that were found to fit.
@@ -340,7 +324,7 @@ class _ListScheduler:
         ) > self._limit:
             if not self._flying:
                 self._start_reductions(self._forced_bucket())
-            self._await(self._flying[0].launch)
+            self._await(next(iter(self._flying)))
 
     def _forced_bucket(self) -> list[Job]:
         first = self._pending[0]
@@ -351,19 +335,19 @@ class _ListScheduler:
 
     def _await_arrived(self) -> None:
         """Awaits the reductions that have ended."""
-        for each in list(self._flying):
-            if each.launch in self._clock.done_us:
-                self._await(each.launch)
+        for launch in list(self._flying):
+            if launch in self._clock.done_us:
+                self._await(launch)
 
     # --- actions ----------------------------------------------------------------------------------
     def _start_gathers(self, members: list[Job]) -> None:
-        number = self._start(members)
+        number, cost = self._start(members)
         for job in members:
             self._launch_of[job.number] = number
             self._live[self._slot : max(self._slot, job.latest)] += job.ahead_bytes
         wait = min(job.latest for job in members)
-        self._live[self._slot : wait + 1] += launch_bytes(members)
-        self._live[wait : wait + 1] += unpacked_bytes(members)
+        self._live[self._slot : wait + 1] += cost.held_bytes
+        self._live[wait : wait + 1] += cost.unpacked_bytes
 
     def _start_reductions(self, members: list[Job]) -> None:
         taken = set(members)
@@ -372,8 +356,8 @@ class _ListScheduler:
             left = self._pending_on[channel]
             left[:] = [job for job in left if job not in taken]
         self._pending_us = None
-        number = self._start(members)
-        self._flying.append(_Reduction(number, members, launch_bytes(members)))
+        number, cost = self._start(members)
+        self._flying[number] = cost
 
     def _add_pending(self, job: Job) -> None:
         self._pending.append(job)
@@ -381,13 +365,16 @@ class _ListScheduler:
         self._pending_us = None
         self._held.add(job)
 
-    def _start(self, members: list[Job]) -> int:
-        number = len(self._launches)
+    def _start(self, members: list[Job]) -> tuple[int, LaunchCost]:
+        number, cost = len(self._launches), self._cost(members)
         self._launches.append(tuple(job.number for job in members))
         self._actions.append(Action(self._slot, "start", number))
-        self._clock.work(start_work_us(members))
-        self._clock.enqueue(number, bucket_duration_us(members), members[0].timing)
-        return number
+        self._clock.work(cost.start_work_us)
+        self._clock.enqueue(number, cost.duration_us, members[0].timing)
+        return number, cost
+
+    def _cost(self, members: Sequence[Job]) -> LaunchCost:
+        return launch_cost(self._problem, tuple(job.number for job in members))
 
     def _await(self, number: int) -> None:
         if number in self._awaited:
@@ -395,17 +382,14 @@ class _ListScheduler:
         self._awaited.add(number)
         self._actions.append(Action(self._slot, "wait", number))
         self._clock.wait(number)
-        members = [self._problem.jobs[each] for each in self._launches[number]]
-        self._clock.work(wait_work_us(members))
-        for each in self._flying:
-            if each.launch == number:
-                for job in each.members:
-                    self._held.remove(job)
-        self._flying = [each for each in self._flying if each.launch != number]
+        self._clock.work(launch_cost(self._problem, self._launches[number]).wait_work_us)
+        reductions = self._flying.pop(number, None)
+        for job in reductions.members if reductions is not None else ():
+            self._held.remove(job)
 
 
 class _LaunchBytes:
-    """`launch_bytes` and `unpacked_bytes` of a launch that grows."""
+    """`held_bytes` and `unpacked_bytes` of a launch that grows."""
 
     def __init__(self, first: Job) -> None:
         self._flat = first.key.mode == "flat" and first.is_gather

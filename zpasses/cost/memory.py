@@ -26,6 +26,7 @@ from zpasses.graph.nodes import (
     is_wait,
     nbytes,
     saved_inputs,
+    started_by,
     value_of,
 )
 from zpasses.graph.tags import tag_of
@@ -237,9 +238,7 @@ class _Tracker:
             ]
             self._pending[node] = [*needed, scratch]
         elif is_wait(node):
-            started = node.all_input_nodes[0]
-            source = started.all_input_nodes[0] if started.target is operator.getitem else started
-            for buffer in self._pending.get(source, ()):
+            for buffer in self._pending.get(started_by(node), ()):
                 buffer.last = max(buffer.last, index)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from zpasses.cost.schedule_evaluation import launch_bytes
+from zpasses.cost.schedule_evaluation import launch_cost
 from zpasses.cost.schedule_problem import Job, ScheduleProblem
 
 
@@ -22,12 +22,12 @@ class OneAheadPeak:
     """
 
     def __init__(self, problem: ScheduleProblem) -> None:
-        self._live = problem.live_bytes
+        self._problem, self._live = problem, problem.live_bytes
         gathers = [job for job in problem.jobs if job.is_gather]
         self._numbers = np.array([job.number for job in gathers], dtype=np.int64)
         self._latest = _integers(job.latest for job in gathers)
         self._ahead = _integers(job.ahead_bytes for job in gathers)
-        self._launch = _integers(launch_bytes([job]) for job in gathers)
+        self._launch = _integers(self._launch_bytes(job) for job in gathers)
         self._end = problem.end
         reductions = [job for job in problem.jobs if not job.is_gather]
         self._reductions = self._held_by_reductions(reductions)
@@ -73,7 +73,7 @@ class OneAheadPeak:
         changes = np.zeros(len(self._live) + 1, dtype=np.int64)
         for job, after in zip(reductions, [*reductions[1:], None], strict=False):
             wait = after.earliest if after is not None else self._end
-            held = launch_bytes([job])
+            held = self._launch_bytes(job)
             changes[job.earliest] += held
             changes[wait + 1] -= held
             if after is None:
@@ -83,6 +83,9 @@ class OneAheadPeak:
                 changes[job.held_from] += job.full_bytes
                 changes[end] -= job.full_bytes
         return changes
+
+    def _launch_bytes(self, job: Job) -> int:
+        return launch_cost(self._problem, (job.number,)).held_bytes
 
 
 def _integers(values: Iterable[int]) -> np.ndarray:

@@ -6,7 +6,6 @@ is at least that of `zpasses.cost.memory` there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -47,11 +46,6 @@ class Evaluation:
     peak_bytes: int
 
 
-def bucket_duration_us(jobs: Sequence[Job]) -> float:
-    """Duration of one launch of these collectives with nothing running beside it."""
-    return jobs[0].latency_us + sum(job.transfer_us for job in jobs)
-
-
 def evaluate(problem: ScheduleProblem, plan: Plan) -> Evaluation:
     """Returns what a plan costs."""
     clock = _run(problem, plan, 1.0)
@@ -70,11 +64,15 @@ class LaunchCost:
 
     members: tuple[Job, ...]
     start_work_us: float
+    """Duration of the kernels at its start."""
     duration_us: float
+    """Duration with nothing running beside it."""
     wait_work_us: float
+    """Duration of the kernels at its wait."""
     held_bytes: int
     """From its start until its wait, besides the full tensors."""
     unpacked_bytes: int
+    """Bytes of the packed tensors that exist beside the copies out of them at the wait."""
 
 
 def launch_cost(problem: ScheduleProblem, launch: tuple[int, ...]) -> LaunchCost:
@@ -82,13 +80,17 @@ def launch_cost(problem: ScheduleProblem, launch: tuple[int, ...]) -> LaunchCost
     found: LaunchCost | None = problem.launch_costs.get(launch)
     if found is None:
         members = tuple(problem.jobs[number] for number in launch)
+        first, packed = members[0], members if len(members) > 1 else ()
+        flat = first.key.mode == "flat" and first.is_gather
         found = problem.launch_costs[launch] = LaunchCost(
             members,
-            start_work_us(members),
-            bucket_duration_us(members),
-            wait_work_us(members),
-            launch_bytes(members),
-            unpacked_bytes(members),
+            first.timing.issue_us
+            + sum(job.packing_us[0] for job in packed)
+            + sum(job.start_us for job in members),
+            first.latency_us + sum(job.transfer_us for job in members),
+            sum(job.packing_us[1] for job in packed) + sum(job.wait_us for job in members),
+            sum(job.packed_bytes for job in packed) + sum(job.launch_bytes for job in members),
+            sum(job.full_bytes for job in packed) if flat else 0,
         )
     return found
 
@@ -127,30 +129,6 @@ def run_fixed_events(clock: Clock, problem: ScheduleProblem, slot: int, at: int)
             clock.work(timing.issue_us)
             clock.enqueue(event.number, timing.duration_us, timing)
     return at
-
-
-def start_work_us(members: Sequence[Job]) -> float:
-    """Duration of the kernels at the start of a launch."""
-    packing = sum(job.packing_us[0] for job in members) if len(members) > 1 else 0.0
-    return members[0].timing.issue_us + packing + sum(job.start_us for job in members)
-
-
-def wait_work_us(members: Sequence[Job]) -> float:
-    """Duration of the kernels at the wait of a launch."""
-    packing = sum(job.packing_us[1] for job in members) if len(members) > 1 else 0.0
-    return packing + sum(job.wait_us for job in members)
-
-
-def launch_bytes(members: Sequence[Job]) -> int:
-    """Bytes that a launch holds from its start until its wait besides the full tensors."""
-    packed = sum(job.packed_bytes for job in members) if len(members) > 1 else 0
-    return packed + sum(job.launch_bytes for job in members)
-
-
-def unpacked_bytes(members: Sequence[Job]) -> int:
-    """Bytes of the packed tensors that exist beside the copies out of them at the wait."""
-    flat = len(members) > 1 and members[0].key.mode == "flat" and members[0].is_gather
-    return sum(job.full_bytes for job in members) if flat else 0
 
 
 def live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:

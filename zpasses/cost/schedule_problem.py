@@ -25,21 +25,21 @@ from zpasses.cost.collective_moves import (
     movable_gathers,
     movable_reductions,
 )
-from zpasses.cost.memory import reinplaceable_all_reduces, scratch_bytes
+from zpasses.cost.memory import reinplaceable_all_reduces
 from zpasses.cost.roofline import compute_us, copy_us, durations_us
-from zpasses.cost.step_time import collective_timing, groups_of_model, started_by
+from zpasses.cost.step_time import GraphTimings, collective_timing
 from zpasses.cost.target import Target
 from zpasses.graph.aliases import buffer_readers, memory_root, root_output
 from zpasses.graph.nodes import (
-    Collective,
     collective_of,
     is_dialect,
     is_wait,
     nbytes,
+    started_by,
     value_of,
 )
-from zpasses.graph.reduction_groups import is_regroupable, reducing_groups
-from zpasses.graph.tags import is_resident, tag_of
+from zpasses.graph.reduction_groups import reducing_groups
+from zpasses.graph.tags import is_resident
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +214,7 @@ class _Reader:
     ) -> None:
         self._items, self._bucket_key, self._target = items, bucket_key, target
         self._regrouped = reducing_groups(item.started for item in items) if second_group else ()
-        self._of_model = groups_of_model(graph)
+        self._timings = GraphTimings(graph, target, self._regrouped)
         self._curve = MemoryCurve(graph)
         self._index = self._curve.position
         self._in_place = reinplaceable_all_reduces(graph)
@@ -223,14 +223,15 @@ class _Reader:
             self._moving.update((*item.inputs, item.started, item.wait, *item.results))
         self._nodes = tuple(node for node in graph.nodes if node not in self._moving)
         self._kept = [self._index[node] for node in self._nodes]
+        self._kept_array = np.array(self._kept, dtype=np.int64)
 
     def read(self) -> ScheduleProblem:
         first = next(
             (i for i, node in enumerate(self._nodes) if node.op not in ("placeholder", "get_attr")),
             len(self._nodes) - 1,
         )
-        uses = {item: self._first_use(item) for item in self._items if _is_gather(item)}
-        ready = {item: self._ready(item) for item in self._items if not _is_gather(item)}
+        uses = {item: self._first_use(item) for item in self._items if item.is_gather}
+        ready = {item: self._ready(item) for item in self._items if not item.is_gather}
         bounds = {first, len(self._nodes) - 1, *uses.values(), *ready.values()}
         fixed = self._fixed_events()
         bounds.update(at for at, _, _ in fixed)
@@ -269,12 +270,6 @@ class _Reader:
         """Index of the first kept node at or after a node of the graph."""
         return int(np.searchsorted(self._kept_array, index))
 
-    @property
-    def _kept_array(self) -> np.ndarray:
-        if not hasattr(self, "_kept_cache"):
-            self._kept_cache = np.array(self._kept, dtype=np.int64)
-        return self._kept_cache
-
     def _fixed_events(self) -> list[tuple[int, int, CollectiveTiming | None]]:
         found: list[tuple[int, int, CollectiveTiming | None]] = []
         numbers: dict[fx.Node, int] = {}
@@ -285,15 +280,9 @@ class _Reader:
                     found.append((at, numbers[started], None))
             elif (collective := collective_of(node)) is not None and not is_dialect(node):
                 numbers[node] = -1 - len(numbers)
-                timing = self._timing(node, collective)
+                timing = self._timings.of(node, collective)
                 found.append((at, numbers[node], timing))
         return found
-
-    def _timing(self, node: fx.Node, collective: Collective) -> CollectiveTiming:
-        timing = collective_timing(node, collective, self._target)
-        second = collective.group in self._regrouped and is_regroupable(node)
-        second = second or collective.group in self._of_model
-        return replace(timing, second_group=True) if second else timing
 
     def _jobs(
         self,
@@ -304,13 +293,10 @@ class _Reader:
         end = len(slots) - 1
         jobs = []
         for number, (item, at) in enumerate(zip(ordered, places, strict=True)):
-            gather = _is_gather(item)
+            gather = item.is_gather
             collective, key = collective_of(item.started), self._bucket_key(item)
             assert collective is not None
-            timing = self._timing(item.started, collective)
-            inputs = sum(
-                tag.block_bytes for node in item.inputs if (tag := tag_of(node)) is not None
-            )
+            timing = self._timings.of(item.started, collective)
             held = at
             if not gather:
                 last = self._natural_last(item)
@@ -328,7 +314,7 @@ class _Reader:
                         item.started, collective, self._target, full_bytes=0
                     ).duration_us,
                     full_bytes=item.full_bytes,
-                    launch_bytes=inputs + scratch_bytes(item.started) + self._result_bytes(item),
+                    launch_bytes=item.prepared_bytes + self._result_bytes(item),
                     packed_bytes=member_packing_bytes(item, key),
                     held_from=held,
                     start_us=sum(compute_us(node, self._target) for node in item.inputs),
@@ -341,7 +327,7 @@ class _Reader:
 
     def _result_bytes(self, item: SchedulableCollective) -> int:
         """Bytes of a reduction's result that are freed where its last steps have read it."""
-        if _is_gather(item) or not item.results or item.started in self._in_place:
+        if item.is_gather or not item.results or item.started in self._in_place:
             return 0
         return nbytes(value_of(item.started))
 
@@ -399,10 +385,6 @@ def _segments(work: Sequence[float], bounds: set[int], first: int, jobs: int) ->
             slots.append(at)
             since = 0.0
     return slots
-
-
-def _is_gather(item: SchedulableCollective) -> bool:
-    return item.tag.role == "gather"
 
 
 def _packing_us(

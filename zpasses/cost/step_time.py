@@ -4,7 +4,7 @@ The nodes of a graph run in order on one stream, and its collectives beside them
 a node share its links, and collectives between nodes share the network; the two kinds do not delay
 each other. Where a group's ranks are decides this, not its size. Collectives that share links run
 one after another, whatever their group and route, with two exceptions. Those of a second group of
-the same ranks (`zpasses.ranks.reduction_groups`) run beside the others, and so do those of groups
+the same ranks (`zpasses.ranks.new_groups`) run beside the others, and so do those of groups
 that only the model uses, as for tensor parallelism. Two that are in flight on the same links take
 twice as long each. A
 kernel takes its roofline time, and longer while a collective that needs compute units runs beside
@@ -14,8 +14,7 @@ optimizer. It compares forms of one step, and does not predict real durations.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
@@ -38,6 +37,7 @@ from zpasses.graph.nodes import (
     is_wait,
     named_arguments,
     nbytes,
+    started_by,
     value_of,
 )
 from zpasses.graph.reduction_groups import is_regroupable
@@ -92,8 +92,7 @@ class Timeline:
     """
 
     def __init__(self, graph: fx.Graph, target: Target, *, regrouped: Collection[str] = ()) -> None:
-        self._target, self._regrouped = target, regrouped
-        self._of_model = groups_of_model(graph)
+        self._of_graph = GraphTimings(graph, target, regrouped)
         self._events: list[_Event] = []
         self._by_engine: set[fx.Node] = set()
         self._collectives: dict[fx.Node, Collective] = {}
@@ -130,7 +129,8 @@ class Timeline:
         """Returns the timing of a collective, by copy engines or as the graph has it."""
         key = node, by_engine or node in self._by_engine
         if key not in self._timings:
-            self._timings[key] = self._measure(*key)
+            collective = self._collectives[node]
+            self._timings[key] = self._of_graph.of(node, collective, by_engine=key[1])
         return self._timings[key]
 
     def compute_until_wait(self, started: fx.Node) -> float:
@@ -160,15 +160,6 @@ class Timeline:
         elif work:
             self._events.append(_Event(work_us=work))
 
-    def _measure(self, node: fx.Node, by_engine: bool) -> CollectiveTiming:
-        collective = self._collectives[node]
-        ranks = compat.group_ranks(collective.group)
-        parts = _full_bytes(node, collective, len(ranks))
-        timing = _collective_timing(parts, collective, ranks, self._target, by_engine)
-        second = collective.group in self._regrouped and is_regroupable(node)
-        second = second or collective.group in self._of_model
-        return replace(timing, second_group=True) if second else timing
-
 
 def groups_of_model(graph: fx.Graph) -> frozenset[str]:
     """Returns the process groups over which a graph communicates, but not for its parameters.
@@ -186,63 +177,27 @@ def groups_of_model(graph: fx.Graph) -> frozenset[str]:
     return frozenset(others - own) if own else frozenset()
 
 
-def started_by(wait: fx.Node) -> fx.Node:
-    """Returns the node whose result a wait awaits: the collective, unless it awaits an input."""
-    source = wait.all_input_nodes[0]
-    return source.all_input_nodes[0] if source.target is operator.getitem else source
-
-
 def collective_timing(
-    node: fx.Node, collective: Collective, target: Target, full_bytes: int | None = None
+    node: fx.Node,
+    collective: Collective,
+    target: Target,
+    full_bytes: int | None = None,
+    *,
+    by_engine: bool | None = None,
 ) -> CollectiveTiming:
-    """Returns the timing of a collective as the graph has it.
+    """Returns the timing of a collective. It uses the same figures as the pass `sdma`.
 
     Args:
         node: the collective's node.
         collective: `collective_of(node)`, which must be no dialect op.
         target: hardware that the graph runs on.
         full_bytes: bytes of the full tensors, instead of those of the node.
+        by_engine: whether copy engines execute it; None takes it as the graph has it.
     """
-    ranks = compat.group_ranks(collective.group)
-    by_engine = is_copy_engine_collective(collective)
-    parts = _full_bytes(node, collective, len(ranks)) if full_bytes is None else [full_bytes]
-    return _collective_timing(parts, collective, ranks, target, by_engine)
-
-
-def is_copy_engine_collective(collective: Collective) -> bool:
-    """Whether a collective is a copy-engine op. It runs on copy engines if the target has any."""
-    return collective.op.startswith("sdma_")
-
-
-def estimate_collective_us(
-    node: fx.Node, collective: Collective, ranks: Sequence[int], target: Target
-) -> float:
-    """Returns the duration of a collective as the graph has it, with nothing running beside it.
-
-    It uses the same figures as the pass `sdma`.
-
-    Args:
-        node: the collective's node.
-        collective: `collective_of(node)`, which must be no dialect op.
-        ranks: of its group.
-        target: hardware that the graph runs on.
-    """
-    return _collective_timing(
-        _full_bytes(node, collective, len(ranks)),
-        collective,
-        ranks,
-        target,
-        is_copy_engine_collective(collective),
-    ).duration_us
-
-
-def _collective_timing(
-    parts: Sequence[int],
-    collective: Collective,
-    group: Sequence[int],
-    target: Target,
-    by_engine: bool,
-) -> CollectiveTiming:
+    group = compat.group_ranks(collective.group)
+    parts = _full_bytes(node, collective, len(group)) if full_bytes is None else [full_bytes]
+    if by_engine is None:
+        by_engine = is_copy_engine_collective(collective)
     figures = route_figures(target).get(target.routes[0] if by_engine and target.routes else "c10d")
     second = compat.parent_group(collective.group) != collective.group
     ranks, nodes = len(group), nodes_of(group, target)
@@ -264,6 +219,34 @@ def _collective_timing(
         issue_us=target.issue_us,
         second_group=second,
     )
+
+
+def is_copy_engine_collective(collective: Collective) -> bool:
+    """Whether a collective is a copy-engine op. It runs on copy engines if the target has any."""
+    return collective.op.startswith("sdma_")
+
+
+class GraphTimings:
+    """Timings of the collectives of one graph, as `collective_timing` returns them. Reductions that
+    will run on a second group, and collectives of the model, run beside the others.
+
+    Args:
+        graph: the graph.
+        target: hardware that it runs on.
+        regrouped: process groups whose gradient reductions will run on a second group.
+    """
+
+    def __init__(self, graph: fx.Graph, target: Target, regrouped: Collection[str] = ()) -> None:
+        self._target, self._regrouped = target, regrouped
+        self._of_model = groups_of_model(graph)
+
+    def of(
+        self, node: fx.Node, collective: Collective, *, by_engine: bool | None = None
+    ) -> CollectiveTiming:
+        timing = collective_timing(node, collective, self._target, by_engine=by_engine)
+        second = collective.group in self._regrouped and is_regroupable(node)
+        second = second or collective.group in self._of_model
+        return replace(timing, second_group=True) if second else timing
 
 
 def _full_bytes(node: fx.Node, collective: Collective, ranks: int) -> list[int]:

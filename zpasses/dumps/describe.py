@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.cost.memory import Liveness, liveness
 from zpasses.cost.roofline import compute_us, nodes_of, ring_collective_us
-from zpasses.cost.step_time import estimate_collective_us, is_copy_engine_collective
+from zpasses.cost.step_time import collective_timing, is_copy_engine_collective
 from zpasses.cost.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.buffer_kinds import Contents, buffer_contents, output_contents
@@ -289,7 +289,7 @@ class GraphDescriber:
         if communicates is not None and collective is not None:
             ranks = self._describer.group_ranks(communicates.group)
             took = (
-                estimate_collective_us(node, communicates, ranks, target)
+                collective_timing(node, communicates, target).duration_us
                 if target.routes and not is_dialect(node)
                 else ring_collective_us(
                     collective.kind,

@@ -16,7 +16,7 @@ import zpasses
 from tests.cases import some_quick
 from tests.graphs import expect_listing
 from zpasses import compat
-from zpasses.cost.step_time import estimate_collective_us
+from zpasses.cost.step_time import collective_timing
 from zpasses.cost.target import Target
 from zpasses.errors import ShardingError
 from zpasses.graph.nodes import collective_of, collectives
@@ -203,7 +203,7 @@ def test_the_cost_model_takes_the_network_of_fewer_ranks():
             found = capture_graphs(Wide(), (torch.ones(3, 512),), shard=shard, pipeline=SINGLE)
             sums[size] = [
                 sum(
-                    estimate_collective_us(node, each, compat.group_ranks(each.group), target)
+                    collective_timing(node, each, target).duration_us
                     for node, each in collectives(gm.graph)
                     if "gather" in each.op
                 )
