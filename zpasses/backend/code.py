@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import fx
@@ -31,6 +31,7 @@ from zpasses.backend.prefetch import (
 from zpasses.backend.split import inductor_patches
 from zpasses.cost.prefetch import GraphRun
 from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
+from zpasses.graph.nodes import returned_values
 from zpasses.pipeline.events import VariantBuilt
 from zpasses.ranks.agreement import (
     Sequences,
@@ -65,10 +66,9 @@ log = logging.getLogger("zpasses")
 
 def forward_facts(gm: fx.GraphModule, kind: str) -> ForwardFacts:
     """Describes a forward or inference graph after its passes."""
-    values = cast(Sequence[Any], gm.graph.output_node().args[0])
     slots = param_slots(gm.graph)
     ids = gather_ids(gm.graph) if slots else []
-    return ForwardFacts(kind, len(values), slots, ids, call_sequences(gm.graph))
+    return ForwardFacts(kind, len(returned_values(gm.graph)), slots, ids, call_sequences(gm.graph))
 
 
 def backward_facts(
@@ -80,14 +80,13 @@ def backward_facts(
         order: name of a sharded input -> its position among the sharded inputs of the call.
         saved: from `saved_params` of the forward graph.
     """
-    values = cast(Sequence[Any], gm.graph.output_node().args[0])
     left = [name for name in always_reduced(gm.graph) if name in order]
     slots = grad_slots(gm.graph)
     if not all(slot.param in order and slot.reduction for slot in slots):
         slots = []
     sequences = {} if slots else call_sequences(gm.graph)
     read = [name for name in params_read(gm.graph, saved) if name in order]
-    return BackwardFacts(len(values), slots, left, sequences, read)
+    return BackwardFacts(len(returned_values(gm.graph)), slots, left, sequences, read)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +237,7 @@ def _keep_output_strides(
     """The first variant of a forward graph chooses the strides that all return."""
     if template.kind == "backward" or job.decided.output_strides:
         return
-    outputs = cast(Sequence[Any], template.graph().graph.output_node().args[0])
+    outputs = returned_values(template.graph().graph)
     job.decided.output_strides = tuple(strides[: len(outputs)])
     if job.artifacts is not None:
         job.artifacts.entry.output_strides = job.decided.output_strides

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import fx
 
@@ -22,6 +22,7 @@ from zpasses.backend.compile import Codegen, Compile, Compiled
 from zpasses.backend.levels import run_level
 from zpasses.backend.split import inductor_patches, partition_joint
 from zpasses.garbage import no_garbage_collection
+from zpasses.graph.nodes import returned_values
 from zpasses.graph.regathers import remove_regathers
 from zpasses.pipeline.passes import Level
 from zpasses.runtime.codegen import boxed, eager_codegen
@@ -102,7 +103,7 @@ def _forward(
         gm.recompile()
     run_level(job, gm, Level.FORWARD, kind)
     agree(job, gm, kind)
-    values = cast(Sequence[Any], gm.graph.output_node().args[0])
+    values = returned_values(gm.graph)
     unmark_returned(gm.graph, compat.user_outputs(values))
     if any(map(compat.is_subgraph_call, gm.graph.nodes)):
         # Inductor would let subgraphs overwrite inputs, by the positions of the outer graph's

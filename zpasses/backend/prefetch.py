@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -15,7 +14,7 @@ from zpasses.cost.step_time import step_time
 from zpasses.cost.target import Target
 from zpasses.errors import MemoryBudgetError
 from zpasses.graph.hoisting import HoistedGraph, ReductionPart
-from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
+from zpasses.graph.nodes import collective_of, is_wait, nbytes, returned_values, value_of
 from zpasses.option_values import parse_budget
 from zpasses.pipeline.events import runtime_note
 from zpasses.ranks.agree import exchange
@@ -102,9 +101,10 @@ def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
         reduce_us = _reduce_us(hoisted.reductions, target)
         sent = hoisted.reductions.start.graph.find_nodes(op="placeholder")
         reduced_bytes = nbytes([value_of(node) for node in sent])
-    returned: Sequence[Any] = body.output_node().args[0]  # type: ignore[assignment]
     saved = {
-        node: None for node in returned if isinstance(node, fx.Node) and node.op != "placeholder"
+        node: None
+        for node in returned_values(body)
+        if isinstance(node, fx.Node) and node.op != "placeholder"
     }
     live, compute_us = liveness(body), step_time(parts, target).total_us
     turn_us, turn_peak, peak = None, 0, live.peak_bytes

@@ -56,9 +56,20 @@ def nbytes(value: object) -> int:
     return count * value.element_size()
 
 
+def numel(value: object) -> int:
+    """Returns the elements of a fake tensor; 0 for anything else."""
+    return nbytes(value) // value.element_size() if isinstance(value, Tensor) else 0
+
+
 def is_wait(node: fx.Node) -> bool:
     """Whether a node is a `wait_tensor` call."""
     return node.op == "call_function" and node.target is WAIT
+
+
+def started_by(wait: fx.Node) -> fx.Node:
+    """Returns the node whose result a wait awaits: the collective, unless it awaits an input."""
+    source = wait.all_input_nodes[0]
+    return source.all_input_nodes[0] if source.target is operator.getitem else source
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,7 @@ class Collective:
 
 def collective_of(node: fx.Node) -> Collective | None:
     """Describes what a node communicates; None if the node does not communicate."""
-    if node.op != "call_function" or not _takes_group(node.target):
+    if node.op != "call_function" or not communicates(node.target):
         return None
     target: Any = node.target
     arguments = named_arguments(node, target)
@@ -112,8 +123,8 @@ def collective_of(node: fx.Node) -> Collective | None:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _takes_group(target: object) -> bool:
-    """Whether calls of a target communicate, if they name a process group."""
+def communicates(target: object) -> bool:
+    """Whether a call starts a functional collective or one of zpasses, or is of the dialect."""
     return (
         isinstance(target, compat.OpOverload)
         and target.namespace in _NAMESPACES
@@ -190,11 +201,22 @@ def saved_inputs(
     }
 
 
-def append_placeholder(graph: fx.Graph, name: str) -> fx.Node:
-    """Adds an input after the graph's last input. The caller sets its value and its tag."""
+def append_placeholder(graph: fx.Graph, name: str, like: fx.Node | None = None) -> fx.Node:
+    """Adds an input after the graph's last input, with the value of a node if there is one. The
+    caller sets its tag.
+    """
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
-        return graph.placeholder(name)
+        node = graph.placeholder(name)
+    if like is not None:
+        node.meta = {key: like.meta[key] for key in ("val", "tensor_meta") if key in like.meta}
+    return node
+
+
+def returned_values(graph: fx.Graph) -> list[Any]:
+    """Returns what a graph returns: nodes, and constants such as None."""
+    values: Any = graph.output_node().args[0]
+    return list(values) if isinstance(values, (list, tuple)) else [values]
 
 
 def is_dialect(node: fx.Node) -> bool:

@@ -113,6 +113,12 @@ def tag_of(node: fx.Node) -> Tag | None:
     return tag if isinstance(tag, Tag) else None
 
 
+def params_of(node: fx.Node) -> tuple[str, ...]:
+    """Returns the parameters that a node works for, as its tag says; () without a tag."""
+    tag = tag_of(node)
+    return tag.params if tag is not None else ()
+
+
 def add_tag(node: fx.Node, tag: Tag) -> None:
     """Sets the tag of a node, replacing any earlier tag."""
     node.meta[_KEY] = tag

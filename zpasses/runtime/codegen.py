@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost.memory import reinplaceable_all_reduces
-from zpasses.graph.nodes import value_of
+from zpasses.graph.nodes import returned_values, value_of
 
 
 def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -63,8 +63,7 @@ def _static_outputs(graph: fx.Graph) -> list[int | Tensor | None] | None:
     """
     position = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     found: list[int | Tensor | None] = []
-    returned = graph.output_node().args[0]
-    for item in returned if isinstance(returned, (list, tuple)) else [returned]:
+    for item in returned_values(graph):
         if item is None:
             found.append(None)
             continue
