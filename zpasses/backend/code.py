@@ -59,7 +59,7 @@ from zpasses.runtime.forward_variants import (
 from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import always_reduced, grad_slots, returned_gradients
 from zpasses.runtime.hoisted import HoistedCode, Surroundings
-from zpasses.runtime.profiling import TraceNames, with_part_range, with_profiler_range
+from zpasses.runtime.profiling import collective_names, with_part_range, with_profiler_range
 from zpasses.runtime.run_checks import limited_run, with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering
 
@@ -282,7 +282,7 @@ class GraphCompiler:
                 body = replace_gloo_collectives(hoisted.body)
                 code = template.codegen(body, [*inputs, *hoisted.extra_inputs])
         self._keep_output_strides(template, strides)
-        names = TraceNames.of(gm.graph, whole.graph)
+        names = collective_names(gm.graph)
         if self._artifacts is not None:
             self._artifacts.add_code(template.kind, variant, code, events, names, sequences)
         return self._checked(code, events, names, template.kind, hoisted)
@@ -328,7 +328,7 @@ class GraphCompiler:
         if self._options.prefetch:
             gm, _ = _built(template, variant, self.output_strides)
             hoisted = self._hoist(gm, kind)
-        return self._checked(code, events, stored.names, kind, hoisted)
+        return self._checked(code, events, stored.collectives, kind, hoisted)
 
     def _hoist(self, gm: fx.GraphModule, kind: str) -> HoistedGraph | None:
         """Returns the parts of a graph whose collectives may leave it."""
@@ -345,7 +345,7 @@ class GraphCompiler:
         self,
         code: Compiled,
         events: Mapping[str, RunEvent],
-        names: TraceNames,
+        names: Sequence[str],
         kind: str,
         hoisted: HoistedGraph | None = None,
     ) -> Compiled:
@@ -376,10 +376,7 @@ class GraphCompiler:
             )
             digests = " ".join([kind, *(event.digest for event in events.values())])
             code = boxed(HoistedCode(hoisted, code, digests, cost, surroundings))
-        body = None
-        if hoisted is not None:
-            graph = hoisted.body
-            body = TraceNames.of(graph.graph, replace_gloo_collectives(graph).graph)
+        body = None if hoisted is None else collective_names(hoisted.body.graph)
         code = with_profiler_range(code, names, self._name, kind, body=body)
         if not self._options.agreement:
             return with_vote_limit(code, events, timeout_s)
@@ -388,11 +385,10 @@ class GraphCompiler:
             code, events, name, timeout_s, every_run=every_run, report=self._report
         )
 
-    def _part(self, gm: fx.GraphModule, names: TraceNames, kind: str) -> Compiled:
+    def _part(self, gm: fx.GraphModule, names: Sequence[str], kind: str) -> Compiled:
         """Returns code of gathers before a graph, or of reductions after it."""
-        runnable = replace_gloo_collectives(gm)
-        part = TraceNames.of(gm.graph, runnable.graph)
-        return with_part_range(eager_codegen(runnable, ()), names, part, self._name, kind)
+        code = eager_codegen(replace_gloo_collectives(gm), ())
+        return with_part_range(code, names, collective_names(gm.graph), self._name, kind)
 
     def _plan_prefetch(self, runs: Sequence[GraphRun], groups: Sequence[str]) -> int:
         options = self._options
