@@ -19,7 +19,6 @@ may run: `placeholder_source`, `is_to_local`, and `zpasses/sdma/ops.py` for oper
 | FX graphs, operators, pytrees | `fx_graph.py` |
 | Inductor | `inductor.py` |
 | optimizers | `optim.py` |
-| subgraphs that are called several times | `regions.py` |
 """
 
 from zpasses.compat.aot import *
@@ -34,4 +33,3 @@ from zpasses.compat.fx_graph import *
 from zpasses.compat.inductor import *
 from zpasses.compat.optim import *
 from zpasses.compat.pipelining import *
-from zpasses.compat.regions import *

@@ -1,7 +1,7 @@
 """Duration and peak memory of a planned schedule, without building its graph.
 
-Durations are those of `zpasses.cost.step_time.Timeline` on the graph that the plan leads to. Memory
-is at least that of `zpasses.cost.memory` there.
+Durations are those of `Timeline` (`zpasses.cost.step_time`) on the graph that the plan leads to.
+Memory is at least that of `zpasses.cost.memory` there.
 """
 
 from __future__ import annotations
