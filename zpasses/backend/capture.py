@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
+from zpasses.graph.aliases import elements_of
 from zpasses.graph.groups import mesh_dimensions
 from zpasses.graph.nodes import collective_of, is_dialect, nbytes, value_of
 from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD
@@ -408,7 +409,7 @@ def tag_joint(graph: fx.Graph, shards: dict[int, str]) -> None:
     inputs = _described_inputs(graph)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is UNSHARD:
-            shard = _through_views(node.args[0])
+            shard = elements_of(node.all_input_nodes[0])
             name = shards.get(inputs.get(shard, -1))
             known = tag_of(node)
             params = (name,) if name else known.params if known else (node.name,)
@@ -440,15 +441,6 @@ def _described_gradients(graph: fx.Graph) -> Iterator[tuple[int, fx.Node]]:
         index = compat.aot_gradient_index(desc)
         if isinstance(node, fx.Node) and index is not None:
             yield index, node
-
-
-def _through_views(node: Any) -> Any:
-    while node.op == "call_function" and node.target in _VIEWS:
-        node = node.args[0]
-    return node
-
-
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
 def _tag_reductions(node: fx.Node, name: str) -> None:

@@ -16,6 +16,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.cost.memory import Liveness, liveness, scratch_bytes
+from zpasses.graph.aliases import is_view
 from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
 from zpasses.graph.ops import AVERAGE_GRAD
 from zpasses.graph.tags import Tag, tag_of
@@ -220,10 +221,7 @@ def _input_chain(started: fx.Node) -> tuple[fx.Node, ...] | None:
         if node.op == "placeholder" or node in found:
             continue
         tag = tag_of(node)
-        view = isinstance(node.target, compat.OpOverload) and (
-            node.target.is_view or node.target is torch.ops.aten.reshape.default
-        )
-        if not view and (tag is None or tag.role != "gather_input"):
+        if not is_view(node) and (tag is None or tag.role != "gather_input"):
             return None
         found.add(node)
         queue += node.all_input_nodes

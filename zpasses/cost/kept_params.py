@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from zpasses.cost.memory import buffer_readers, memory_base
 from zpasses.cost.one_ahead import OneAheadPeak
 from zpasses.cost.roofline import compute_us
 from zpasses.cost.schedule_evaluation import Plan, live_bytes, one_ahead_plan
 from zpasses.cost.schedule_planner import plan_schedule
 from zpasses.cost.schedule_problem import Job, ScheduleProblem
 from zpasses.cost.target import current_target
+from zpasses.graph.aliases import buffer_readers, memory_base
 from zpasses.graph.nodes import nbytes, value_of
 from zpasses.graph.tags import full_param, tag_of
 

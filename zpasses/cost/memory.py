@@ -9,10 +9,9 @@ not counted: all figures are bytes above the state before the call.
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.graph.aliases import buffer_readers, is_alias, memory_base
 from zpasses.graph.nodes import (
     Collective,
     collective_of,
@@ -34,28 +34,16 @@ __all__ = [
     "NOTABLE_BYTES",
     "Buffer",
     "Liveness",
-    "buffer_readers",
     "gloo_packing_bytes",
     "gloo_packs",
     "liveness",
-    "memory_base",
-    "memory_root",
     "reinplaceable_all_reduces",
-    "root_output",
     "scratch_bytes",
     "subgraph_bytes",
 ]
 
-aten = torch.ops.aten
-
 NOTABLE_BYTES = 1 << 20
 """The least excess over a memory budget that is worth a warning."""
-
-_ALIASES = {
-    aten._unsafe_view.default,
-    aten.lift_fresh_copy.default,
-    torch.ops._c10d_functional.wait_tensor.default,
-}
 
 
 @dataclass(eq=False)
@@ -167,53 +155,6 @@ _ALL_REDUCES = (
 )
 
 
-def memory_base(node: fx.Node) -> fx.Node:
-    """Returns the node that allocates the memory of this node's value."""
-    while _is_alias(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def memory_root(node: fx.Node) -> fx.Node:
-    """Like `memory_base`, but returns the `getitem` that picks one of several outputs of a call."""
-    while _is_alias(node) and not _picks_output(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def root_output(root: fx.Node) -> tuple[fx.Node, int]:
-    """Returns the call that allocates the memory of a `memory_root`, and which of its outputs that
-    is, as `Buffer.node` and `Buffer.output` name them.
-    """
-    if not _picks_output(root):
-        return root, 0
-    at: Any = root.args[1]
-    return root.all_input_nodes[0], at
-
-
-def _picks_output(node: fx.Node) -> bool:
-    if node.target is not operator.getitem or not isinstance(node.args[1], int):
-        return False
-    source = node.all_input_nodes[0]
-    value = value_of(source)
-    return isinstance(value, (list, tuple)) and len(value) > 1 and not _is_alias(source)
-
-
-def buffer_readers(base: fx.Node) -> Iterator[fx.Node]:
-    """Yields the users of a value and of all its aliases."""
-    queue, seen = [base], {base}
-    while queue:
-        for user in queue.pop().users:
-            yield user
-            if user not in seen and _is_alias(user):
-                seen.add(user)
-                queue.append(user)
-
-
-def _is_alias(node: fx.Node) -> bool:
-    return node.op == "call_function" and _returns_alias(node.target) and bool(node.all_input_nodes)
-
-
 class _Tracker:
     """Computes buffers and their lifetimes, through views, collectives and waits."""
 
@@ -274,7 +215,7 @@ class _Tracker:
             return [whole[at]] if isinstance(at, int) and len(whole) > 1 else whole[:1]
         if node in self._reinplaceable:
             return [self._memory_of[item][0] for item in inputs]
-        if _is_alias(node) or self._is_view(node):
+        if is_alias(node) or self._is_view(node):
             return self._memory_of.get(inputs[0], [None])[:1]
         return None
 
@@ -328,17 +269,6 @@ def subgraph_bytes(node: fx.Node) -> int:
         peak, returned = liveness(body.graph).peak_bytes, nbytes(value_of(node))
         _subgraph_bytes[body] = max(0, peak - returned)
     return _subgraph_bytes[body]
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _returns_alias(call: Any) -> bool:
-    """Whether a call returns a part or a view of an argument, or an argument that it writes to."""
-    if call is operator.getitem or call in _ALIASES:
-        return True
-    if not isinstance(call, compat.OpOverload):
-        return False
-    returned = [each.alias_info for each in call._schema.returns]
-    return call.is_view or (len(returned) == 1 and returned[0] is not None)
 
 
 GLOO_PACKED_BYTES = 64 << 10

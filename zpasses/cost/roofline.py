@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.cost.routes import MAX_CHUNK_BYTES, RouteFigures
 from zpasses.cost.target import Target
+from zpasses.graph.aliases import is_view
 from zpasses.graph.nodes import collective_of, nbytes, value_of
 
 __all__ = [
@@ -147,7 +148,7 @@ def compute_us(node: fx.Node, target: Target) -> float:
     if (
         node.op != "call_function"
         or not isinstance(call, compat.OpOverload)
-        or call.is_view
+        or is_view(node)
         or collective_of(node) is not None
     ):
         return 0.0

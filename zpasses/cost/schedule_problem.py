@@ -25,16 +25,11 @@ from zpasses.cost.collective_moves import (
     movable_gathers,
     movable_reductions,
 )
-from zpasses.cost.memory import (
-    buffer_readers,
-    memory_root,
-    reinplaceable_all_reduces,
-    root_output,
-    scratch_bytes,
-)
+from zpasses.cost.memory import reinplaceable_all_reduces, scratch_bytes
 from zpasses.cost.roofline import compute_us, copy_us, durations_us
 from zpasses.cost.step_time import collective_timing, groups_of_model, started_by
 from zpasses.cost.target import Target
+from zpasses.graph.aliases import buffer_readers, memory_root, root_output
 from zpasses.graph.nodes import (
     Collective,
     collective_of,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, fx
 
-from zpasses import compat
-from zpasses.cost.memory import Buffer, memory_base
+from zpasses.cost.memory import Buffer
+from zpasses.graph.aliases import UNSAFE_VIEWS, memory_base, view_base
 from zpasses.graph.nodes import value_of
 from zpasses.graph.tags import GATHER_ROLES, REDUCE_ROLES, SOURCE_ROLES, Tag, tag_of
 
@@ -73,9 +72,7 @@ def _gradients(nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
         if tag is None or tag.role not in ("reduce_input", "reduce", "flat"):
             continue
         for place, item in enumerate(node.all_input_nodes):
-            source = item
-            while source.op == "call_function" and _is_view(source) and source.all_input_nodes:
-                source = source.all_input_nodes[0]
+            source = view_base(item, UNSAFE_VIEWS)
             if tag_of(source) is None and source.op == "call_function":
                 found.setdefault(source, _params_of_input(node, place, tag))
     return found
@@ -93,12 +90,6 @@ def _params_of_input(node: fx.Node, place: int, tag: Tag) -> tuple[str, ...]:
     matches = isinstance(value, (list, tuple)) and len(value) == inputs
     params = _params_of_output(node, place, tag) if matches else ()
     return params if len(params) < len(tag.params) else ()
-
-
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, compat.OpOverload) and (
-        node.target.is_view or node.target is torch.ops.aten._unsafe_view.default
-    )
 
 
 def _contents(

@@ -17,6 +17,7 @@ from zpasses.graph.ops import DIALECT, UNSHARD
 from zpasses.graph.tags import Tag, drop_tag, tag_of
 
 __all__ = [
+    "WAIT",
     "Collective",
     "Editor",
     "append_placeholder",
@@ -36,7 +37,7 @@ __all__ = [
     "value_of",
 ]
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+WAIT: compat.OpOverload = torch.ops._c10d_functional.wait_tensor.default
 _NAMESPACES = ("_c10d_functional", "zpasses")
 
 
@@ -78,7 +79,7 @@ def nbytes(value: object) -> int:
 
 def is_wait(node: fx.Node) -> bool:
     """Whether a node is a `wait_tensor` call."""
-    return node.op == "call_function" and node.target is _WAIT
+    return node.op == "call_function" and node.target is WAIT
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def _takes_group(target: object) -> bool:
     return (
         isinstance(target, compat.OpOverload)
         and target.namespace in _NAMESPACES
-        and target is not _WAIT
+        and target is not WAIT
         and any(argument.name == "group_name" for argument in target._schema.arguments)
     )
 

@@ -17,25 +17,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from zpasses.graph.aliases import CASTS_AND_PADDING, COPIES, WHOLE_VIEWS
 from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
 from zpasses.graph.tags import Tag, add_tag, is_of_model, tag_of
 
 __all__ = ["tag_foreign_gathers", "tag_foreign_reductions"]
 
 aten = torch.ops.aten
-_TRANSPARENT = {
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.constant_pad_nd.default,
-    aten.view.default,
-    aten.reshape.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.slice.Tensor,
-    torch.ops.prims.convert_element_type.default,
-}
-
-
+_TRANSPARENT = COPIES | WHOLE_VIEWS | {aten.reshape.default, aten.slice.Tensor}
 _SCALING = {aten.div.Tensor, aten.mul.Tensor, aten.div.Scalar, aten.mul.Scalar}
 
 
@@ -148,14 +137,7 @@ def _chain_before(reduction: fx.Node) -> list[fx.Node]:
     """Returns the casts and the padding that prepare a gradient for its reduction."""
     steps: list[fx.Node] = []
     node = reduction.all_input_nodes[0]
-    while node.target in _CASTS_AND_PADDING and len(node.users) == 1:
+    while node.target in CASTS_AND_PADDING and len(node.users) == 1:
         steps.append(node)
         node = node.all_input_nodes[0]
     return steps
-
-
-_CASTS_AND_PADDING = {
-    aten._to_copy.default,
-    aten.constant_pad_nd.default,
-    torch.ops.prims.convert_element_type.default,
-}

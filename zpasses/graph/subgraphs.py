@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
+from zpasses.graph.aliases import is_view
 from zpasses.graph.nodes import value_of
 
 __all__ = ["read_subgraph_inputs_directly"]
@@ -67,7 +68,7 @@ def _views_of_input(node: Any) -> list[fx.Node]:
     """The nodes from an input of a subgraph to a view of it; empty for other values."""
     chain = [node]
     while isinstance(node, fx.Node) and node.op == "call_function":
-        if not getattr(node.target, "is_view", False) or len(node.all_input_nodes) != 1:
+        if not is_view(node) or len(node.all_input_nodes) != 1:
             return []
         node = node.all_input_nodes[0]
         chain.append(node)

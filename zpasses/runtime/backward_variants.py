@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from zpasses import compat
+from zpasses.graph.aliases import CLONES, view_base
 from zpasses.graph.nodes import Editor, append_placeholder, erase_dead, value_of
 from zpasses.graph.ops import REDUCE_GRAD
 from zpasses.runtime.grad_slots import (
@@ -189,26 +190,13 @@ def _owns_memory(node: fx.Node, returned: Sequence[fx.Node]) -> bool:
     """Whether a value has storage of its own: this graph computes the value that it is a view of,
     that value has no further elements, and it is not returned otherwise.
     """
-    base = _base(node)
+    base = view_base(node)
     if base.op == "placeholder" or value_of(base).numel() != value_of(node).numel():
         return False
     made = (
         isinstance(base.target, compat.OpOverload)
         and base.target.namespace == "aten"
-        and not _may_alias(base.target)
+        and not base.target._schema.is_mutable
+        and base.target not in CLONES
     )
-    return made and all(_base(other) is not base for other in returned)
-
-
-def _base(node: fx.Node) -> fx.Node:
-    while isinstance(node.target, compat.OpOverload) and node.target.is_view:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _may_alias(target: compat.OpOverload) -> bool:
-    return target._schema.is_mutable or target in (
-        aten.reshape.default,
-        aten.contiguous.default,
-        aten.clone.default,
-    )
+    return made and all(view_base(other) is not base for other in returned)

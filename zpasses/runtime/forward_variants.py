@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.graph.aliases import CLONES, is_view, view_base
 from zpasses.graph.nodes import append_placeholder, collective_of, erase_dead, value_of
 from zpasses.graph.tags import retag, tag_of, tagged
 
@@ -78,8 +79,9 @@ def _gather_of(full: fx.Node) -> fx.Node:
 
 def is_cached_param(graph: fx.Graph) -> Callable[[fx.Node], bool]:
     """Return a predicate: whether a node of the graph is a cached parameter or a view of one."""
-    memory = {_base(node) for nodes in _nodes_by_slot(graph).values() for node in nodes}
-    return lambda node: _base(node) in memory
+    # Inductor may remove a clone, and then it is the parameter.
+    memory = {view_base(node, CLONES) for nodes in _nodes_by_slot(graph).values() for node in nodes}
+    return lambda node: view_base(node, CLONES) in memory
 
 
 def saved_params(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
@@ -97,8 +99,7 @@ def saved_params(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
             if tag is not None and tag.role in ("shard", "gathered", "full"):
                 found[node.name] = tag.params
                 break
-            view = isinstance(source.target, compat.OpOverload) and source.target.is_view
-            source = source.all_input_nodes[0] if view else None
+            source = source.all_input_nodes[0] if is_view(source) else None
     return found
 
 
@@ -120,19 +121,10 @@ def unmark_returned(graph: fx.Graph, returned: Iterable[object]) -> None:
     Args:
         returned: output nodes of the graph that reach the caller.
     """
-    memory = {_base(node) for node in returned if isinstance(node, fx.Node)}
+    memory = {view_base(node, CLONES) for node in returned if isinstance(node, fx.Node)}
     for node, tag in list(tagged(graph, "full")):
-        if tag.cached and _base(node) in memory:
+        if tag.cached and view_base(node, CLONES) in memory:
             retag(node, cached=False)
-
-
-def _base(node: fx.Node) -> fx.Node:
-    # A clone counts as a view, because Inductor may remove it.
-    while isinstance(node.target, compat.OpOverload) and (
-        node.target.is_view or node.target is torch.ops.aten.clone.default
-    ):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _nodes_by_slot(graph: fx.Graph) -> dict[ParamSlot, list[fx.Node]]:

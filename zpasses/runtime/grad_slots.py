@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.graph.aliases import is_view
 from zpasses.graph.nodes import value_of
 from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD
 from zpasses.graph.tags import REDUCE_ROLES, Reduction, Tag, retag, tag_of
@@ -251,7 +252,7 @@ def _skip_packing_views(
     while (
         reduction is not None
         and reduction.rows
-        and _is_view(node)
+        and _is_part(node)
         and _rows(node) != reduction.rows
     ):
         node, reader = node.all_input_nodes[0], GradReader(node)
@@ -270,17 +271,11 @@ def _in_reduction(node: fx.Node, param: str) -> bool:
     tag = tag_of(node)
     if tag is not None:
         return tag.role in REDUCE_ROLES and param in tag.params
-    return _is_view(node) and _in_reduction(node.all_input_nodes[0], param)
+    return _is_part(node) and _in_reduction(node.all_input_nodes[0], param)
 
 
-def _is_view(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
-        return True
-    return (
-        isinstance(node.target, compat.OpOverload)
-        and node.target.is_view
-        and len(node.all_input_nodes) == 1
-    )
+def _is_part(node: fx.Node) -> bool:
+    return node.target is operator.getitem or (is_view(node) and len(node.all_input_nodes) == 1)
 
 
 def _grad_inputs(node: fx.Node, param: str) -> list[tuple[fx.Node, GradReader]]:

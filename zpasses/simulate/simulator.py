@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 
 from zpasses import compat
 from zpasses.errors import ZpassesError
+from zpasses.graph.aliases import written_arguments
 from zpasses.graph.nodes import Collective, named_arguments
 from zpasses.graph.ops import DIALECT, is_local_call
 from zpasses.simulate.semantics import SEMANTICS, Semantics
@@ -568,12 +569,8 @@ def _accesses(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[Any], list[An
     named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(
         kwargs
     )
-    mutable = [
-        argument.name
-        for argument in schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return read, compat.pytree.tree_leaves([named.get(name) for name in mutable])
+    written = written_arguments(_overload(node))
+    return read, compat.pytree.tree_leaves([named.get(name) for name in written])
 
 
 def _overlap(a: Any, b: Any) -> bool:

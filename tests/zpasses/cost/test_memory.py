@@ -13,11 +13,10 @@ from tests.graphs import Param, joint, rewritten
 from zpasses import compat
 from zpasses.cost.memory import (
     liveness,
-    memory_root,
     reinplaceable_all_reduces,
-    root_output,
     scratch_bytes,
 )
+from zpasses.graph.aliases import memory_root, root_output
 from zpasses.graph.nodes import collective_of, is_wait, saved_inputs
 from zpasses.graph.tags import Tag, add_tag
 from zpasses.passes import CacheParams, GatherParams, ReduceGrads

@@ -11,14 +11,9 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.errors import PassError
+from zpasses.graph.aliases import GETITEM, WAIT, written_arguments
 from zpasses.graph.ops import DIALECT
-from zpasses.graph.verifier.operators import (
-    GETITEM,
-    REDUCE_OPS,
-    WAIT,
-    is_collective,
-    written_arguments,
-)
+from zpasses.graph.verifier.operators import REDUCE_OPS, is_collective
 from zpasses.graph.verifier.versions import CurrentGraph, GraphVersion, PreviousGraph
 
 __all__ = ["check_collectives"]

@@ -13,17 +13,14 @@ from typing import Any
 from torch import Tensor, fx
 
 from zpasses.errors import PassError
+from zpasses.graph.aliases import GETITEM, WAIT, shared_arguments, written_arguments
 from zpasses.graph.nodes import nbytes
-from zpasses.graph.verifier.aliases import Aliases, Root
+from zpasses.graph.verifier.allocations import Aliases, Root
 from zpasses.graph.verifier.operators import (
-    GETITEM,
-    WAIT,
     is_collective,
     is_factory_of_uninitialised,
     is_launch,
     is_link,
-    shared_arguments,
-    written_arguments,
 )
 from zpasses.graph.verifier.order import may_race, races_in
 from zpasses.graph.verifier.versions import (

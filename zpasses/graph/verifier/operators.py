@@ -1,22 +1,20 @@
-"""What the verifier knows about an operator: which arguments a call writes, which its result shares
-memory with, whether it communicates, and whether it only passes values on.
+"""What the verifier knows about an operator: whether it communicates, and whether it only passes
+values on. `zpasses.graph.aliases` says which arguments a call writes or returns.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any, Literal
 
 import torch
 
 from zpasses import compat
+from zpasses.graph.aliases import COPIES, GETITEM, WAIT, shared_arguments
 from zpasses.graph.ops import DIALECT
 
 __all__ = [
-    "GETITEM",
     "REDUCE_OPS",
-    "WAIT",
     "Kind",
     "awaits_each_output",
     "is_collective",
@@ -24,31 +22,21 @@ __all__ = [
     "is_launch",
     "is_link",
     "keeps_arguments",
-    "shared_arguments",
-    "written_arguments",
 ]
 
 aten = torch.ops.aten
-WAIT: compat.OpOverload = torch.ops._c10d_functional.wait_tensor.default
-GETITEM = operator.getitem
 
 Kind = Literal["gather", "reduce"]
 
 REDUCE_OPS = frozenset({"sum", "avg", "product", "min", "max", "band", "bor", "bxor"})
 """The reduce ops that the functional collectives know."""
 
-_LINKS = {
+_LINKS = COPIES | {
     GETITEM,
-    WAIT,
-    aten._to_copy.default,
-    aten._unsafe_view.default,
     aten.cat.default,
-    aten.clone.default,
-    aten.constant_pad_nd.default,
     aten.contiguous.default,
     aten.slice_copy.Tensor,
     aten.stack.default,
-    torch.ops.prims.convert_element_type.default,
 }
 _ARITHMETIC = {
     aten.add.Tensor,
@@ -66,14 +54,6 @@ _UNINITIALISED = {
     "new_empty",
     "new_empty_strided",
 }
-_IN_PLACE_FUNCTIONS = {
-    operator.setitem,
-    operator.iadd,
-    operator.imul,
-    operator.isub,
-    operator.itruediv,
-}
-_VIEW_METHODS = {"view", "reshape", "t", "transpose", "permute", "detach", "expand", "narrow"}
 
 
 @functools.cache
@@ -130,7 +110,7 @@ def is_link(target: Any, kind: Kind) -> bool:
     return (
         target in _LINKS
         or (kind == "reduce" and target in _ARITHMETIC)
-        or (isinstance(target, compat.OpOverload) and (target.is_view or bool(_aliased(target))))
+        or (isinstance(target, compat.OpOverload) and bool(shared_arguments(target)))
     )
 
 
@@ -141,41 +121,4 @@ def is_factory_of_uninitialised(target: Any) -> bool:
         isinstance(target, compat.OpOverload)
         and target.namespace == "aten"
         and compat.op_name(target) in _UNINITIALISED
-    )
-
-
-@functools.cache
-def written_arguments(target: Any) -> tuple[str | int, ...]:
-    """The arguments that a call writes to, by name; by position where there is no schema."""
-    if isinstance(target, compat.OpOverload):
-        return tuple(
-            argument.name
-            for argument in target._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-        )
-    name = target if isinstance(target, str) else ""
-    in_place = name.endswith("_") and not name.endswith("__")
-    return (0,) if in_place or target in _IN_PLACE_FUNCTIONS else ()
-
-
-@functools.cache
-def shared_arguments(target: Any) -> tuple[str | int, ...]:
-    """The arguments that share memory with the result."""
-    if target is WAIT:
-        return ("tensor",)
-    if isinstance(target, compat.OpOverload):
-        return _aliased(target)
-    return (0,) if target in _VIEW_METHODS else written_arguments(target)
-
-
-def _aliased(target: compat.OpOverload) -> tuple[str, ...]:
-    if target is aten._unsafe_view.default:
-        return ("self",)
-    if not target._schema.returns:
-        return ()
-    returned = any(each.alias_info is not None for each in target._schema.returns)
-    return tuple(
-        argument.name
-        for argument in target._schema.arguments
-        if argument.alias_info is not None and (returned or target.is_view)
     )

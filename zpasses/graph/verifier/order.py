@@ -21,17 +21,10 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.graph.aliases import GETITEM, WAIT, shared_arguments, written_arguments
 from zpasses.graph.nodes import saved_inputs
-from zpasses.graph.verifier.aliases import Aliases, Root
-from zpasses.graph.verifier.operators import (
-    GETITEM,
-    WAIT,
-    awaits_each_output,
-    is_launch,
-    keeps_arguments,
-    shared_arguments,
-    written_arguments,
-)
+from zpasses.graph.verifier.allocations import Aliases, Root
+from zpasses.graph.verifier.operators import awaits_each_output, is_launch, keeps_arguments
 from zpasses.graph.verifier.versions import CurrentGraph, GraphVersion, NodeRecord, nodes_in
 
 __all__ = ["Race", "StreamOf", "find_races", "group_stream", "may_race", "own_stream", "races_in"]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.graph.aliases import GETITEM
 from zpasses.graph.nodes import nbytes
 from zpasses.graph.tags import SOURCE_ROLES, Role, Tag
-from zpasses.graph.verifier.operators import GETITEM, Kind, is_collective, is_link
+from zpasses.graph.verifier.operators import Kind, is_collective, is_link
 from zpasses.graph.verifier.versions import GraphVersion
 
 __all__ = [

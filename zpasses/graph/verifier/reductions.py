@@ -16,13 +16,8 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from zpasses.errors import PassError
-from zpasses.graph.verifier.operators import (
-    GETITEM,
-    is_collective,
-    is_factory_of_uninitialised,
-    shared_arguments,
-    written_arguments,
-)
+from zpasses.graph.aliases import GETITEM, shared_arguments, written_arguments
+from zpasses.graph.verifier.operators import is_collective, is_factory_of_uninitialised
 from zpasses.graph.verifier.provenance import (
     RESULT_ROLES,
     Provenance,

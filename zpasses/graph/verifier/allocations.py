@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from zpasses.graph.verifier.operators import GETITEM, shared_arguments, written_arguments
+from zpasses.graph.aliases import GETITEM, shared_arguments, written_arguments
 from zpasses.graph.verifier.versions import GraphVersion, nodes_in
 
 __all__ = ["Aliases", "Root"]
