@@ -1,5 +1,6 @@
 """Tests of the suite `programs` of `python -m zpasses.tools.stress`."""
 
+import dataclasses
 import functools
 from collections import defaultdict
 from unittest import mock
@@ -91,6 +92,14 @@ def test_kinds_of_refusals_are_listed(monkeypatch):
     assert done.exit_code == 0
     assert "3 refused by programs: ShardingError: * has * rows *. Do b" in done.stdout
     assert "seeds 5, 6, 7" in done.stdout
+
+
+def test_drawn_options_that_are_not_valid_are_a_failure(monkeypatch):
+    invalid = dataclasses.replace(draw(3), options={"prefetch": -1})
+    monkeypatch.setattr(drawn_programs, "draw", lambda *_: invalid)
+    done = stress("--only", "programs:3")
+    assert done.exit_code == 1
+    assert "the drawn options are not valid: prefetch=-1" in done.stdout
 
 
 # --- on ranks -------------------------------------------------------------------------------------

@@ -498,8 +498,15 @@ def run(seeds: Iterable[int], config: StressConfig) -> Iterator[CaseResult]:
     for seed in seeds:
         started = time.monotonic()
         program = draw(seed, config.codegen)
-        outcomes = call_on_ranks(run_program, (program,), {}, ranks=2, timeout_s=config.limit_s)
-        outcome, reason = _judge(outcomes)
+        outcome: Outcome
+        outcomes: Sequence[RankOutcome] = ()
+        try:
+            Options.parse(program.options)
+        except OptionError as error:
+            outcome, reason = "crash", f"the drawn options are not valid: {error}"
+        else:
+            outcomes = call_on_ranks(run_program, (program,), {}, ranks=2, timeout_s=config.limit_s)
+            outcome, reason = _judge(outcomes)
         if outcome != "equal":
             close_pools()  # the ranks may still hold what the program left
         seconds = time.monotonic() - started
