@@ -32,12 +32,12 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.routes import route_figures
-from zpasses.cost.step_time import Timeline
-from zpasses.cost.target import Target, current_target
+from zpasses.cost.time.route_figures import route_figures
+from zpasses.cost.time.step_time import Timeline
+from zpasses.cost.time.target import Target, current_target
 from zpasses.errors import OptionError
-from zpasses.graph.nodes import Collective, collective_of, named_arguments, nbytes, value_of
 from zpasses.graph.patterns import tag_foreign_gathers
+from zpasses.graph.queries import Collective, collective_of, named_arguments, nbytes, value_of
 from zpasses.graph.tags import Tag, add_tag, params_of, retag, tag_of
 from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass

@@ -220,6 +220,21 @@ def test_files_import_each_other_without_a_circle():
         pytest.fail("\n".join(["imports form a circle:", *lines]))
 
 
+def test_modules_of_the_core_have_names_of_their_own():
+    """A name says one thing in all rooms that train."""
+    rooms = ("backend", "compat", "cost", "graph", "pipeline", "ranks", "runtime", "sharding")
+    places: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        if path.stem not in ("__init__", "__main__"):
+            places.setdefault(path.stem, []).append(module)
+    shared = [
+        modules
+        for modules in places.values()
+        if len(modules) > 1 and any(module.split(".")[1] in rooms for module in modules)
+    ]
+    assert not shared
+
+
 def test_there_are_at_most_ten_layers():
     assert len(LAYERS) <= 10
     assert {layer(module) for module in MODULES if module not in ABOVE_ALL} == set(

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from zpasses import compat, sdma
-from zpasses.cost.routes import FORMAT, machine_key
+from zpasses.cost.time.route_figures import FORMAT, machine_key
 from zpasses.dumps.errors import DumpError
 from zpasses.sdma.lifecycle import available_routes
 from zpasses.sdma.mori_route import installed_version

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zpasses.cost.target import TARGETS, Target
+from zpasses.cost.time.target import TARGETS, Target
 from zpasses.dumps.format import Node, Snapshot
 from zpasses.inspect import Limits
 from zpasses.inspect import open as open_dump

@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
-from zpasses.cost.routes import route_figures
-from zpasses.cost.step_time import StepTime, step_time
-from zpasses.cost.target import Target, use_target
+from zpasses.cost.time.route_figures import route_figures
+from zpasses.cost.time.step_time import StepTime, step_time
+from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO3_SDMA
 from zpasses.pipeline.events import ObservedGraph, observe_graphs

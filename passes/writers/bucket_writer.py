@@ -13,11 +13,11 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.bucket_keys import row_shape
-from zpasses.cost.bucket_planner import Mode
-from zpasses.cost.collective_moves import SchedulableCollective
-from zpasses.graph.nodes import Editor, collective_of, is_wait, nbytes, value_of
-from zpasses.graph.ops import group_size
+from zpasses.cost.memory.collective_moves import SchedulableCollective
+from zpasses.cost.plan.bucket_keys import row_shape
+from zpasses.cost.plan.bucket_planner import Mode
+from zpasses.graph.dialect import group_size
+from zpasses.graph.queries import Editor, collective_of, is_wait, nbytes, value_of
 from zpasses.graph.tags import Role, Tag, add_tag, retag, tag_of
 
 __all__ = ["LaunchNodes", "merge_collectives"]

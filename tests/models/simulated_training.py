@@ -2,7 +2,7 @@
 
 import torch
 
-from zpasses.graph.ops import UNSHARD
+from zpasses.graph.dialect import UNSHARD
 from zpasses.graph.tags import tag_of
 from zpasses.runtime.backward_variants import BackwardVariant, build_backward_variant
 from zpasses.runtime.grad_slots import grad_slots

@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import zpasses
 from tests.graphs import expect_listing, few_examples
 from zpasses.errors import PassError
-from zpasses.graph.nodes import calls, collectives
-from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD
+from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD
+from zpasses.graph.queries import calls, collectives
 from zpasses.graph.tags import tag_of
 from zpasses.passes import AverageReplicas, MergeReads
 from zpasses.testing import (

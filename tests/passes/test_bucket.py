@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.foreign import already_sharded, simple_fsdp
 from tests.graphs import Param, expect_listing, few_examples, for_each_world_size, joint, rewritten
 from zpasses import OptionError, Pipeline
-from zpasses.cost.collective_moves import MemoryCurve, movable_gathers, movable_reductions
-from zpasses.cost.target import TARGETS, Target, use_target
-from zpasses.graph.nodes import collectives
+from zpasses.cost.memory.collective_moves import MemoryCurve, movable_gathers, movable_reductions
+from zpasses.cost.time.target import TARGETS, Target, use_target
+from zpasses.graph.queries import collectives
 from zpasses.graph.tags import tagged
 from zpasses.option_values import parse_budget
 from zpasses.passes import CacheParams, GatherParams, ReduceGrads

@@ -4,7 +4,7 @@ from torch import nn
 
 from tests.graphs import Param, expect_listing, for_each_world_size, joint, rewritten
 from zpasses import Level, Pipeline
-from zpasses.graph.nodes import collectives
+from zpasses.graph.queries import collectives
 from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO2, CacheParams, GatherParams, MergeReads, ReduceGrads
 from zpasses.runtime.forward_variants import ForwardVariant, build_forward_variant, param_slots

@@ -7,7 +7,7 @@ from torch import nn
 from tests.foreign import already_sharded, simple_fsdp
 from tests.zpasses.models import Odd
 from zpasses import Level, Pipeline
-from zpasses.graph.nodes import Editor, collectives
+from zpasses.graph.queries import Editor, collectives
 from zpasses.graph.tags import Reduction, Tag, add_tag, tagged
 from zpasses.passes import ZERO1, ZERO2, ZERO3, DeferReduction
 from zpasses.pipeline.runner import run_passes

@@ -20,8 +20,8 @@ from tests.flattening import (
 )
 from tests.graphs import WORLD_SIZES, expect_listing, few_examples
 from zpasses import AgreementError, OptionError, PassError
-from zpasses.cost import device_memory
-from zpasses.graph.nodes import collectives
+from zpasses.cost.memory import device_memory
+from zpasses.graph.queries import collectives
 from zpasses.passes import FlattenOnDevice
 from zpasses.passes.flatten_on_device import TIER_DECISION_KEY
 from zpasses.passes.writers.flatten_patterns import find_flattenings

@@ -11,7 +11,7 @@ from tests.graphs import (
     for_each_world_size,
     joint,
 )
-from zpasses.graph.nodes import collectives
+from zpasses.graph.queries import collectives
 from zpasses.graph.tags import tagged
 from zpasses.passes import GatherParams
 from zpasses.testing import assert_deterministic, fake_world, listing, trace_joint

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.foreign import already_sharded, simple_fsdp
 from zpasses import Level, Pass, Pipeline
-from zpasses.graph.nodes import collectives
+from zpasses.graph.queries import collectives
 from zpasses.passes import (
     Bucket,
     FlattenOnDevice,

@@ -12,8 +12,8 @@ from tests.graphs import (
     joint,
     rewritten,
 )
-from zpasses.graph.nodes import calls
-from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD
+from zpasses.graph.queries import calls
 from zpasses.graph.tags import tag_of
 from zpasses.passes import MergeReads
 from zpasses.testing import assert_deterministic, capture_graphs, fake_world, listing, trace_joint

@@ -15,7 +15,7 @@ from tests.graphs import drawn_examples
 from tests.passes.test_flatten_on_device import TIERS, two_tensors
 from tests.streams import races_and_difference
 from zpasses import Pipeline
-from zpasses.graph.nodes import Editor, calls, value_of
+from zpasses.graph.queries import Editor, calls, value_of
 from zpasses.graph.verifier.operators import is_launch
 from zpasses.graph.verifier.order import find_races, group_stream, own_stream
 from zpasses.pipeline.pipeline import catalogue

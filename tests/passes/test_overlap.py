@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.foreign import already_sharded, simple_fsdp
 from tests.graphs import Param, few_examples, joint, rewritten
 from zpasses import OptionError, Pipeline
-from zpasses.graph.nodes import collective_of, collectives, is_wait
+from zpasses.graph.queries import collective_of, collectives, is_wait
 from zpasses.graph.tags import tag_of
 from zpasses.passes import GatherParams, ReduceGrads
 from zpasses.passes.bucket import Bucket

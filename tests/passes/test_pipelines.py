@@ -4,7 +4,7 @@ from torch import nn
 
 from tests.graphs import for_each_world_size, saved_for_backward
 from zpasses import Pipeline
-from zpasses.graph.nodes import collectives, nbytes, value_of
+from zpasses.graph.queries import collectives, nbytes, value_of
 from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO1, ZERO2, ZERO3, Bucket, GatherParams, ReduceGrads
 from zpasses.pipeline.pipeline import catalogue

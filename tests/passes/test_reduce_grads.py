@@ -14,7 +14,7 @@ from tests.graphs import (
     joint,
 )
 from zpasses import OptionError, Pipeline
-from zpasses.graph.nodes import collectives
+from zpasses.graph.queries import collectives
 from zpasses.graph.tags import tagged
 from zpasses.passes import GatherParams, ReduceGrads
 from zpasses.testing import assert_deterministic, fake_world, listing, trace_joint

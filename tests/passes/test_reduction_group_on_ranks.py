@@ -11,7 +11,7 @@ from torch import nn
 import zpasses
 from zpasses import compat
 from zpasses.errors import AgreementError
-from zpasses.graph.nodes import collectives
+from zpasses.graph.queries import collectives
 from zpasses.pipeline.events import observe_graphs
 from zpasses.ranks.new_groups import reduction_group
 from zpasses.ranks.vote import vote_timeout

@@ -14,7 +14,7 @@ from tests.graphs import (
     saved_for_backward,
 )
 from zpasses import compat
-from zpasses.graph.nodes import collectives
+from zpasses.graph.queries import collectives
 from zpasses.graph.tags import tagged
 from zpasses.passes import GatherParams, MergeReads, ReduceGrads, ReshardAfterForward
 from zpasses.pipeline.pipeline import Pipeline

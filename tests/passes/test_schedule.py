@@ -15,12 +15,12 @@ from tests.graphs import (
     rewritten,
 )
 from zpasses import OptionError, Pipeline
-from zpasses.cost.collective_moves import MemoryCurve
-from zpasses.cost.schedule_evaluation import evaluate, one_ahead_plan, single_plan
-from zpasses.cost.schedule_planner import memory_limit, plan_schedule
-from zpasses.cost.step_time import Timeline, step_time
-from zpasses.cost.target import TARGETS, Target, current_target, use_target
-from zpasses.graph.nodes import collective_of, collectives, is_wait
+from zpasses.cost.memory.collective_moves import MemoryCurve
+from zpasses.cost.plan.schedule_evaluation import evaluate, one_ahead_plan, single_plan
+from zpasses.cost.plan.schedule_planner import memory_limit, plan_schedule
+from zpasses.cost.time.step_time import Timeline, step_time
+from zpasses.cost.time.target import TARGETS, Target, current_target, use_target
+from zpasses.graph.queries import collective_of, collectives, is_wait
 from zpasses.graph.tags import tag_of
 from zpasses.option_values import parse_budget
 from zpasses.passes import Bucket, GatherParams, Overlap, ReduceGrads, Schedule

@@ -11,9 +11,9 @@ import zpasses
 from tests.foreign import already_sharded, simple_fsdp
 from tests.graphs import Param, drawn_examples, few_examples, joint, rewritten
 from zpasses import OptionError, Pipeline, compat
-from zpasses.cost.step_time import step_time
-from zpasses.cost.target import Target, use_target
-from zpasses.graph.nodes import collectives
+from zpasses.cost.time.step_time import step_time
+from zpasses.cost.time.target import Target, use_target
+from zpasses.graph.queries import collectives
 from zpasses.graph.tags import tag_of, tagged
 from zpasses.passes import (
     ZERO3_ONE_AHEAD,

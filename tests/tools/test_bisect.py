@@ -14,7 +14,7 @@ import zpasses
 from tests.cases import some_quick
 from tests.programs import forked_or_started, forked_subprocess
 from zpasses.dumps import read
-from zpasses.pipeline.bisect import Trial
+from zpasses.pipeline.bisection import Trial
 from zpasses.probe import BisectTrial, write_request
 from zpasses.testing import fake_world
 from zpasses.tools.bisect.compare import first_difference, read_journals
@@ -156,7 +156,7 @@ def start_trial(tmp_path, monkeypatch):
         folder.mkdir()
         for name, value in write_request(folder, BisectTrial(passes, calls)).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("zpasses.pipeline.bisect._written", [0])
+        monkeypatch.setattr("zpasses.pipeline.bisection._written", [0])
         return folder
 
     return start

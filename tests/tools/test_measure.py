@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 import zpasses
-from zpasses.cost.target import TARGETS, Target
+from zpasses.cost.time.target import TARGETS, Target
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.traces import read_trace
 from zpasses.runtime.profiling import Watch, watch_if_profiling

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.cases import some_quick
-from zpasses.cost.memory import liveness
-from zpasses.cost.step_time import step_time
-from zpasses.cost.target import Target
-from zpasses.graph.nodes import collective_of
+from zpasses.cost.memory.liveness import liveness
+from zpasses.cost.time.step_time import step_time
+from zpasses.cost.time.target import Target
+from zpasses.graph.queries import collective_of
 from zpasses.graph.tags import tagged
 from zpasses.inspect.escape import one_line
 from zpasses.inspect.view import Table
@@ -141,7 +141,7 @@ def test_options_of_a_plan_lead_to_its_graphs(table, at):
     assert [figures(each.graph) for each in (after.forward, after.backward)] == figures_of(point)
 
 
-@pytest.mark.slow(quick="tests/zpasses/cost/test_kept_params.py")
+@pytest.mark.slow(quick="tests/zpasses/cost/plan/test_kept_params.py")
 def test_micro_batches_share_what_is_cached(table):
     """The fastest plan gathers once per step, so a micro-batch takes less time than alone."""
     request = PlanRequest(f"{HERE}:blocks", WORLD, "h100", points=3, backwards_per_step=4)

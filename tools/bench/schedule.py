@@ -21,17 +21,17 @@ from zpasses.compat.inductor_overlap import (
     schedule_blocks_by_inductor,
     schedule_by_inductor,
 )
-from zpasses.cost.bound import schedule_bound
-from zpasses.cost.clock import Clock, CollectiveTiming
-from zpasses.cost.memory import liveness
-from zpasses.cost.roofline import compute_us
-from zpasses.cost.step_time import (
+from zpasses.cost.memory.liveness import liveness
+from zpasses.cost.plan.bound import schedule_bound
+from zpasses.cost.time.clock import Clock, CollectiveTiming
+from zpasses.cost.time.roofline import compute_us
+from zpasses.cost.time.step_time import (
     collective_timing,
     step_time,
 )
-from zpasses.cost.target import Target, use_target
+from zpasses.cost.time.target import Target, use_target
 from zpasses.errors import OptionError, suggestion
-from zpasses.graph.nodes import collective_of, is_wait, started_by
+from zpasses.graph.queries import collective_of, is_wait, started_by
 from zpasses.passes import ZERO3, Bucket, Overlap, Schedule
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline

@@ -13,7 +13,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from zpasses.cost.target import TARGETS, Target
+from zpasses.cost.time.target import TARGETS, Target
 from zpasses.errors import suggestion
 from zpasses.option_values import format_value
 from zpasses.pipeline.options import Options

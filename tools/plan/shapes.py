@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 
-from zpasses.cost.target import Target, current_target
+from zpasses.cost.time.target import Target, current_target
 from zpasses.tools.capture.meshes import AutoMesh
 from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point
 from zpasses.tools.plan.step_plans import PlanRequest, plan_step

@@ -25,11 +25,11 @@ from zpasses.backend.step_trials import (
     StepTrials,
     full_params,
 )
-from zpasses.cost.bound import schedule_bound
-from zpasses.cost.kept_params import KeptParam
-from zpasses.cost.target import Target, current_target, use_target
+from zpasses.cost.plan.bound import schedule_bound
+from zpasses.cost.plan.kept_params import KeptParam
+from zpasses.cost.time.target import Target, current_target, use_target
 from zpasses.errors import OptionError
-from zpasses.graph.nodes import nbytes, value_of
+from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.tags import tagged
 from zpasses.option_values import parse_budget
 from zpasses.passes.defer_reduction import DeferReduction
@@ -38,7 +38,7 @@ from zpasses.pipeline.events import Events, listen, run_reported_passes
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.passes import Level
 from zpasses.pipeline.pipeline import Pipeline
-from zpasses.pipeline.prediction import Predictor
+from zpasses.pipeline.predictor import Predictor
 from zpasses.pipeline.runner import run_passes
 from zpasses.runtime.forward_variants import (
     ForwardVariant,

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from zpasses.cost.target import TARGETS, use_target
+from zpasses.cost.time.target import TARGETS, use_target
 from zpasses.errors import OptionError, PassError
 from zpasses.pipeline import pipeline as pipelines
 from zpasses.pipeline.passes import Level

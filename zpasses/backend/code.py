@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.cache.artifacts import (
+from zpasses.backend.cache.entry import (
     BackwardFacts,
     ForwardFacts,
 )
 from zpasses.backend.compile import Codegen, Compile, Compiled
-from zpasses.backend.prefetch import (
+from zpasses.backend.graph_runs import (
     add_turning_point,
     agreed_prefetch,
     graph_cost,
@@ -29,9 +29,9 @@ from zpasses.backend.prefetch import (
     turn_text,
 )
 from zpasses.backend.split import inductor_patches
-from zpasses.cost.prefetch import GraphRun
+from zpasses.cost.plan.prefetch import GraphRun
 from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
-from zpasses.graph.nodes import returned_values
+from zpasses.graph.queries import returned_values
 from zpasses.pipeline.events import VariantBuilt
 from zpasses.ranks.agreement import (
     Sequences,

@@ -11,18 +11,18 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.cache.artifacts import GraphArtifacts, StoredVariant
-from zpasses.backend.capture import Capture, describe_inputs
+from zpasses.backend.cache.entry import GraphArtifacts, StoredVariant
+from zpasses.backend.captured import Capture, describe_inputs
 from zpasses.backend.free_memory import agreed_free_bytes
-from zpasses.cost.target import Target, use_target
+from zpasses.cost.time.target import Target, use_target
 from zpasses.dumps.listeners import events_for
 from zpasses.errors import AgreementError
-from zpasses.pipeline.bisect import ResultHook
+from zpasses.pipeline.bisection import ResultHook
 from zpasses.pipeline.events import Events
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.ranks.agree import recorded_answers
-from zpasses.ranks.compiling import compiling
+from zpasses.ranks.compiled_graph import compiling
 from zpasses.ranks.failures import is_reported, pass_on_failure, report_failure
 from zpasses.ranks.vote import vote_timeout
 from zpasses.runtime.forward import BoundParameters
@@ -100,7 +100,7 @@ class Compile:
             free_bytes = agreed_free_bytes(captured.groups, device)
             budget = f"{free_bytes}B"
         if options.prefetch:
-            budget = None  # it bounds the whole step, see zpasses.backend.prefetch
+            budget = None  # it bounds the whole step, see zpasses.backend.graph_runs
         decided = Decisions(pipeline if budget is None else pipeline.with_memory_budget(budget))
         return cls(
             compat.current_compile_id(),

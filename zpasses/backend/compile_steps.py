@@ -22,7 +22,7 @@ from zpasses.backend.compile import Codegen, Compile, Compiled
 from zpasses.backend.levels import run_level
 from zpasses.backend.split import inductor_patches, partition_joint
 from zpasses.garbage import no_garbage_collection
-from zpasses.graph.nodes import returned_values
+from zpasses.graph.queries import returned_values
 from zpasses.graph.regathers import remove_regathers
 from zpasses.pipeline.passes import Level
 from zpasses.runtime.codegen import boxed, eager_codegen

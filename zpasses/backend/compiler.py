@@ -16,14 +16,14 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.backend.cache.stored_graph import from_cache
-from zpasses.backend.capture import Capture, capture
+from zpasses.backend.captured import Capture, capture
 from zpasses.backend.compile import Compile, open_events, report
 from zpasses.backend.compile_steps import compile_captured
 from zpasses.backend.tuning import with_tried_options
-from zpasses.cost.target import Target, current_target, use_target
+from zpasses.cost.time.target import Target, current_target, use_target
 from zpasses.errors import AgreementError, OptionError
 from zpasses.garbage import PausedCollection, no_garbage_collection
-from zpasses.pipeline.bisect import apply_bisect_limits
+from zpasses.pipeline.bisection import apply_bisect_limits
 from zpasses.pipeline.events import CompileEnded, Events, Problem
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pipeline

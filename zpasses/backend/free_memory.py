@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from zpasses.cost import device_memory
+from zpasses.cost.memory import device_memory
 from zpasses.errors import OptionError
 from zpasses.ranks.agree import exchange
 

@@ -6,9 +6,9 @@ import logging
 
 from torch import fx
 
-from zpasses.backend.capture import tag_joint
+from zpasses.backend.captured import tag_joint
 from zpasses.backend.compile import Compile
-from zpasses.graph.nodes import put_inputs_first
+from zpasses.graph.queries import put_inputs_first
 from zpasses.pipeline.events import ObservedGraph, run_reported_passes
 from zpasses.pipeline.passes import Level
 

@@ -24,11 +24,11 @@ from zpasses.backend.step_trials import (
     StepTrials,
     full_params,
 )
-from zpasses.cost.kept_params import Repetition
-from zpasses.cost.memory import liveness
-from zpasses.cost.target import current_target
+from zpasses.cost.memory.liveness import liveness
+from zpasses.cost.plan.kept_params import Repetition
+from zpasses.cost.time.target import current_target
 from zpasses.errors import MemoryBudgetError
-from zpasses.graph.nodes import nbytes, value_of
+from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.tags import params_of
 from zpasses.pipeline.events import Events
 from zpasses.ranks.agree import adopt

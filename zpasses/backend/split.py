@@ -13,8 +13,8 @@ from zpasses import compat
 from zpasses.backend.compile import Compile
 from zpasses.backend.levels import run_level
 from zpasses.backend.partition import PartitionPolicy, partition_step
-from zpasses.cost.kept_params import Repetition
-from zpasses.graph.ops import UNSHARD
+from zpasses.cost.plan.kept_params import Repetition
+from zpasses.graph.dialect import UNSHARD
 from zpasses.graph.subgraphs import read_subgraph_inputs_directly
 from zpasses.pipeline.events import RuntimeNote
 from zpasses.pipeline.passes import Level

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from zpasses.backend.capture import Capture
+from zpasses.backend.captured import Capture
 from zpasses.backend.step_trials import StepTrials
-from zpasses.cost.target import Target, current_target
+from zpasses.cost.time.target import Target, current_target
 from zpasses.pipeline.events import listen
 from zpasses.pipeline.options import Options
 from zpasses.probe import TuningRequest, read_reports, requested, write_report

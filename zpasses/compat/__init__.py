@@ -18,7 +18,7 @@ may run: `placeholder_source`, `is_to_local`, and `zpasses/sdma/ops.py` for oper
 | CPython's stack of frames | `frames.py` |
 | FX graphs, operators, pytrees | `fx_graph.py` |
 | Inductor | `inductor.py` |
-| optimizers | `optim.py` |
+| optimizers | `optimizers.py` |
 """
 
 from zpasses.compat.aot import *
@@ -31,5 +31,5 @@ from zpasses.compat.fake import *
 from zpasses.compat.frames import *
 from zpasses.compat.fx_graph import *
 from zpasses.compat.inductor import *
-from zpasses.compat.optim import *
+from zpasses.compat.optimizers import *
 from zpasses.compat.pipelining import *

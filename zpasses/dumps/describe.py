@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.memory import Liveness, liveness
-from zpasses.cost.roofline import compute_us, nodes_of, ring_collective_us
-from zpasses.cost.step_time import collective_timing, is_copy_engine_collective
-from zpasses.cost.target import Target
+from zpasses.cost.memory.liveness import Liveness, liveness
+from zpasses.cost.time.roofline import compute_us, nodes_of, ring_collective_us
+from zpasses.cost.time.step_time import collective_timing, is_copy_engine_collective
+from zpasses.cost.time.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.buffer_kinds import Contents, buffer_contents, output_contents
 from zpasses.dumps.sources import SourceTable
-from zpasses.graph.nodes import (
+from zpasses.graph.dialect import UNSHARD
+from zpasses.graph.queries import (
     Collective,
     collective_of,
     input_nbytes,
@@ -30,7 +31,6 @@ from zpasses.graph.nodes import (
     nbytes,
     value_of,
 )
-from zpasses.graph.ops import UNSHARD
 from zpasses.graph.tags import Tag, tag_of
 
 __all__ = ["Describer", "GraphDescriber", "counts", "plain_argument"]

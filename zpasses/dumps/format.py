@@ -265,7 +265,7 @@ class CompileInfo:
     recompile_reason: str = ""
     """Which guard of Dynamo failed, if the compile repeats that of an earlier call."""
     target: Mapping[str, Any] = field(default_factory=dict)
-    """All figures of `zpasses.cost.target.Target`."""
+    """All figures of `zpasses.cost.time.target.Target`."""
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Process group -> its ranks."""
     group_labels: Mapping[str, str] = field(default_factory=dict)

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph.nodes import WAIT, value_of
+from zpasses.graph.queries import WAIT, value_of
 from zpasses.graph.walks import reachable
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.graph.nodes import (
+from zpasses.graph.queries import (
     append_placeholder,
     collective_of,
     erase_dead,

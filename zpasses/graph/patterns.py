@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from zpasses.graph.aliases import CASTS_AND_PADDING, COPIES, WHOLE_VIEWS
-from zpasses.graph.nodes import collective_of, is_wait, nbytes, returned_values, value_of
+from zpasses.graph.queries import collective_of, is_wait, nbytes, returned_values, value_of
 from zpasses.graph.tags import Tag, add_tag, is_of_model, tag_of
 
 aten = torch.ops.aten

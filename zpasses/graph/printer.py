@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.graph.nodes import value_of
+from zpasses.graph.queries import value_of
 from zpasses.graph.tags import tag_of
 
 _SHORT = {

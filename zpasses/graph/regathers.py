@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph.nodes import Editor, is_wait, nbytes, value_of
+from zpasses.graph.queries import Editor, is_wait, nbytes, value_of
 from zpasses.graph.tags import Tag, add_tag, tag_of, tagged
 
 aten = torch.ops.aten

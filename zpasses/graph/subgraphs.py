@@ -9,7 +9,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.graph.aliases import is_view
-from zpasses.graph.nodes import returned_values, value_of
+from zpasses.graph.queries import returned_values, value_of
 
 
 def read_subgraph_inputs_directly(gm: fx.GraphModule) -> None:

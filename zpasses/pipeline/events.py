@@ -18,7 +18,7 @@ from typing import TypeVar
 from torch import fx
 
 from zpasses.errors import AgreementError, PassError
-from zpasses.graph.nodes import collectives_by_group
+from zpasses.graph.queries import collectives_by_group
 from zpasses.pipeline.passes import Pass
 from zpasses.pipeline.runner import PassRecord, Verify, run_passes
 from zpasses.ranks.agreement import digest

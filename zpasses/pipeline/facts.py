@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zpasses.cost.schedule_evaluation import Evaluation
+from zpasses.cost.plan.schedule_evaluation import Evaluation
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import torch
 
 from zpasses import compat
-from zpasses.cost.target import Target
+from zpasses.cost.time.target import Target
 from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import build_dataclass, parse_budget
 from zpasses.pipeline.pipeline import Pipeline

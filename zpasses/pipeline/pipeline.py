@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.schedule_evaluation import Evaluation
+from zpasses.cost.plan.schedule_evaluation import Evaluation
 from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import build_dataclass
 from zpasses.pipeline.passes import Level, Pass, vote_key_suffix

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from torch import fx
 
 from zpasses.errors import AgreementError, PassError, raising_line
-from zpasses.graph.nodes import collectives, input_nbytes
+from zpasses.graph.queries import collectives, input_nbytes
 from zpasses.graph.verifier import check, check_unchanged
 from zpasses.graph.verifier.versions import PreviousGraph
 from zpasses.pipeline.facts import Facts

@@ -28,11 +28,11 @@ from dataclasses import asdict, dataclass
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph.nodes import Collective, collectives, is_wait
-from zpasses.graph.sources import describe_source
+from zpasses.graph.queries import Collective, collectives, is_wait
+from zpasses.graph.source_lines import describe_source
 from zpasses.graph.tags import params_of, tag_of
 from zpasses.ranks.agree import compare
-from zpasses.ranks.compiling import compiled_graph
+from zpasses.ranks.compiled_graph import compiled_graph
 from zpasses.ranks.group_names import name_group
 from zpasses.ranks.run_order import RunEvent
 from zpasses.ranks.sequence_difference import first_difference

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
-from zpasses.ranks.compiling import compiled_graph, graphs_differ
+from zpasses.ranks.compiled_graph import compiled_graph, graphs_differ
 from zpasses.ranks.group_names import dimension_of, name_group
 from zpasses.ranks.notes import found_conflict
 

@@ -25,8 +25,8 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.graph.aliases import CLONES, view_base
-from zpasses.graph.nodes import Editor, append_placeholder, erase_dead, returned_values, value_of
-from zpasses.graph.ops import REDUCE_GRAD
+from zpasses.graph.dialect import REDUCE_GRAD
+from zpasses.graph.queries import Editor, append_placeholder, erase_dead, returned_values, value_of
 from zpasses.runtime.grad_slots import (
     GradSlot,
     GradSlotNodes,

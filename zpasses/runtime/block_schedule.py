@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
-from zpasses.cost.prefetch import GraphRun
+from zpasses.cost.plan.prefetch import GraphRun
 from zpasses.runtime.edits import memory_of
 from zpasses.runtime.layout import rows_of
 from zpasses.runtime.local_shards import accumulate_grads

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.memory import reinplaceable_all_reduces
-from zpasses.graph.nodes import returned_values, value_of
+from zpasses.cost.memory.liveness import reinplaceable_all_reduces
+from zpasses.graph.queries import returned_values, value_of
 
 
 def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

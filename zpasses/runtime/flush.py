@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import AgreementError, OptionError, ZpassesError
-from zpasses.graph.nodes import nbytes
-from zpasses.graph.ops import reduction_calls
+from zpasses.graph.dialect import reduction_calls
+from zpasses.graph.queries import nbytes
 from zpasses.graph.tags import Reduction, Tag, add_tag
 from zpasses.pipeline.events import Events, run_reported_passes
 from zpasses.pipeline.passes import Level

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph.aliases import CLONES, is_view, view_base
-from zpasses.graph.nodes import (
+from zpasses.graph.queries import (
     append_placeholder,
     collective_of,
     erase_dead,

@@ -16,8 +16,8 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph.aliases import is_view
-from zpasses.graph.nodes import returned_values, value_of
-from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD
+from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD
+from zpasses.graph.queries import returned_values, value_of
 from zpasses.graph.tags import REDUCE_ROLES, Reduction, Tag, retag, tag_of
 
 aten = torch.ops.aten

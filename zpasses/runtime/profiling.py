@@ -29,7 +29,7 @@ from torch import fx
 from torch.profiler import record_function
 
 from zpasses import compat
-from zpasses.graph.nodes import collective_of
+from zpasses.graph.queries import collective_of
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.measuring import start_if_requested
 

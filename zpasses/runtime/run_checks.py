@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.errors import AgreementError
-from zpasses.graph.ops import set_eager_guard
+from zpasses.graph.dialect import set_eager_guard
 from zpasses.ranks import heartbeat
 from zpasses.ranks.failures import pass_on_failure, reported_failure
 from zpasses.ranks.notes import check_conflicts

@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 
 from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
-from zpasses.graph.ops import set_grad_hook
+from zpasses.graph.dialect import set_grad_hook
 from zpasses.graph.tags import Reduction
 from zpasses.runtime.grad_slots import PendingKey, pending_key
 from zpasses.runtime.layout import layout_of

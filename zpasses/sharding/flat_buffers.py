@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.graph.ops import rows_per_rank
+from zpasses.graph.dialect import rows_per_rank
 from zpasses.runtime.layout import ParamLayout
 
 _MIB = 1 << 20

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.ranks.meshes import compare_shard_calls, register_mesh
+from zpasses.ranks.mesh_comparison import compare_shard_calls, register_mesh
 from zpasses.ranks.new_groups import consecutive_ranks
 from zpasses.runtime.layout import ParamLayout, layout_of
 from zpasses.runtime.param_value import as_sharded_parameter

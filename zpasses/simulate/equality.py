@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zpasses.graph.nodes import value_of
+from zpasses.graph.queries import value_of
 
 __all__ = ["check_equal", "random_inputs"]
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.errors import PassError
-from zpasses.graph.nodes import collectives, copy_graph, value_of
+from zpasses.graph.queries import collectives, copy_graph, value_of
 from zpasses.simulate.equality import check_equal, random_inputs
 from zpasses.simulate.semantics import PADDED_DIALECT
 from zpasses.simulate.simulator import simulate

@@ -24,8 +24,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zpasses.graph.nodes import copy_graph
     from zpasses.graph.printer import listing
+    from zpasses.graph.queries import copy_graph
     from zpasses.simulate.equality import random_inputs
     from zpasses.simulate.semantics import SEMANTICS, Semantics
     from zpasses.simulate.simulator import RankRun, SimulationError, simulate
@@ -111,7 +111,7 @@ _HOMES = {
     "assert_step_equals_reference": "zpasses.testing.steps",
     "capture_graphs": "zpasses.testing.capture",
     "capture_ranks": "zpasses.testing.capture",
-    "copy_graph": "zpasses.graph.nodes",
+    "copy_graph": "zpasses.graph.queries",
     "fake_world": "zpasses.testing.worlds",
     "joint_graph": "zpasses.testing.graphs",
     "listing": "zpasses.graph.printer",

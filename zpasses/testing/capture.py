@@ -16,10 +16,10 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zpasses import compat
-from zpasses.backend.capture import tag_joint
+from zpasses.backend.captured import tag_joint
 from zpasses.backend.per_block import compile_blocks
-from zpasses.graph.nodes import copy_graph
-from zpasses.graph.ops import UNSHARD
+from zpasses.graph.dialect import UNSHARD
+from zpasses.graph.queries import copy_graph
 from zpasses.pipeline.events import ObservedGraph, observe_graphs
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from zpasses.graph.nodes import collectives, copy_graph
+from zpasses.graph.queries import collectives, copy_graph
 from zpasses.simulate.equality import check_equal
 from zpasses.simulate.semantics import Semantics
 from zpasses.simulate.simulator import RankRun, simulate

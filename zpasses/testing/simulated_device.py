@@ -34,7 +34,7 @@ from torch.utils.dlpack import from_dlpack
 
 from zpasses import compat
 from zpasses.graph.aliases import shared_arguments, written_arguments
-from zpasses.graph.nodes import WAIT
+from zpasses.graph.queries import WAIT
 from zpasses.graph.verifier.operators import is_factory_of_uninitialised
 from zpasses.simulate.simulator import SimulationError
 from zpasses.testing.stream_schedule import Point, StreamSchedule

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from zpasses.graph.nodes import copy_graph
+from zpasses.graph.queries import copy_graph
 from zpasses.pipeline.passes import Pass
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.runner import PassRecord, Verify, run_passes

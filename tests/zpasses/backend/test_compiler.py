@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
-from zpasses.graph.nodes import collectives
+from zpasses.graph.queries import collectives
 from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import listing, run_on_ranks, world_mesh
 

@@ -13,9 +13,9 @@ import zpasses
 from tests.on_ranks import on_ranks
 from zpasses import MemoryBudgetError, OptionError
 from zpasses.backend.free_memory import agreed_free_bytes
-from zpasses.cost import device_memory
-from zpasses.cost.memory import liveness
-from zpasses.graph.nodes import collectives
+from zpasses.cost.memory import device_memory
+from zpasses.cost.memory.liveness import liveness
+from zpasses.graph.queries import collectives
 from zpasses.graph.tags import tagged
 from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options

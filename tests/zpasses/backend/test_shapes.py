@@ -10,7 +10,7 @@ import torch.distributed as dist
 import zpasses
 from tests.cases import some_quick
 from zpasses import compat
-from zpasses.cost.memory import liveness
+from zpasses.cost.memory.liveness import liveness
 from zpasses.dumps import read
 from zpasses.inspect.overview_page import list_view
 from zpasses.pipeline.events import observe_graphs

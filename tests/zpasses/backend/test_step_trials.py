@@ -9,9 +9,9 @@ import torch
 from tests.cases import some_quick
 from tests.zpasses.backend.test_memory_budget import SCHEDULED, Blocks, X
 from zpasses.backend.step_trials import Choice, StepTrials
-from zpasses.cost.kept_params import StepProblem, keepable_params
-from zpasses.cost.schedule_problem import problem_of
-from zpasses.cost.target import current_target
+from zpasses.cost.plan.kept_params import StepProblem, keepable_params
+from zpasses.cost.plan.schedule_problem import problem_of
+from zpasses.cost.time.target import current_target
 from zpasses.pipeline.events import listen
 from zpasses.testing import capture_graphs
 

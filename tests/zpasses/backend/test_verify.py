@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zpasses
 from tests.cases import some_quick
 from zpasses import Facts, Level, Pass, PassError, Pipeline
-from zpasses.graph.nodes import Editor, calls
+from zpasses.graph.queries import Editor, calls
 from zpasses.testing import fake_world, run_on_ranks
 
 Refused = (BackendCompilerFailed, PassError)

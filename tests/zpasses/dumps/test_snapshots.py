@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from tests.graphs import Param, few_examples, joint
 from tests.roundtrip import round_trip, write_snapshot
-from zpasses.cost.step_time import Timeline
-from zpasses.cost.target import TARGETS, use_target
+from zpasses.cost.time.step_time import Timeline
+from zpasses.cost.time.target import TARGETS, use_target
 from zpasses.dumps import DamagedDumpError
 from zpasses.dumps.describe import Describer
 from zpasses.dumps.format import Ref, Repr

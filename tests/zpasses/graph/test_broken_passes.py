@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.graphs import Param, joint
 from zpasses import Level, Pass, PassError
-from zpasses.graph.nodes import Editor, calls, collectives, replace_node, value_of
-from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD
+from zpasses.graph.queries import Editor, calls, collectives, replace_node, value_of
 from zpasses.graph.tags import Tag, add_tag, retag, tag_of, tagged
 from zpasses.passes import Bucket, GatherParams, ReduceGrads
 from zpasses.pipeline.runner import run_passes

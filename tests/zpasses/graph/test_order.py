@@ -11,7 +11,7 @@ import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
 from tests.streams import SEEDS, GraphBuilder, races_and_difference
 from tests.zpasses.graph.test_verifier import Do
 from zpasses import PassError
-from zpasses.graph.nodes import Editor
+from zpasses.graph.queries import Editor
 from zpasses.graph.verifier.operators import is_launch
 from zpasses.pipeline.runner import run_passes
 from zpasses.testing import fake_world

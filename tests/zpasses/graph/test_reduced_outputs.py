@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from zpasses import Level, Pass, PassError
-from zpasses.graph.nodes import Editor, calls, erase_dead, replace_node
-from zpasses.graph.ops import REDUCE_GRAD
+from zpasses.graph.dialect import REDUCE_GRAD
+from zpasses.graph.queries import Editor, calls, erase_dead, replace_node
 from zpasses.graph.tags import Tag, add_tag, tag_of, tagged
 from zpasses.passes import Bucket, GatherParams, MergeReads, ReduceGrads
 from zpasses.pipeline.runner import run_passes

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from zpasses.graph.nodes import calls
-from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD
+from zpasses.graph.queries import calls
 from zpasses.graph.tags import Tag, add_tag, drop_tag, retag, tag_of, tagged
 from zpasses.testing import capture_graphs
 
@@ -92,7 +92,7 @@ def test_tags_of_the_captured_graph_survive_retracing_through_custom():
 
 def test_only_custom_survives_retracing(monkeypatch):
     """The reason for the mirror: it is all that retracing keeps of the captured tag."""
-    monkeypatch.setattr("zpasses.backend.capture.tag_joint", lambda *_: None)
+    monkeypatch.setattr("zpasses.backend.captured.tag_joint", lambda *_: None)
     monkeypatch.setattr("zpasses.backend.levels.tag_joint", lambda *_: None)
     captured = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=2)
     (traced,) = calls(captured.before.joint.graph, UNSHARD)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
 
 from tests.graphs import Param, joint
 from zpasses import Facts, Level, Pass, PassError
-from zpasses.graph.nodes import Editor, append_placeholder, calls, collectives
+from zpasses.graph.queries import Editor, append_placeholder, calls, collectives
 from zpasses.graph.tags import Tag, add_tag, tagged
 from zpasses.graph.verifier import PreviousGraph, check, values
 from zpasses.graph.verifier.versions import CurrentGraph
@@ -121,7 +121,7 @@ def test_node_without_a_value_is_found():
 
     with pytest.raises(
         PassError,
-        match=r"made node .* without meta\['val'\]; build nodes with zpasses.graph.nodes.Editor",
+        match=r"made node .* without meta\['val'\]; build nodes with zpasses.graph.queries.Editor",
     ):
         rewrite(forget)
 

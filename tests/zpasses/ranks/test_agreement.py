@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 import zpasses
-from zpasses.graph.nodes import Collective
+from zpasses.graph.queries import Collective
 from zpasses.ranks.agreement import digest
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from zpasses.graph.nodes import collectives
+from zpasses.graph.queries import collectives
 from zpasses.graph.tags import tagged
 from zpasses.runtime.forward_variants import (
     ForwardVariant,

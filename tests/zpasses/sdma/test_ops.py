@@ -3,8 +3,8 @@ import torch
 import torch.distributed as dist
 
 from zpasses import compat
-from zpasses.cost.memory import scratch_bytes
-from zpasses.graph.nodes import collective_of, collectives, value_of
+from zpasses.cost.memory.liveness import scratch_bytes
+from zpasses.graph.queries import collective_of, collectives, value_of
 from zpasses.ranks.agreement import digest
 from zpasses.sdma.ops import (
     SDMA_ALL_GATHER,

@@ -55,7 +55,7 @@ def hooked(target):
     import torch.distributed as dist
 
     from zpasses import Pipeline
-    from zpasses.cost.target import Target, use_target
+    from zpasses.cost.time.target import Target, use_target
     from zpasses.passes import Sdma
 
     def gathered(x):

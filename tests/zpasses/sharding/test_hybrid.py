@@ -31,7 +31,7 @@ from tests.zpasses.parallel_models import (
     word_loss,
 )
 from zpasses.errors import OptionError, ShardingError
-from zpasses.graph.nodes import collectives
+from zpasses.graph.queries import collectives
 from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
 from zpasses.sharding.shard_plan import REPLICATE_DIMENSIONS

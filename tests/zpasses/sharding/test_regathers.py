@@ -16,10 +16,10 @@ import zpasses
 from tests.cases import some_quick
 from tests.graphs import expect_listing
 from zpasses import compat
-from zpasses.cost.step_time import collective_timing
-from zpasses.cost.target import Target
+from zpasses.cost.time.step_time import collective_timing
+from zpasses.cost.time.target import Target
 from zpasses.errors import ShardingError
-from zpasses.graph.nodes import collective_of, collectives
+from zpasses.graph.queries import collective_of, collectives
 from zpasses.graph.regathers import remove_regathers
 from zpasses.graph.tags import tagged
 from zpasses.pipeline.events import observe_graphs

@@ -61,7 +61,7 @@ class CountCollectives(TorchDispatchMode):
         elif func.namespace == "zpasses":
             self.reads += name == "unshard"
             with self:  # look inside
-                return getattr(zpasses.graph.ops, f"_{name}")(*args, **(kwargs or {}))
+                return getattr(zpasses.graph.dialect, f"_{name}")(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional" and name not in (
             "wait_tensor",
             "_wrap_tensor_autograd",
@@ -451,7 +451,7 @@ def test_eager_gathers_in_param_dtype_and_reduces_in_reduce_dtype():
 
 
 def _bytes_of(param_dtype):
-    from zpasses.graph.nodes import collectives
+    from zpasses.graph.queries import collectives
     from zpasses.pipeline.events import observe_graphs
 
     moved = {}

@@ -36,8 +36,8 @@ from tests.zpasses.parallel_models import (
     word_loss,
 )
 from zpasses.errors import ShardingError
-from zpasses.graph.nodes import collective_of
 from zpasses.graph.patterns import tag_foreign_gathers, tag_foreign_reductions
+from zpasses.graph.queries import collective_of
 from zpasses.graph.tags import tag_of
 from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import (

@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 from tests.graphs import Param, joint
-from zpasses.graph.nodes import calls, collectives
-from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD
+from zpasses.graph.queries import calls, collectives
 from zpasses.graph.tags import tagged
 from zpasses.passes import GatherParams
 from zpasses.testing import (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zpasses.errors import PassError
-from zpasses.graph.nodes import collectives
+from zpasses.graph.queries import collectives
 from zpasses.passes import GatherParams, ReduceGrads
 from zpasses.testing import joint_graph, listing
 from zpasses.testing.graphs import ParamSpec

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from zpasses import compat
-from zpasses.backend.cache.artifacts import GraphArtifacts
+from zpasses.backend.cache.entry import GraphArtifacts
 from zpasses.backend.cache.key import GraphKey
 from zpasses.ranks.agree import are_remembered, exchange, is_remembered, restore_answers
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.cache.artifacts import GraphArtifacts
+from zpasses.backend.cache.entry import GraphArtifacts
 from zpasses.backend.cache.graph_text import NotCacheableError
 from zpasses.backend.cache.key import graph_key, refusal, refusal_here
 from zpasses.backend.cache.lookup import decline_artifacts, find_artifacts

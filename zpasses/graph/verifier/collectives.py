@@ -12,8 +12,8 @@ from torch import fx
 from zpasses import compat
 from zpasses.errors import PassError
 from zpasses.graph.aliases import GETITEM, written_arguments
-from zpasses.graph.nodes import WAIT, communicates
-from zpasses.graph.ops import DIALECT
+from zpasses.graph.dialect import DIALECT
+from zpasses.graph.queries import WAIT, communicates
 from zpasses.graph.verifier.operators import REDUCE_OPS
 from zpasses.graph.verifier.versions import CurrentGraph, GraphVersion, PreviousGraph
 
@@ -46,7 +46,7 @@ def _started_by(node: fx.Node) -> Iterator[fx.Node]:
 
 def _waiting_error(version: GraphVersion, node: fx.Node) -> str | None:
     """What is wrong with the waits of a collective. In-place and out= forms are awaited through the
-    tensor that they write; `zpasses.graph.verifier.memory` looks at them.
+    tensor that they write; `zpasses.graph.verifier.shared_memory` looks at them.
     """
     record = version.record(node)
     if record.target in DIALECT or written_arguments(record.target):

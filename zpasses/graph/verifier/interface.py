@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from zpasses.errors import PassError
-from zpasses.graph.nodes import value_of
+from zpasses.graph.queries import value_of
 from zpasses.graph.verifier.values import describe_difference
 from zpasses.graph.verifier.versions import CurrentGraph, GraphVersion, PreviousGraph
 

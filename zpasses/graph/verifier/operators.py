@@ -11,8 +11,8 @@ import torch
 
 from zpasses import compat
 from zpasses.graph.aliases import COPIES, GETITEM, shared_arguments
-from zpasses.graph.nodes import communicates
-from zpasses.graph.ops import DIALECT
+from zpasses.graph.dialect import DIALECT
+from zpasses.graph.queries import communicates
 
 aten = torch.ops.aten
 

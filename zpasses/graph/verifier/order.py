@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph.aliases import GETITEM, shared_arguments, written_arguments
-from zpasses.graph.nodes import WAIT, saved_inputs
+from zpasses.graph.queries import WAIT, saved_inputs
 from zpasses.graph.verifier.allocations import Aliases, Root
 from zpasses.graph.verifier.operators import awaits_each_output, is_launch, keeps_arguments
 from zpasses.graph.verifier.versions import CurrentGraph, GraphVersion, NodeRecord

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import fx
 
 from zpasses.errors import PassError
-from zpasses.graph.nodes import communicates, numel
+from zpasses.graph.queries import communicates, numel
 from zpasses.graph.tags import Tag
 from zpasses.graph.verifier.operators import is_link
 from zpasses.graph.verifier.provenance import (
@@ -21,7 +21,7 @@ from zpasses.graph.verifier.provenance import (
     computes_the_same,
     has_one_rank,
 )
-from zpasses.graph.verifier.reductions import check_reduced_outputs
+from zpasses.graph.verifier.reduced_outputs import check_reduced_outputs
 from zpasses.graph.verifier.versions import CurrentGraph, PreviousGraph
 from zpasses.graph.walks import reachable
 

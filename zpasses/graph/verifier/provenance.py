@@ -10,7 +10,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.graph.aliases import GETITEM
-from zpasses.graph.nodes import communicates, numel
+from zpasses.graph.queries import communicates, numel
 from zpasses.graph.tags import SOURCE_ROLES, Role, Tag
 from zpasses.graph.verifier.operators import Kind, is_link
 from zpasses.graph.verifier.versions import GraphVersion

@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from zpasses import compat
-from zpasses.graph.nodes import value_of
+from zpasses.graph.queries import value_of
 from zpasses.graph.tags import Tag, tag_of
 
 

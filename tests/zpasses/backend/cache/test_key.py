@@ -11,8 +11,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 import zpasses
 from zpasses.backend.cache import key as key_module
 from zpasses.backend.cache.key import graph_key, refusal, refusal_here
-from zpasses.backend.capture import capture
-from zpasses.cost.target import Target, use_target
+from zpasses.backend.captured import capture
+from zpasses.cost.time.target import Target, use_target
 from zpasses.pipeline import events
 from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options

@@ -17,7 +17,8 @@ from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
-from zpasses.backend.cache import artifacts, key
+from zpasses.backend.cache import key
+from zpasses.backend.cache.entry import Entry
 from zpasses.pipeline import events
 from zpasses.testing import run_in_fresh_ranks, world_mesh
 
@@ -254,9 +255,9 @@ def test_replicas_take_graphs_from_the_cache_together(tmp_path):
 
 def other_answers():
     """On rank 1, the entry is of a compile in which the ranks agreed on another schedule."""
-    original = artifacts.Entry.fingerprint
+    original = Entry.fingerprint
     rank = dist.get_rank()
-    artifacts.Entry.fingerprint = lambda self, group: f"{original(self, group)} {rank}"
+    Entry.fingerprint = lambda self, group: f"{original(self, group)} {rank}"
 
 
 @pytest.mark.slow(quick="test_the_second_start_takes_the_graph_from_the_cache")
