@@ -9,18 +9,16 @@ T = TypeVar("T")
 
 
 def reachable(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Iterator[T]:
-    """Yields what `following` leads to from the starts, which come first, each once.
+    """Yields what `following` leads to from the starts, each once, and the nearest first.
 
     Args:
         starts: where the walk begins.
         following: returns what comes after one of them. It is called after that was yielded.
     """
-    queue = list(dict.fromkeys(starts))
-    seen = set(queue)
-    while queue:
-        at = queue.pop()
+    found = list(dict.fromkeys(starts))
+    seen = set(found)
+    for at in found:  # grows
         yield at
-        for each in following(at):
-            if each not in seen:
-                seen.add(each)
-                queue.append(each)
+        fresh = [each for each in dict.fromkeys(following(at)) if each not in seen]
+        seen.update(fresh)
+        found += fresh
