@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
+from tests.fake_mori import Settings, installed
 from tests.programs import forked_or_started, run_program
 from zpasses.cost.routes import calibrated_figures, route_figures
 from zpasses.cost.target import TARGETS
 from zpasses.testing import run_on_ranks
-from zpasses.testing.fake_mori import Settings, installed
 from zpasses.tools.calibrate import Sample, fit, main, write
 
 MIB = 1 << 20
