@@ -238,7 +238,7 @@ LAZY = {
     "zpasses.tools.measure.command": "the same",
     "zpasses.tools.plan.command": "`zpasses --help` imports it, and planning imports torch",
     "zpasses.tools.tune.command": "`zpasses --help` imports it, and tuning imports torch",
-    "zpasses.tools.cli.running": "`zpasses --help` imports it, and the catalogue imports torch",
+    "zpasses.tools.cli.main": "`zpasses passes` imports the catalogue, which imports torch",
 }
 """Modules that may import others inside functions, and why."""
 

@@ -38,7 +38,7 @@ from zpasses.sdma.lifecycle import available_routes
 from zpasses.sdma.mori_route import installed_version
 from zpasses.sdma.platform import platform_of
 from zpasses.sdma.routes import Route
-from zpasses.tools.calibrate_trace import target_from_run
+from zpasses.tools.calibrate_trace import fit_line, target_from_run
 
 __all__ = ["Sample", "fit", "main", "measure", "write"]
 
@@ -96,25 +96,16 @@ def fit(samples: Sequence[Sample]) -> dict[str, float]:
     Raises:
         ValueError: for samples of fewer than two sizes.
     """
-    if len({sample.full_bytes for sample in samples}) < 2:
-        raise ValueError(
-            f"fit: got samples of {len({sample.full_bytes for sample in samples})} size; expected "
-            "at least two."
-        )
-    rows = torch.tensor([[1.0, sample.moved_bytes] for sample in samples], dtype=torch.float64)
-    times = torch.tensor([sample.gather_us for sample in samples], dtype=torch.float64)
-    scale = torch.tensor([1.0, float(rows[:, 1].max())], dtype=torch.float64)
-    solution = (
-        torch.linalg.lstsq(rows / scale / times[:, None], torch.ones_like(times)[:, None]).solution[
-            :, 0
-        ]
-        / scale
+    sizes = len({sample.full_bytes for sample in samples})
+    if sizes < 2:
+        raise ValueError(f"fit: got samples of {sizes} size; expected at least two.")
+    latency, us_per_byte = fit_line(
+        [sample.moved_bytes for sample in samples], [sample.gather_us for sample in samples]
     )
-    latency, us_per_byte = max(float(solution[0]), 0.0), max(float(solution[1]), 1e-12)
     large = sorted(samples, key=lambda sample: sample.full_bytes)[-3:]
     return {
-        "latency_us": round(latency, 3),
-        "gb_s": round(1e-3 / us_per_byte, 4),
+        "latency_us": round(max(latency, 0.0), 3),
+        "gb_s": round(1e-3 / max(us_per_byte, 1e-12), 4),
         "compute_slowdown": round(statistics.median(sample.slowdown for sample in large), 4),
         "collective_slowdown": round(
             statistics.median(sample.collective_slowdown for sample in large), 4

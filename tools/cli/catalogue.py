@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import textwrap
 from typing import Any
@@ -12,7 +11,6 @@ from torch import nn
 
 from zpasses.errors import OptionError, suggestion
 from zpasses.inspect.view import Code, Table, Text, View, table
-from zpasses.option_values import format_value
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.testing import capture_graphs, listing
@@ -128,15 +126,8 @@ def _first_sentence(entry: type[Pass]) -> str:
 def _options(entry: type[Pass]) -> list[dict[str, Any]]:
     """Name, type, default and documentation of each option of a pass."""
     return [
-        {
-            "name": field.name,
-            "type": field.type,
-            "default": "(required)"
-            if field.default is dataclasses.MISSING
-            else format_value(field.default),
-            "doc": field.doc,
-        }
-        for field in describe_fields(entry)
+        {"name": each.name, "type": each.type, "default": each.default_text, "doc": each.doc}
+        for each in describe_fields(entry)
     ]
 
 

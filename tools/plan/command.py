@@ -89,7 +89,7 @@ def plan(
 
     The exit status is 0, 1 if no plan fits, and 2 for an error.
     """
-    from zpasses.tools.plan.step_plans import PlanRequest, plan_step
+    from zpasses.tools.plan.step_plans import PlanRequest, plan_shapes, plan_step
 
     if picture is not None:
         check_matplotlib()
@@ -117,8 +117,6 @@ def plan(
     if isinstance(mesh, AutoMesh):
         if picture is not None:
             raise CommandError("--html shows the plans of one mesh; give one instead of auto.")
-        from zpasses.tools.plan.shapes import plan_shapes
-
         with tqdm(desc="meshes", unit="mesh", disable=None, leave=False) as bar:
             shapes = plan_shapes(request, mesh, lambda point: bar.update())
         print_view(shape_view(shapes), as_json)
