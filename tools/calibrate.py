@@ -34,18 +34,30 @@ import torch.distributed as dist
 from zpasses import compat, sdma
 from zpasses.cost.routes import FORMAT, machine_key
 from zpasses.dumps.errors import DumpError
+from zpasses.errors import OptionError
 from zpasses.sdma.lifecycle import available_routes
 from zpasses.sdma.mori_route import installed_version
 from zpasses.sdma.platform import platform_of
 from zpasses.sdma.routes import Route
 from zpasses.tools.calibrate_trace import fit_line, target_from_run
+from zpasses.tools.config_options import add_options, config_of
 
 __all__ = ["Sample", "fit", "main", "measure", "write"]
 
 SMALLEST = 64 << 10
 """Bytes of the smallest full tensor."""
-LARGEST = 1 << 30
-"""Bytes of the largest full tensor."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the command measures."""
+
+    largest_mib: int = 1024
+    """Largest full tensor, in MiB; the smallest has 64 KiB."""
+    repeat: int = 10
+    """Number of runs, of which the median counts."""
+    matrix: int = 4096
+    """Rows and columns of the matrices that are multiplied in parallel."""
 
 
 @dataclass(frozen=True)
@@ -276,21 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=Path("calibration.json"),
         help="file to write; an existing file keeps its other machines",
     )
-    parser.add_argument(
-        "--largest-mib",
-        type=int,
-        default=LARGEST >> 20,
-        help="largest full tensor, in MiB; the smallest has 64 KiB",
-    )
-    parser.add_argument(
-        "--repeat", type=int, default=10, help="number of runs, of which the median counts"
-    )
-    parser.add_argument(
-        "--matrix",
-        type=int,
-        default=4096,
-        help="rows and columns of the matrices that are multiplied in parallel",
-    )
+    add_options(parser, Settings)
     parser.add_argument(
         "--measured",
         type=Path,
@@ -315,8 +313,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.trace:
         parser.error("--trace needs --measured DIR, the dump of the run")
-    if options.largest_mib < 1 or options.repeat < 1 or options.matrix < 1:
-        parser.error("--largest-mib, --repeat and --matrix must be at least 1")
+    try:
+        settings = config_of(Settings, vars(options))
+    except OptionError as error:
+        parser.error(str(error))
     if "RANK" not in os.environ:
         parser.error(
             "start the command on all devices of a node: torchrun --nproc-per-node 8 -m "
@@ -331,10 +331,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sizes = [
             SMALLEST << shift
             for shift in range(0, 32, 2)
-            if SMALLEST << shift <= options.largest_mib << 20
+            if SMALLEST << shift <= settings.largest_mib << 20
         ]
         samples = measure(
-            compat.group_name(dist.group.WORLD), device, sizes, options.repeat, options.matrix
+            compat.group_name(dist.group.WORLD), device, sizes, settings.repeat, settings.matrix
         )
         if dist.get_rank() == 0:
             platform = platform_of(device.type)

@@ -132,7 +132,7 @@ def test_the_command_writes_a_file_that_the_cost_model_reads(tmp_path, forked):
     ("arguments", "message"),
     [
         ([], "torchrun --nproc-per-node 8"),
-        (["--repeat", "0"], "must be at least 1"),
+        (["--repeat", "0"], "--repeat: got 0; expected at least 1"),
         (["--largest-mib", "x"], "invalid int value"),
     ],
 )

@@ -424,20 +424,8 @@ def _call_cast(model: nn.Module, dtype: torch.dtype | None, x: Tensor) -> Tensor
     """Call an unsharded model with parameters in another dtype."""
     if dtype is None:
         return model(x)  # type: ignore[no-any-return]
-    places = [
-        (module._parameters, name, param)
-        for module in model.modules()
-        for name, param in module._parameters.items()
-        if param is not None
-    ]
-    cast: dict[Tensor, Any] = {param: param.to(dtype) for param in model.parameters()}
-    try:
-        for parameters, name, param in places:
-            parameters[name] = cast[param]
-        return model(x)  # type: ignore[no-any-return]
-    finally:
-        for parameters, name, param in places:
-            parameters[name] = param
+    cast = {name: param.to(dtype) for name, param in model.named_parameters()}
+    return torch.func.functional_call(model, cast, (x,))  # type: ignore[no-any-return]
 
 
 def _compiled_call(program: Program, model: nn.Module) -> Callable[[Tensor], Tensor]:
