@@ -245,10 +245,10 @@ def timeline(given: DumpArguments, graph: str | None, after: str | None, output:
 @dump_command(picks=())
 @click.argument("files", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path))
 def hang(given: DumpArguments, files: tuple[Path, ...]) -> View:
-    """Show in which collective the ranks wait, which rank is missing, and what it did last.
+    """Show in which collective of NCCL or RCCL the ranks wait, and which rank is missing.
 
     FILE is what torch's flight recorder wrote for one rank, as JSON or as a pickle; its name ends
-    in the rank. Ranks over gloo need none: what they did last is in the dump.
+    in the rank. Without any, the command says where they come from, and what helps with gloo.
     """
     return given.open().hang(*files)
 
