@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 
 from zpasses.errors import OptionError
 from zpasses.option_values import field_types, parse_value
-from zpasses.tools.capture.meshes import MeshShape
+from zpasses.tools.capture.mesh_shapes import MeshShape
 from zpasses.tools.docs.fields import FieldDoc, describe_fields
 
 __all__ = ["add_options", "config_of"]

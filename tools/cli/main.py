@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import click
 
 from zpasses.tools.bisect.command import bisect
-from zpasses.tools.capture.command import capture
+from zpasses.tools.capture.capture_command import capture
 from zpasses.tools.cli.common import (
     CommandGroup,
     as_json,
@@ -26,7 +26,7 @@ from zpasses.tools.cli.common import (
 from zpasses.tools.cli.completion import completion
 from zpasses.tools.cli.reading import collectives, diff, hang, html, list_, memory, show, timeline
 from zpasses.tools.measure.command import measure
-from zpasses.tools.plan.command import plan
+from zpasses.tools.plan.plan_command import plan
 from zpasses.tools.tune.command import tune
 
 __all__ = ["cli", "main"]

@@ -46,11 +46,11 @@ from zpasses.runtime.forward_variants import (
     build_forward_variant,
     param_slots,
 )
-from zpasses.testing.capture import GraphProbe
-from zpasses.tools.capture.meshes import AutoMesh, MeshShape
-from zpasses.tools.capture.run import CaptureError, CaptureRequest, run_capture
+from zpasses.testing.step_graphs import GraphProbe
+from zpasses.tools.capture.captured_step import CaptureError, CaptureRequest, run_capture
+from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
+from zpasses.tools.plan.plan_table import GraphFigures, PlanPoint, PlanTable, not_dominated
 from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point
-from zpasses.tools.plan.table import GraphFigures, PlanPoint, PlanTable, not_dominated
 
 __all__ = ["PlanRequest", "plan_shapes", "plan_step"]
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
-from zpasses.tools.stress import caches, drawn_programs, faults, graphs
+from zpasses.tools.stress import caches, drawn_graphs, drawn_programs, faults
 from zpasses.tools.stress.cases import OUTCOMES, CaseResult, StressConfig, Suite
 
 __all__ = ["SUITES", "StressReport", "run_suites", "summary"]
 
 SUITES: Mapping[str, Suite] = {
-    "graphs": graphs.run,
+    "graphs": drawn_graphs.run,
     "faults": faults.run,
     "caches": caches.run,
     "programs": drawn_programs.run,

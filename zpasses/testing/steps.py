@@ -14,7 +14,7 @@ from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.runner import PassRecord, Verify, run_passes
 from zpasses.simulate.equality import check_outputs, copied, random_inputs
 from zpasses.simulate.simulator import RankRun, simulate
-from zpasses.testing.capture import StepCapture
+from zpasses.testing.step_graphs import StepCapture
 
 __all__ = [
     "PipelineRun",

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from zpasses.tools.capture.command import StepOptions, step_options
-from zpasses.tools.capture.meshes import AutoMesh
+from zpasses.tools.capture.capture_command import StepOptions, step_options
+from zpasses.tools.capture.mesh_shapes import AutoMesh
 from zpasses.tools.cli.common import (
     CommandError,
     as_json,
@@ -16,9 +16,9 @@ from zpasses.tools.cli.common import (
     print_view,
     write_output,
 )
-from zpasses.tools.plan.picture import check_matplotlib, plan_page
+from zpasses.tools.plan.plan_picture import check_matplotlib, plan_page
+from zpasses.tools.plan.plan_table import plan_view
 from zpasses.tools.plan.shape_table import shape_view
-from zpasses.tools.plan.table import plan_view
 
 __all__ = ["plan"]
 

@@ -24,8 +24,8 @@ from zpasses.pipeline.runner import run_passes
 from zpasses.ranks.agree import simulated_answers
 from zpasses.simulate.equality import check_outputs, copied
 from zpasses.testing import JointRecipe, RankRun, copy_graph, random_inputs, simulate
-from zpasses.testing.capture import TracedJoint
 from zpasses.testing.drawing import draw_joint_recipe, draw_pipeline
+from zpasses.testing.step_graphs import TracedJoint
 from zpasses.testing.steps import simulate_halves
 from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig
 

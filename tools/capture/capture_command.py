@@ -17,7 +17,7 @@ import click
 
 from zpasses.dumps.reader import HEADER
 from zpasses.errors import OptionError
-from zpasses.tools.capture.meshes import AutoMesh, MeshShape
+from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
 from zpasses.tools.cli.common import CommandError, errors_as_messages, versioned
 
 __all__ = ["StepOptions", "capture", "step_options"]
@@ -238,7 +238,7 @@ def capture(
     called on fake tensors, so a model of any size can be built on this machine. The model is
     sharded, captured and rewritten by the passes. The dump contains every graph.
     """
-    from zpasses.tools.capture.run import CaptureRequest, run_capture
+    from zpasses.tools.capture.captured_step import CaptureRequest, run_capture
 
     if zero_stage is not None and pipeline is not None:
         raise CommandError("--zero-stage and --pipeline exclude each other; give only one of them.")
