@@ -139,21 +139,15 @@ def _example(name: str, entry: type[Pass]) -> list[tuple[str, str, str]]:
     pipeline = _pipeline_to(name)
     if pipeline is None:
         return []
-    records, after = _captured(pipeline)
-    _, before = _captured(pipeline[:-1])
-    kinds = [
-        kind
-        for kind in _kinds(entry.level)
-        if kind in after and listing(after[kind]) != listing(before[kind])
-    ]
-    return (
-        [
-            (f"{kind} graph of the example", listing(before[kind]), listing(after[kind]))
-            for kind in kinds
-        ]
-        if records
-        else []
+    before, after = (
+        {kind: listing(graph) for kind, graph in _captured(passes).items()}
+        for passes in (pipeline[:-1], pipeline)
     )
+    return [
+        (f"{kind} graph of the example", before[kind], after[kind])
+        for kind in _kinds(entry.level)
+        if kind in after and after[kind] != before[kind]
+    ]
 
 
 def _kinds(level: Level) -> tuple[str, ...]:
@@ -173,8 +167,8 @@ def _pipeline_to(name: str) -> list[Pass] | None:
     return None
 
 
-def _captured(passes: list[Pass]) -> tuple[int, dict[str, Any]]:
-    """Number of changes of the last pass, and the graphs after all passes."""
+def _captured(passes: list[Pass]) -> dict[str, Any]:
+    """The graphs of a small model on two ranks after passes."""
 
     class Example(nn.Module):
         def __init__(self) -> None:
@@ -186,13 +180,8 @@ def _captured(passes: list[Pass]) -> tuple[int, dict[str, Any]]:
                 x = self.down(self.up(x).relu())
             return x
 
-    step = capture_graphs(
+    after = capture_graphs(
         Example(), (torch.ones(2, 4),), world_size=2, pipeline=Pipeline(tuple(passes))
-    )
-    graphs = {
-        kind: getattr(step.after, kind) for kind in ("captured", "joint", "forward", "backward")
-    }
-    changes = sum(
-        record.changes for record in step.records if passes and record.name == passes[-1].name
-    )
-    return changes, {kind: graph for kind, graph in graphs.items() if graph is not None}
+    ).after
+    kinds = ("captured", "joint", "forward", "backward")
+    return {kind: graph for kind in kinds if (graph := getattr(after, kind)) is not None}
