@@ -133,7 +133,7 @@ def test_the_command_writes_a_file_that_the_cost_model_reads(tmp_path, forked):
     [
         ([], "torchrun --nproc-per-node 8"),
         (["--repeat", "0"], "--repeat: got 0; expected at least 1"),
-        (["--largest-mib", "x"], "invalid int value"),
+        (["--largest-mib", "x"], "--largest-mib: got 'x' (str); expected int"),
     ],
 )
 def test_wrong_usage_is_refused_with_advice(arguments, message, capsys):
