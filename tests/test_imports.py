@@ -77,7 +77,10 @@ MODULES = sources()
 
 COMPUTED = {
     ("zpasses", "f'zpasses.{name}'"): "the submodules in _MODULES, which are attributes of zpasses",
-    ("zpasses.tools.capture.run", "place"): "the user's module, named on the command line",
+    (
+        "zpasses.tools.capture.captured_step",
+        "place",
+    ): "the user's module, named on the command line",
 }
 """Calls of `import_module` whose argument is computed, by module and text, and what they import."""
 
@@ -249,11 +252,11 @@ LAZY = {
     "zpasses.inspect.inspection": "the page's template engine, which listing a dump does not need",
     "zpasses.testing": "public names; pytest loads the package with the plugin",
     "zpasses.testing.plugin": "pytest loads it in every project, and most of them need no torch",
-    "zpasses.tools.capture.command": "`zpasses --help` imports it, and a capture imports torch",
+    "zpasses.tools.capture.capture_command": "`zpasses --help` imports it, but not torch",
     "zpasses.tools.measure.command": "the same",
-    "zpasses.tools.plan.command": "`zpasses --help` imports it, and planning imports torch",
+    "zpasses.tools.plan.plan_command": "`zpasses --help` imports it, and planning imports torch",
     "zpasses.tools.tune.command": "`zpasses --help` imports it, and tuning imports torch",
-    "zpasses.tools.cli.running": "`zpasses --help` imports it, and the catalogue imports torch",
+    "zpasses.tools.cli.main": "`zpasses passes` imports the catalogue, which imports torch",
 }
 """Modules that may import others inside functions, and why."""
 

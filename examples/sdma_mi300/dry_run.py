@@ -30,7 +30,7 @@ from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO3_SDMA
 from zpasses.pipeline.events import ObservedGraph, observe_graphs
 from zpasses.testing import copy_graph, fake_world
-from zpasses.testing.capture import capture_step
+from zpasses.testing.step_graphs import capture_step
 
 SHARES = (1.0, 0.5, 0.25)
 """Fractions of the data sheet's peak operations per second. The fraction that matrix products reach

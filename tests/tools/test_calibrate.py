@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
+from tests.fake_mori import Settings, installed
 from tests.programs import forked_or_started, run_program
 from zpasses.cost.time.route_figures import calibrated_figures, route_figures
 from zpasses.cost.time.target import TARGETS
 from zpasses.testing import run_on_ranks
-from zpasses.testing.fake_mori import Settings, installed
 from zpasses.tools.calibrate import Sample, fit, main, write
 
 MIB = 1 << 20
@@ -132,8 +132,8 @@ def test_the_command_writes_a_file_that_the_cost_model_reads(tmp_path, forked):
     ("arguments", "message"),
     [
         ([], "torchrun --nproc-per-node 8"),
-        (["--repeat", "0"], "must be at least 1"),
-        (["--largest-mib", "x"], "invalid int value"),
+        (["--repeat", "0"], "--repeat: got 0; expected at least 1"),
+        (["--largest-mib", "x"], "--largest-mib: got 'x' (str); expected int"),
     ],
 )
 def test_wrong_usage_is_refused_with_advice(arguments, message, capsys):

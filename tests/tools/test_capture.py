@@ -19,8 +19,8 @@ from zpasses.dumps import read
 from zpasses.dumps.runs import write
 from zpasses.errors import OptionError, PassError, ShardingError
 from zpasses.inspect.rank_agreement import rank_agreements
-from zpasses.tools.capture.meshes import MeshShape
-from zpasses.tools.capture.run import CaptureError, CaptureRequest, load, run_capture
+from zpasses.tools.capture.captured_step import CaptureError, CaptureRequest, load, run_capture
+from zpasses.tools.capture.mesh_shapes import MeshShape
 from zpasses.tools.cli.main import cli
 
 HERE = "tests.tools.test_capture"
@@ -297,7 +297,7 @@ def test_arguments_of_shard_that_the_function_leaves_no_use_for_are_refused(tmp_
 
 
 def test_a_large_dump_is_inspected_as_ones_own(tmp_path, monkeypatch):
-    command = sys.modules["zpasses.tools.capture.command"]  # loaded by the command line
+    command = sys.modules["zpasses.tools.capture.capture_command"]  # loaded by the command line
     dump = tmp_path / "my dump"
     dump.mkdir()
     (dump / "graph.jsonl").write_text("{}")

@@ -15,7 +15,7 @@ from zpasses.pipeline.pipeline import catalogue
 from zpasses.tools.docs import tables
 from zpasses.tools.docs.__main__ import main
 from zpasses.tools.docs.fields import FieldDoc, describe_fields, first_sentence
-from zpasses.tools.docs.regions import fill_regions
+from zpasses.tools.docs.tables import fill_regions
 
 ROOT = Path(__file__).parents[2]
 

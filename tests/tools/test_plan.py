@@ -22,16 +22,16 @@ from zpasses.inspect.escape import one_line
 from zpasses.inspect.view import Table
 from zpasses.testing import capture_graphs, fake_world
 from zpasses.tools.cli.main import cli
-from zpasses.tools.plan import picture
-from zpasses.tools.plan.picture import plan_figure, plan_page
-from zpasses.tools.plan.step_plans import PlanRequest, plan_step
-from zpasses.tools.plan.table import (
+from zpasses.tools.plan import plan_picture
+from zpasses.tools.plan.plan_picture import plan_figure, plan_page
+from zpasses.tools.plan.plan_table import (
     GraphFigures,
     PlanPoint,
     PlanTable,
     not_dominated,
     plan_view,
 )
+from zpasses.tools.plan.step_plans import PlanRequest, plan_step
 
 HERE = "tests.tools.test_plan"
 WORLD = 4
@@ -332,7 +332,7 @@ def test_points_have_names_in_the_picture(table):
 
 
 def test_picture_without_matplotlib_says_how_to_install_it(tmp_path):
-    with mock.patch.object(picture.importlib.util, "find_spec", return_value=None):
+    with mock.patch.object(plan_picture.importlib.util, "find_spec", return_value=None):
         done = run(f"{HERE}:blocks", *SMALL, "--html", tmp_path / "plans.html")
     assert done.exit_code == 2
     assert 'pip install "zpasses[plot]"' in done.stderr

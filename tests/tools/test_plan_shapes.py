@@ -7,10 +7,10 @@ from click.testing import CliRunner
 
 from zpasses.errors import OptionError
 from zpasses.inspect.view import Table
-from zpasses.tools.capture.meshes import AutoMesh, MeshShape
+from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
 from zpasses.tools.cli.main import cli
+from zpasses.tools.plan.plan_table import GraphFigures, PlanPoint, PlanTable
 from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point, shape_view
-from zpasses.tools.plan.table import GraphFigures, PlanPoint, PlanTable
 
 HERE = "tests.tools.test_plan"
 GIB = 1 << 30

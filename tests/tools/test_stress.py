@@ -7,22 +7,16 @@ from typing import ClassVar, Literal
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import fx
 
+from tests.tools.stressing import stress
 from zpasses.errors import OptionError
 from zpasses.pipeline import pipeline as pipelines
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.testing import drawing
-from zpasses.tools.stress import run
-from zpasses.tools.stress.__main__ import main
+from zpasses.tools.stress import suites as stress_suites
 from zpasses.tools.stress.cases import CaseResult, StressConfig
-from zpasses.tools.stress.run import run_suites
-from zpasses.tools.stress.suites import SUITES
-
-
-def stress(*arguments):
-    return CliRunner().invoke(main, arguments)
+from zpasses.tools.stress.suites import SUITES, run_suites
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -73,7 +67,7 @@ def test_options_reach_the_suite_and_the_file(mine, tmp_path):
         "mine", "--count", "2", "--ranks", "4,5", "--case-limit", "7", "--json", str(path)
     )
     assert done.exit_code == 0
-    assert (mine.config.ranks, mine.config.limit_s) == ((4, 5), 7.0)
+    assert (mine.config.ranks, mine.config.case_limit_s) == ((4, 5), 7.0)
     assert [each["seed"] for each in json.loads(path.read_text())["results"]] == [0, 1]
 
 
@@ -85,7 +79,7 @@ def test_time_limit_ends_the_run_and_says_what_is_left(mine):
 
 def test_time_limit_is_shared_by_the_suites(tmp_path, monkeypatch):
     clock = itertools.count()  # seconds; each look at it takes one
-    monkeypatch.setattr(run.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(stress_suites.time, "monotonic", lambda: float(next(clock)))
     seeds = dict.fromkeys("ab", range(1000))
     suites = {"a": Recorded(), "b": Recorded()}
     report = run_suites(suites, seeds, StressConfig(tmp_path), 100)
@@ -113,7 +107,7 @@ def test_a_suite_that_raises_is_reported(monkeypatch):
         (["--only", "graphs"], "expected SUITE:SEED"),
         (["--only", "grafs:1"], 'Did you mean "graphs"?'),
         (["graphs", "--only", "graphs:1"], "omit the SUITE arguments"),
-        (["--ranks", "two"], "expected numbers of ranks"),
+        (["--ranks", "two"], "--ranks: got 'two'"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments, message):

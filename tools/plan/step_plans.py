@@ -8,6 +8,7 @@ that budget.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import time
@@ -45,12 +46,13 @@ from zpasses.runtime.forward_variants import (
     build_forward_variant,
     param_slots,
 )
-from zpasses.testing.capture import GraphProbe
-from zpasses.tools.capture.meshes import MeshShape
-from zpasses.tools.capture.run import CaptureError, CaptureRequest, run_capture
-from zpasses.tools.plan.table import GraphFigures, PlanPoint, PlanTable, not_dominated
+from zpasses.testing.step_graphs import GraphProbe
+from zpasses.tools.capture.captured_step import CaptureError, CaptureRequest, run_capture
+from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
+from zpasses.tools.plan.plan_table import GraphFigures, PlanPoint, PlanTable, not_dominated
+from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point
 
-__all__ = ["PlanRequest", "plan_step"]
+__all__ = ["PlanRequest", "plan_shapes", "plan_step"]
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,44 @@ def plan_step(
             "backward, so there is nothing to plan."
         )
     return tables[0]
+
+
+_SHAPE_POINTS = 4
+"""About how many plans of each shape to choose from, if no budget is given."""
+
+
+def plan_shapes(
+    request: PlanRequest, auto: AutoMesh, progress: Callable[[ShapePoint], object]
+) -> ShapeTable:
+    """Captures and plans a step for every shape of hybrid sharding.
+
+    Args:
+        request: what to plan, without a mesh.
+        auto: the dimensions that all shapes share.
+        progress: called with each shape that was planned.
+
+    Raises:
+        OptionError: if the ranks cannot be divided, and as `plan_step`.
+        CaptureError, ShardingError: as `plan_step`.
+    """
+    target = Target.parse(request.target) if request.target else current_target()
+    points = []
+    for shape in auto.shapes(request.world):
+        gc.collect()  # the graphs of the shape before
+        found = plan_step(replace(request, mesh=shape, points=_SHAPE_POINTS))
+        point = shape_point(str(shape), found, target.memory_bytes)
+        progress(point)
+        points.append(point)
+    return ShapeTable(
+        request.function,
+        request.world,
+        target.name,
+        request.target,
+        request.backwards_per_step,
+        request.memory,
+        target.memory_bytes,
+        tuple(points),
+    )
 
 
 def _check(request: PlanRequest) -> None:

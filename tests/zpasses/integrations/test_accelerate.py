@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from tests.zpasses.integrations import snapshots, training  # noqa: E402
 from zpasses.integrations.accelerate import FOLDER, prepare  # noqa: E402
-from zpasses.integrations.optimizer_state import METADATA  # noqa: E402
+from zpasses.integrations.joint_states import METADATA  # noqa: E402
 
 pytestmark = pytest.mark.processes
 

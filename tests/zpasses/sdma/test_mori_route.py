@@ -5,10 +5,10 @@ ranks.
 import pytest
 import torch
 
+from tests.fake_mori import Settings, installed
 from tests.on_ranks import on_ranks
 from zpasses import compat
 from zpasses.testing import run_on_ranks
-from zpasses.testing.fake_mori import Settings, installed
 
 DTYPES = [
     torch.float32,

@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
+from tests.fake_mori import Settings, installed
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks
-from zpasses.testing.fake_mori import Settings, installed
 
 sdma = torch.ops.zpasses
 wait = torch.ops._c10d_functional.wait_tensor

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch._inductor import config
 
+from tests.fake_mori import Settings, installed
 from zpasses.testing import run_in_fresh_ranks, world_mesh
-from zpasses.testing.fake_mori import Settings, installed
 
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
 

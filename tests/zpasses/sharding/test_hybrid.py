@@ -41,7 +41,7 @@ from zpasses.testing import (
     fake_world,
     run_on_ranks,
 )
-from zpasses.tools.capture.meshes import MeshShape
+from zpasses.tools.capture.mesh_shapes import MeshShape
 
 STEPS = 10
 NAMES = ("replicate", "shard")

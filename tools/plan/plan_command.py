@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 from tqdm import tqdm
 
-from zpasses.tools.capture.command import (
-    mesh_option,
-    shard_arguments,
-    step_options,
-    world_of,
-)
-from zpasses.tools.capture.meshes import AutoMesh, MeshShape
+from zpasses.tools.capture.capture_command import StepOptions, step_options
+from zpasses.tools.capture.mesh_shapes import AutoMesh
 from zpasses.tools.cli.common import (
     CommandError,
     as_json,
@@ -22,16 +16,16 @@ from zpasses.tools.cli.common import (
     print_view,
     write_output,
 )
-from zpasses.tools.plan.picture import check_matplotlib, plan_page
+from zpasses.tools.plan.plan_picture import check_matplotlib, plan_page
+from zpasses.tools.plan.plan_table import plan_view
 from zpasses.tools.plan.shape_table import shape_view
-from zpasses.tools.plan.table import plan_view
 
 __all__ = ["plan"]
 
 
 @click.command()
+@errors_as_messages
 @step_options
-@mesh_option(auto=True)
 @click.option(
     "--memory",
     metavar="SIZE",
@@ -59,21 +53,13 @@ __all__ = ["plan"]
     help="Also write a page with time over memory. Needs matplotlib.",
 )
 @as_json
-@errors_as_messages
 @click.pass_context
 def plan(
     ctx: click.Context,
-    function: str,
-    world: int | None,
-    mesh: MeshShape | AutoMesh | None,
-    target: str | None,
+    step: StepOptions,
     memory: str | None,
     points: int,
     backwards_per_step: int,
-    arguments: dict[str, Any],
-    param_dtype: str | None,
-    reduce_dtype: str | None,
-    reshard_size: int | None,
     picture: Path | None,
     as_json: bool,
 ) -> None:
@@ -89,7 +75,7 @@ def plan(
 
     The exit status is 0, 1 if no plan fits, and 2 for an error.
     """
-    from zpasses.tools.plan.step_plans import PlanRequest, plan_step
+    from zpasses.tools.plan.step_plans import PlanRequest, plan_shapes, plan_step
 
     if picture is not None:
         check_matplotlib()
@@ -98,29 +84,27 @@ def plan(
                 f"cannot write {picture}: there is no folder {picture.parent}; name a file in a "
                 "folder that exists with --html."
             )
-    if reshard_size is not None and isinstance(mesh, AutoMesh):
+    auto = step.mesh if isinstance(step.mesh, AutoMesh) else None
+    if auto is not None and "reshard_after_forward" in step.shard:
         raise CommandError(
             "--reshard-after-forward divides the ranks of one mesh; give one instead of auto."
         )
-    shard = shard_arguments(param_dtype, reduce_dtype, reshard_size)
     request = PlanRequest(
-        function,
-        (world or 8) if isinstance(mesh, AutoMesh) else world_of(world, mesh),
-        target,
+        step.function,
+        step.world,
+        step.target,
         memory,
         points,
-        arguments,
-        shard,
+        step.arguments,
+        step.shard,
         backwards_per_step,
-        None if isinstance(mesh, AutoMesh) else mesh,
+        None if isinstance(step.mesh, AutoMesh) else step.mesh,
     )
-    if isinstance(mesh, AutoMesh):
+    if auto is not None:
         if picture is not None:
             raise CommandError("--html shows the plans of one mesh; give one instead of auto.")
-        from zpasses.tools.plan.shapes import plan_shapes
-
         with tqdm(desc="meshes", unit="mesh", disable=None, leave=False) as bar:
-            shapes = plan_shapes(request, mesh, lambda point: bar.update())
+            shapes = plan_shapes(request, auto, lambda point: bar.update())
         print_view(shape_view(shapes), as_json)
         ctx.exit(0 if shapes.chosen is not None else 1)
     with tqdm(desc="plans", unit="plan", disable=None, leave=False) as bar:

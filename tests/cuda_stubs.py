@@ -3,12 +3,15 @@
 Package indices have a CUDA build of most versions of torch, and often nothing else. CUDA's
 libraries take several GB, and torch loads all of them when it is imported. One small library with
 their names replaces them. Each of its functions returns "no device", so torch finds no GPU.
+
+`python -m tests.cuda_stubs` does it in the environment that runs it.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
+import sysconfig
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -87,3 +90,7 @@ def _compile_stub(symbols: dict[str, str], stub: Path) -> None:
 
 def _output_of(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    print(*replace_cuda_libraries(Path(sysconfig.get_path("purelib"))))

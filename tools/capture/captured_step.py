@@ -43,9 +43,9 @@ from zpasses import compat
 from zpasses.errors import OptionError, ShardingError, ZpassesError, suggestion
 from zpasses.garbage import no_garbage_collection
 from zpasses.sharding.module import ShardedModule
-from zpasses.testing.capture import capture_step
+from zpasses.testing.step_graphs import capture_step
 from zpasses.testing.worlds import fake_world
-from zpasses.tools.capture.meshes import MeshShape
+from zpasses.tools.capture.mesh_shapes import MeshShape
 
 __all__ = ["CaptureError", "CaptureReport", "CaptureRequest", "load", "run_capture"]
 

@@ -5,9 +5,11 @@ quick.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,11 +17,10 @@ import click
 
 from zpasses.dumps.reader import HEADER
 from zpasses.errors import OptionError
-from zpasses.tools.capture.meshes import AutoMesh, MeshShape
+from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
 from zpasses.tools.cli.common import CommandError, errors_as_messages, versioned
 
-__all__ = ["capture", "mesh_option", "shard_arguments", "step_options", "world_of"]
-
+__all__ = ["StepOptions", "capture", "step_options"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -46,57 +47,79 @@ def _ranks(context: click.Context, option: click.Parameter, value: str) -> tuple
     return tuple(map(int, parts))
 
 
-def _mesh(context: click.Context, option: click.Parameter, value: str | None) -> MeshShape | None:
+def _mesh(context: click.Context, option: click.Parameter, value: str | None) -> Any:
+    if value is None:
+        return None
+    # Only `zpasses plan` tries all shapes.
+    auto = context.command.name == "plan" and value.strip().startswith("auto")
     try:
-        return None if value is None else MeshShape.parse(value)
+        return AutoMesh.parse(value) if auto else MeshShape.parse(value)
     except OptionError as error:
         raise click.BadParameter(str(error)) from error
 
 
-def _mesh_or_auto(
-    context: click.Context, option: click.Parameter, value: str | None
-) -> MeshShape | AutoMesh | None:
-    if value is None or not value.strip().startswith("auto"):
-        return _mesh(context, option, value)
-    try:
-        return AutoMesh.parse(value)
-    except OptionError as error:
-        raise click.BadParameter(str(error)) from error
+@dataclass(frozen=True)
+class StepOptions:
+    """What the commands that capture a step are given about it."""
 
-
-def mesh_option(*, auto: bool) -> Callable[[Command], Command]:
-    """Decorator: add --mesh.
-
-    Args:
-        auto: whether "auto" may be given.
-    """
-    more = " `auto` tries all shapes of hybrid sharding: auto or auto,tp=8." if auto else ""
-    return click.option(
-        "--mesh",
-        metavar="NAME=SIZE,...",
-        callback=_mesh_or_auto if auto else _mesh,
-        help="Device mesh of the ranks: dp=64,tp=8 or replicate=8,shard=64. The model is sharded "
-        f"over dp or shard. The function gets the mesh as argument `mesh`.{more}",
-    )
-
-
-def world_of(world: int | None, mesh: MeshShape | None) -> int:
-    """The number of ranks that --world and --mesh give; 8 without both.
-
-    Raises:
-        CommandError: if they give different numbers.
-    """
-    if world is not None and mesh is not None and world != mesh.ranks:
-        raise CommandError(
-            f"--world {world} does not go together with --mesh {mesh}, which has {mesh.ranks} "
-            "ranks; leave --world out."
-        )
-    return mesh.ranks if mesh is not None else world or 8
+    function: str
+    """`MODULE:FUNCTION` or `FILE.py:FUNCTION`."""
+    world: int
+    """Number of ranks."""
+    mesh: MeshShape | AutoMesh | None
+    target: str | None
+    arguments: dict[str, Any]
+    """Keyword arguments of the function."""
+    shard: dict[str, Any]
+    """Keyword arguments of `zpasses.shard`."""
 
 
 def step_options(command: Command) -> Command:
-    """Decorator: add MODULE:FUNCTION, and the options that say how to capture its step."""
+    """Decorator: add MODULE:FUNCTION, and the options that say how to capture its step. The command
+    gets them as the argument `step`.
+    """
+
+    @functools.wraps(command)
+    def run(
+        function: str,
+        world: int | None,
+        mesh: MeshShape | AutoMesh | None,
+        target: str | None,
+        arguments: dict[str, Any],
+        reshard_size: int | None,
+        param_dtype: str | None,
+        reduce_dtype: str | None,
+        **given: Any,
+    ) -> Any:
+        import torch
+
+        from zpasses.option_values import parse_value
+
+        if isinstance(mesh, MeshShape) and world not in (None, mesh.ranks):
+            raise CommandError(
+                f"--world {world} does not go together with --mesh {mesh}, which has {mesh.ranks} "
+                "ranks; leave --world out."
+            )
+        ranks = mesh.ranks if isinstance(mesh, MeshShape) else world or 8
+        dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+        shard: dict[str, Any] = {
+            key: parse_value(text, torch.dtype, f"--{key.replace('_', '-')}")
+            for key, text in dtypes.items()
+            if text is not None
+        }
+        if reshard_size is not None:
+            shard["reshard_after_forward"] = reshard_size
+        return command(StepOptions(function, ranks, mesh, target, arguments, shard), **given)
+
     for option in (
+        click.option(
+            "--mesh",
+            metavar="NAME=SIZE,...",
+            callback=_mesh,
+            help="Device mesh of the ranks: dp=64,tp=8 or replicate=8,shard=64. The model is "
+            "sharded over dp or shard. The function gets the mesh as argument `mesh`. In `zpasses "
+            "plan`, auto or auto,tp=8 tries all shapes of hybrid sharding.",
+        ),
         click.option(
             "--reduce-dtype", metavar="DTYPE", help="Reduce gradients in this dtype: float32."
         ),
@@ -129,29 +152,8 @@ def step_options(command: Command) -> Command:
         ),
         click.argument("function", metavar="MODULE:FUNCTION"),
     ):
-        command = option(command)
-    return command
-
-
-def shard_arguments(
-    param_dtype: str | None, reduce_dtype: str | None, reshard_size: int | None
-) -> dict[str, Any]:
-    """The arguments of `zpasses.shard` that these options give.
-
-    Raises:
-        OptionError: for text that is no dtype.
-    """
-    import torch
-
-    from zpasses.option_values import parse_value
-
-    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
-    found: dict[str, Any] = {
-        key: parse_value(text, torch.dtype, f"--{key.replace('_', '-')}")
-        for key, text in dtypes.items()
-        if text is not None
-    }
-    return found if reshard_size is None else {**found, "reshard_after_forward": reshard_size}
+        run = option(run)
+    return run  # type: ignore[return-value]
 
 
 def _check_new(out: Path) -> None:
@@ -181,8 +183,8 @@ def _how_to_inspect(out: Path) -> str:
 
 
 @click.command()
+@errors_as_messages
 @step_options
-@mesh_option(auto=False)
 @click.option(
     "-o",
     "--output",
@@ -220,21 +222,13 @@ def _how_to_inspect(out: Path) -> str:
     help="Capture forward and backward, or a call without gradients.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print plain values instead of text.")
-@errors_as_messages
 def capture(
-    function: str,
+    step: StepOptions,
     out: Path,
-    world: int | None,
-    mesh: MeshShape | None,
     ranks: tuple[int, ...],
-    target: str | None,
     zero_stage: int | None,
     pipeline: str | None,
     compile_blocks: str | None,
-    arguments: dict[str, Any],
-    param_dtype: str | None,
-    reduce_dtype: str | None,
-    reshard_size: int | None,
     train: bool,
     as_json: bool,
 ) -> None:
@@ -244,51 +238,38 @@ def capture(
     called on fake tensors, so a model of any size can be built on this machine. The model is
     sharded, captured and rewritten by the passes. The dump contains every graph.
     """
-    from zpasses.tools.capture.run import CaptureRequest, run_capture
+    from zpasses.tools.capture.captured_step import CaptureRequest, run_capture
 
-    given = {
-        "zero_stage": zero_stage,
-        "pipeline": pipeline,
-        "target": target,
-    }
     if zero_stage is not None and pipeline is not None:
         raise CommandError("--zero-stage and --pipeline exclude each other; give only one of them.")
     _check_new(out)
-    shard = shard_arguments(param_dtype, reduce_dtype, reshard_size)
-    size = world_of(world, mesh)
-    options = {key: value for key, value in given.items() if value is not None}
-    report = run_capture(
-        CaptureRequest(
-            function,
-            out,
-            size,
-            ranks,
-            arguments,
-            train,
-            shard,
-            options,
-            compile_blocks=compile_blocks,
-            mesh=mesh,
-        )
+    given = {"zero_stage": zero_stage, "pipeline": pipeline, "target": step.target}
+    assert not isinstance(step.mesh, AutoMesh)
+    request = CaptureRequest(
+        step.function,
+        out,
+        step.world,
+        ranks,
+        step.arguments,
+        train,
+        step.shard,
+        {key: value for key, value in given.items() if value is not None},
+        compile_blocks=compile_blocks,
+        mesh=step.mesh,
     )
+    report = run_capture(request)
     if as_json:
-        click.echo(
-            json.dumps(
-                versioned(
-                    {
-                        "dump": str(out),
-                        "seconds": report.seconds,
-                        "peak_rss_bytes": report.peak_rss_bytes,
-                    }
-                ),
-                indent=1,
-            )
-        )
+        shown = {
+            "dump": str(out),
+            "seconds": report.seconds,
+            "peak_rss_bytes": report.peak_rss_bytes,
+        }
+        click.echo(json.dumps(versioned(shown), indent=1))
         return
     took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items())
     click.echo(
-        f"{function} as rank {', '.join(map(str, ranks))} of {size}"
-        f"{f' (mesh {mesh})' if mesh is not None else ''}: {took}; "
+        f"{step.function} as rank {', '.join(map(str, ranks))} of {step.world}"
+        f"{f' (mesh {step.mesh})' if step.mesh is not None else ''}: {took}; "
         f"{report.peak_rss_bytes / 2**30:.1f} GiB"
     )
     click.echo(_how_to_inspect(out))

@@ -35,10 +35,10 @@ from typing import Any
 
 from torch import Tensor
 
+from tests.host_stream import DeviceFaultError, HostStream
 from zpasses import compat
 from zpasses.sdma.lifecycle import reset_routes
 from zpasses.sdma.platform import SymmMemory, register_platform
-from zpasses.testing.host_stream import DeviceFaultError, HostStream
 
 __all__ = ["DeviceFaultError", "HostStream", "Settings", "installed"]
 
@@ -230,7 +230,6 @@ class _FakeAllgatherSdma:
         self._mine = _SharedBuffer(self._path(my_pe), self._out_bytes, npes, create=True)
         self._peers: dict[int, _SharedBuffer] = {my_pe: self._mine}
         self._sequence, self._busy = 0, threading.Lock()
-        self._in_flight: tuple[Any, ...] | None = None
 
     def _path(self, pe: int) -> Path:
         return self._world.folder / f"handle-{self._number}-{pe}"
@@ -310,33 +309,6 @@ class _FakeAllgatherSdma:
         if target.freed():
             raise DeviceFaultError("writes into a tensor that was freed")
         ctypes.memmove(target.address, self._mine.address, self._pes * moved)
-
-    def start_async(
-        self, source: Tensor, target: Tensor, count: int, stream: int | None = None
-    ) -> bool:
-        if self._in_flight is not None:
-            return False
-        self._sequence += 1
-        self._in_flight = (
-            self._sequence,
-            *_raw_memory(source, target),
-            -(-count * source.element_size() // 4) * 4,
-        )
-        sequence, source_raw, _, moved = self._in_flight
-        HostStream.of(stream or 0).run(lambda: self._put(sequence, source_raw, moved))
-        return True
-
-    def wait_async(self, stream: int | None = None) -> float:
-        """Deliver, and make the CPU wait."""
-        if self._in_flight is None:
-            raise RuntimeError("AllgatherSdma: nothing is in flight")
-        sequence, _, target, moved = self._in_flight
-        self._in_flight = None
-        order = HostStream.of(stream or 0)
-        order.run(lambda: self._take(sequence, target, moved))
-        self._world.settings.blocking += 1
-        order.synchronize()
-        return 0.0
 
 
 class _RawMemory:

@@ -9,7 +9,7 @@ from typing import Any
 
 from zpasses.inspect.escape import one_line
 from zpasses.tools.cli.common import CommandError
-from zpasses.tools.plan.table import PlanPoint, PlanTable, plan_view
+from zpasses.tools.plan.plan_table import PlanPoint, PlanTable, plan_view
 
 __all__ = ["check_matplotlib", "plan_figure", "plan_page"]
 

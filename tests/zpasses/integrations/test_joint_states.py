@@ -1,15 +1,12 @@
 """How long ranks wait for one that writes a checkpoint."""
 
+from types import SimpleNamespace
+
 import pytest
 from torch import nn
 
-from zpasses.integrations import joint_failures
+from zpasses.integrations import joint_states
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
-
-
-class Prepared:
-    def __init__(self, options):
-        self.options = options
 
 
 @pytest.mark.parametrize(
@@ -18,10 +15,6 @@ class Prepared:
     ids=["default", "given"],
 )
 def test_ranks_wait_as_long_as_the_options_say(monkeypatch, options, expected):
-    inner = nn.Linear(1, 1)
-    monkeypatch.setattr(
-        joint_failures,
-        "preparation_of",
-        lambda module: Prepared(options) if module is inner else None,
-    )
-    assert joint_failures.limit_s(nn.Sequential(inner)) == expected
+    prepared = SimpleNamespace(options=options)
+    monkeypatch.setattr(joint_states, "preparation_of", lambda module: prepared)
+    assert joint_states.limit_s(nn.Linear(1, 1)) == expected

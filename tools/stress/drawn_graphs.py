@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from zpasses.cost.time.target import TARGETS, use_target
 from zpasses.errors import OptionError, PassError
@@ -22,10 +22,11 @@ from zpasses.pipeline.passes import Level
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.runner import run_passes
 from zpasses.ranks.agree import simulated_answers
-from zpasses.simulate.equality import check_equal
+from zpasses.simulate.equality import check_outputs, copied
 from zpasses.testing import JointRecipe, RankRun, copy_graph, random_inputs, simulate
-from zpasses.testing.capture import TracedJoint
 from zpasses.testing.drawing import draw_joint_recipe, draw_pipeline
+from zpasses.testing.step_graphs import TracedJoint
+from zpasses.testing.steps import simulate_halves
 from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig
 
 __all__ = ["run"]
@@ -47,7 +48,7 @@ def run(seeds: Iterable[int], config: StressConfig) -> Iterator[CaseResult]:
         case = _Case.drawn(seed, graphs)
         outcome, detail = case.run()
         seconds = time.perf_counter() - started
-        if seconds > config.limit_s:
+        if seconds > config.case_limit_s:
             outcome, detail = "hang", f"{detail}\nIt took {seconds:.0f} s."
         yield CaseResult("graphs", case.kind, seed, outcome, f"{case}: {detail}", seconds)
 
@@ -77,7 +78,7 @@ class _Graphs:
         traced, groups = recipe.traced(), recipe.groups()
         joints = [each.joint for each in traced]
         inputs = random_inputs(joints, seed=number, bound=1)
-        expected = simulate(joints, _cloned(inputs), groups)
+        expected = simulate(joints, copied(inputs), groups)
         return cls(number, recipe, traced, groups, inputs, expected)
 
     def is_exact(self) -> bool:
@@ -129,12 +130,11 @@ class _Case:
             outputs = self._simulate(ranks)
         except Exception as error:
             return "wrong", f"after the passes, the graphs do not run: {error}"
-        for rank, (got, run) in enumerate(zip(outputs, self.graphs.expected, strict=True)):
-            for i, (ours, theirs) in enumerate(zip(got, run.outputs, strict=True)):
-                try:
-                    check_equal(ours, theirs, f"rank {rank}, output {i}")
-                except AssertionError as error:
-                    return "wrong", str(error)
+        try:
+            for rank, (got, run) in enumerate(zip(outputs, self.graphs.expected, strict=True)):
+                check_outputs(got, run.outputs, f"rank {rank}")
+        except AssertionError as error:
+            return "wrong", str(error)
         return "equal", "all outputs of all ranks are equal"
 
     def _rewrite(self, rank: int, pipeline: Pipeline) -> tuple[fx.GraphModule, ...]:
@@ -152,27 +152,15 @@ class _Case:
 
     def _simulate(self, ranks: Sequence[tuple[fx.GraphModule, ...]]) -> list[Sequence[Any]]:
         """Per rank the outputs in the order of the joint graph."""
-        inputs, groups = _cloned(self.graphs.inputs), self.graphs.groups
+        inputs, groups = copied(self.graphs.inputs), self.graphs.groups
+        graphs = [list(each) for each in zip(*ranks, strict=True)]
         if not self.partitioned:
-            return [run.outputs for run in simulate([each[0] for each in ranks], inputs, groups)]
-        return _simulate_step(self.graphs, ranks, inputs)
-
-
-def _simulate_step(
-    graphs: _Graphs, ranks: Sequence[tuple[fx.GraphModule, ...]], inputs: Sequence[Sequence[Any]]
-) -> list[Sequence[Any]]:
-    user = graphs.traced[0].outputs
-    primals = 2 * len(graphs.recipe.params)
-    forward = simulate(
-        [each[0] for each in ranks], [values[:primals] for values in inputs], graphs.groups
-    )
-    given = [
-        [*run.outputs[user:], *values[primals:]]
-        for run, values in zip(forward, inputs, strict=True)
-    ]
-    backward = simulate([each[1] for each in ranks], given, graphs.groups)
-    return [(*f.outputs[:user], *b.outputs) for f, b in zip(forward, backward, strict=True)]
-
-
-def _cloned(inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    return [[v.clone() if isinstance(v, Tensor) else v for v in row] for row in inputs]
+            return [run.outputs for run in simulate(*graphs, inputs, groups)]
+        shards = 2 * len(self.graphs.recipe.params)
+        return simulate_halves(
+            *graphs,
+            inputs,
+            groups,
+            outputs=self.graphs.traced[0].outputs,
+            tangents=len(inputs[0]) - shards,
+        ).outputs

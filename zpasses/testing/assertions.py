@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from zpasses.graph.queries import collectives, copy_graph
-from zpasses.simulate.equality import check_equal
+from zpasses.simulate.equality import check_equal, check_outputs, copied
 from zpasses.simulate.semantics import Semantics
 from zpasses.simulate.simulator import RankRun, simulate
 
@@ -49,23 +49,14 @@ def assert_equal_bits(
     """
     runs = []
     for graphs in (reference, rewritten):
-        copies = [
-            [value.clone() if isinstance(value, Tensor) else value for value in values]
-            for values in inputs
-        ]
+        copies = copied(inputs)
         runs.append((simulate(graphs, copies, groups, semantics=semantics), copies))
     (expected, expected_inputs), (actual, actual_inputs) = runs
     for rank, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         names = _output_names(
             reference if isinstance(reference, fx.GraphModule) else reference[rank]
         )
-        if len(ours.outputs) != len(theirs.outputs):
-            raise AssertionError(
-                f"rank {rank}: the rewritten graph has {len(ours.outputs)} outputs, the reference "
-                f"{len(theirs.outputs)}."
-            )
-        for i, (got, wanted) in enumerate(zip(ours.outputs, theirs.outputs, strict=True)):
-            check_equal(got, wanted, f"rank {rank}, output {i}{names.get(i, '')}")
+        check_outputs(ours.outputs, theirs.outputs, f"rank {rank}", names)
         for i, (got, wanted) in enumerate(
             zip(actual_inputs[rank], expected_inputs[rank], strict=True)
         ):

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from zpasses.testing.fake_mori import DeviceFaultError, HostStream, Settings, installed
+from tests.fake_mori import DeviceFaultError, HostStream, Settings, installed
 
 
 @pytest.fixture
@@ -121,18 +121,6 @@ def test_handles_are_not_reentrant(fake):
         call(handle, source, target, stream)
     time.sleep(0.1)
     assert [("entered twice" in stream.fault) for stream in streams].count(True) == 1
-
-
-def test_one_call_at_a_time_is_in_flight_and_waiting_for_it_blocks(fake):
-    handle, stream = handle_of(), HostStream(2)
-    source, target = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-    assert handle.start_async(source, target, 8, stream.handle)
-    assert not handle.start_async(source, target, 8, stream.handle)
-    handle.wait_async(stream.handle)
-    assert torch.equal(source, target)
-    assert fake.blocking == 1
-    with pytest.raises(RuntimeError, match="nothing is in flight"):
-        handle.wait_async(stream.handle)
 
 
 def test_a_second_init_is_silently_skipped(fake):
