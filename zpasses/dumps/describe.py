@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost.memory import Liveness, liveness
-from zpasses.cost.roofline import compute_us, nodes_of, ring_collective_us
-from zpasses.cost.step_time import estimate_collective_us, is_copy_engine_collective
+from zpasses.cost.roofline import compute_us
+from zpasses.cost.step_time import Timeline, estimate_collective_us, is_copy_engine_collective
 from zpasses.cost.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.buffer_kinds import Contents, buffer_contents, output_contents
@@ -25,7 +25,6 @@ from zpasses.graph.nodes import (
     Collective,
     collective_of,
     input_nbytes,
-    is_dialect,
     is_wait,
     nbytes,
     value_of,
@@ -172,7 +171,13 @@ class GraphDescriber:
         if self._modelled and kind == "forward" and not part.startswith("block"):
             self._describer.saved = output_contents(graph)
         described = tuple(self._node(node, buffers.get(node, ())) for node in nodes)
-        return data.Snapshot(number, described, memory.live_bytes)
+        spans = (
+            Timeline(graph, self._describer.target).spans()
+            if self._modelled
+            else [(0.0, 0.0)] * len(nodes)
+        )
+        rounded = tuple((round(start, 3), round(end, 3)) for start, end in spans)
+        return data.Snapshot(number, described, memory.live_bytes, rounded)
 
     # --- memory -----------------------------------------------------------------------------------
     def _buffers(
@@ -236,7 +241,7 @@ class GraphDescriber:
                 decision,
                 label,
             )
-        cost_us, stream = self._cost(node, communicates, collective)
+        cost_us, stream = self._cost(node, communicates)
         described = data.Node(
             id=self._numbers[node],
             name=node.name,
@@ -280,25 +285,12 @@ class GraphDescriber:
             if each
         )
 
-    def _cost(
-        self, node: fx.Node, communicates: Collective | None, collective: data.Collective | None
-    ) -> tuple[float, str | None]:
+    def _cost(self, node: fx.Node, communicates: Collective | None) -> tuple[float, str | None]:
         if not self._modelled:
             return 0.0, None
-        target = self._describer.target
-        if communicates is not None and collective is not None:
+        if communicates is not None:
             ranks = self._describer.group_ranks(communicates.group)
-            took = (
-                estimate_collective_us(node, communicates, ranks, target)
-                if target.routes and not is_dialect(node)
-                else ring_collective_us(
-                    collective.kind,
-                    collective.full_bytes,
-                    len(ranks),
-                    target,
-                    nodes_of(ranks, target),
-                )
-            )
+            took = estimate_collective_us(node, communicates, ranks, self._describer.target)
             return round(took, 3), "communication"
         cost_us = self._describer.compute_us(node)
         return cost_us, "compute" if cost_us else None

@@ -206,20 +206,16 @@ class Graph {
   }
 
   get spans() {
-    // When each computing node runs. They run one after another and stall at waits.
+    // When each computing node runs.
     return this.memoize("spans", () => {
-      const until = new Map();
-      for (const collective of this.collectives)
-        for (const stall of collective.stalls)
-          until.set(stall.at, Math.max(until.get(stall.at) || 0, stall.end));
-      const spans = [];
+      const gaps = this.step.schedule.compute_spans,
+        spans = [];
       let now = 0;
       this.nodes.forEach((node, at) => {
-        now = Math.max(now, until.get(node.id) || 0);
-        if (node.cost > 0 && !node.collective) {
-          spans.push({ node, at, start: now, end: now + node.cost });
-          now += node.cost;
-        }
+        if (!(node.cost > 0) || node.collective) return;
+        const start = now + gaps[2 * spans.length];
+        now = start + gaps[2 * spans.length + 1];
+        spans.push({ node, at, start, end: now });
       });
       return spans;
     });

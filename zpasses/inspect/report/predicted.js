@@ -17,8 +17,7 @@ function predicted(prediction) {
   return el(
     "div",
     { class: "predicted", role: "group", "aria-label": "Predicted time" },
-    bar("achieved", total_us, "achieved", "The graph after its last pass, by the timing model of the pass schedule, which counts that " +
-        `${contentionText(current.compile.target)}. The other times of this page leave that out.`),
+    bar("achieved", total_us, "achieved", "The graph after its last pass"),
     bar(
       "possible",
       possible_us,
@@ -29,20 +28,6 @@ function predicted(prediction) {
   );
 }
 
-function sumOfEstimates(compile, graphs) {
-  const total = (graph) => compile.stepWithGraph(graph, compile.last(graph)).schedule.total;
-  return graphs.reduce((sum, graph) => sum + total(graph), 0);
-}
-
-// As `contention_text` of zpasses/inspect/overview_page.py.
-function contentionText(target) {
-  const starts = target.issue_us > 0;
-  if (starts && target.architecture === "cpu")
-    return "the start of each collective keeps compute waiting";
-  const both = "collectives and compute slow each other";
-  return starts ? `${both}, and the start of each collective keeps compute waiting` : both;
-}
-
 // The same of the whole step: of all graphs that run.
 function predictedStep(compile) {
   const known = compile.executed.filter((graph) => graph.prediction);
@@ -50,7 +35,6 @@ function predictedStep(compile) {
   const sum = (key) => known.reduce((total, graph) => total + graph.prediction[key], 0);
   const [total_us, possible_us, bound_us] = ["total_us", "possible_us", "bound_us"].map(sum);
   const names = known.map((graph) => graph.name).join(" and ");
-  const slowed = total_us - sumOfEstimates(compile, known);
   const over = total_us > bound_us ? ((total_us - bound_us) / total_us) * 100 : 0;
   return el(
     "section",
@@ -62,11 +46,7 @@ function predictedStep(compile) {
       el(
         "span",
         { class: "muted" },
-        `${names}; at most ${over.toFixed(1)} % can be saved by another order` +
-          (slowed > 0.005 * total_us
-            ? `; counts ${timeText(slowed)} because ${contentionText(compile.target)}, ` +
-              "which the estimates above leave out"
-            : ""),
+        `${names}; at most ${over.toFixed(1)} % can be saved by another order`,
       ),
     ),
     predicted({ total_us, possible_us, bound_us, limit_bytes: 0 }),

@@ -12,7 +12,7 @@ function moduleGroups(graph) {
       layer: block.layer,
       start: block.items[0].start,
       end: block.items[block.items.length - 1].end,
-      compute: block.items.reduce((sum, span) => sum + span.node.cost, 0),
+      compute: block.items.reduce((sum, span) => sum + span.end - span.start, 0),
       exposed: 0,
       at: block.items[block.items.length - 1].at,
     }));
