@@ -47,7 +47,7 @@ def values(*arguments):
     done = run(*arguments, "--json")
     assert done.exit_code in (0, 1), done.output
     found = json.loads(done.stdout)
-    assert found.pop("schema") == 1
+    assert found.pop("schema") == 2
     return found["graphs"] if set(found) == {"graphs"} else found
 
 

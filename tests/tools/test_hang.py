@@ -1,4 +1,4 @@
-"""`zpasses hang`: real ranks that stop, files of torch's flight recorder, and damaged files."""
+"""`zpasses hang`: files of torch's flight recorder, whole, damaged and hostile."""
 
 import json
 import os
@@ -6,18 +6,12 @@ import pickle
 import pickletools
 import random
 import shutil
-import signal
 import time
-import zlib
 from dataclasses import replace
 
 import pytest
-import torch
-import torch.distributed as dist
 from click.testing import CliRunner
-from torch import nn
 
-import zpasses
 from tests.cases import some_quick
 from tests.tools.limited import run_limited
 from tests.zpasses.inspect.graphs import dump_of, gather, graph_of, node, snapshot, wait
@@ -25,89 +19,11 @@ from tests.zpasses.inspect.real import dump_training_step
 from zpasses.dumps.errors import DumpError
 from zpasses.dumps.format import Ref
 from zpasses.dumps.limits import Limits
-from zpasses.dumps.progress import LINE_BYTES, Progress
 from zpasses.inspect import Inspection
 from zpasses.inspect.flight_recorder import read_recorder
 from zpasses.inspect.plain_pickle import load_plain_pickle
-from zpasses.testing import run_in_fresh_ranks, world_mesh
 from zpasses.tools.cli.main import cli
 
-
-def text_and_data(folder, *files):
-    done = CliRunner().invoke(cli, ["hang", str(folder), *map(str, files)])
-    assert done.exit_code == 0, done.output
-    data = CliRunner().invoke(cli, ["hang", str(folder), *map(str, files), "--json"])
-    return done.stdout, json.loads(data.stdout)
-
-
-# --- real ranks -----------------------------------------------------------------------------------
-def _stops(folder, when):
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    zpasses.shard(model, mesh=world_mesh())
-    options = {"codegen": "eager", "agreement_timeout_s": 3, "dump": folder, "zero_stage": 3}
-    step = torch.compile(model, backend="zpasses", options=options)
-    for number in range(15):
-        stops = number == 14 and dist.get_rank() == 1
-        if stops and when == "before forward":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        loss = step(torch.ones(2, 8)).sum()
-        if stops and when == "before backward":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        try:
-            loss.backward()
-        except RuntimeError:
-            return "raised"
-    return "ended"
-
-
-@pytest.mark.processes
-def test_a_rank_that_stops_is_missing_in_the_collective_of_the_other(tmp_path):
-    survivor, _ = run_in_fresh_ranks(
-        _stops, str(tmp_path / "dump"), "before backward", timeout_s=90, answers=1
-    )
-    assert survivor.result == "raised", survivor
-    text, data = text_and_data(tmp_path / "dump")
-    (group,) = data["groups"]
-    assert (group["waiting"], group["missing"], group["unknown"]) == ([0], [1], [])
-    waiting, missing = group["ranks"]
-    (place,) = waiting["nodes"]
-    assert (place["graph"], waiting["collective"]["kind"]) == ("backward", "reduce_scatter")
-    assert "2.weight" in place["params"]
-    assert "2" in place["modules"]
-    assert place["pass"]
-    assert [each["graph"] for each in missing["nodes"]] == ["forward"]
-    assert missing["collective"]["number"] == group["number"] - 1
-    assert missing["activity"] == "after graph 0/0 forward"
-    assert "Missing: rank 1 has not started it." in text
-    assert "Rank 1 was last seen after graph 0/0 forward" in text
-
-
-def _trains(folder):
-    model = nn.Linear(8, 8)
-    zpasses.shard(model, mesh=world_mesh())
-    options = {"codegen": "eager", "agreement_timeout_s": 3, "dump": folder, "zero_stage": 3}
-    step = torch.compile(model, backend="zpasses", options=options)
-    for number in range(2):
-        if number and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        try:
-            step(torch.ones(2, 8)).sum().backward()
-        except zpasses.AgreementError:
-            return "raised"
-    return "ended"
-
-
-@pytest.mark.processes
-@pytest.mark.slow(quick="test_a_rank_that_stops_is_missing_in_the_collective_of_the_other")
-def test_ranks_that_wait_in_a_vote_are_told_from_those_in_a_collective(tmp_path):
-    survivor, _ = run_in_fresh_ranks(_trains, str(tmp_path / "dump"), timeout_s=90, answers=1)
-    assert survivor.result == "raised", survivor
-    text, data = text_and_data(tmp_path / "dump")
-    assert data["groups"] == []
-    assert "Rank 0 waited for other ranks in a vote that failed, and rank 1 did not come." in text
-
-
-# --- the file of progress -------------------------------------------------------------------------
 ROWS = {"a": 1, "b": 2, "c": 3}
 """Rows of the shards of parameters, of four columns. Others have four rows."""
 
@@ -133,157 +49,10 @@ def a_dump(**more):
     return dump_of(forward, backward, **more)
 
 
-def digest_of(names):
-    return f"{zlib.crc32(' '.join(f'gather_{name}' for name in names).encode()):08x}"
-
-
-def write_progress(folder, rank, *, collectives, waits=None, activity=""):
-    """The file of a rank that has run so many collectives of the forward graph."""
-    (folder / "progress").mkdir(exist_ok=True)
-    written = Progress(folder / "progress" / f"rank{rank}.jsonl", rank, 2)
-    written.enter(f"0/0:forward:{digest_of('abc')}", ["gather_a", "gather_b", "gather_c"])
-    if activity:
-        written.activity(activity)
-    for number in range(collectives):
-        about = written.started("0", "all_gather", 32)
-        written.awaited(about, done=number + 1 != waits)
-    return written
-
-
 def inspection(tmp_path, **more):
     return Inspection(replace(a_dump(**more), path=tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("activities", "said"),
-    [
-        (
-            ("waiting for other ranks at the schedule", "after graph 0/0 forward"),
-            "Rank 0 waits for other ranks in a vote, and rank 1 did not come.",
-        ),
-        (
-            (
-                "in an error after waiting for other ranks to reach the schedule",
-                "in an error after waiting for other ranks to compile",
-            ),
-            "Ranks 0, 1 waited for other ranks in a vote that failed.",
-        ),
-        (
-            (
-                "waiting for other ranks at the schedule",
-                "in an error after waiting for other ranks to compile",
-            ),
-            "Rank 0 waits for other ranks in a vote.\nRank 1 waited for other ranks in a vote that "
-            "failed.",
-        ),
-    ],
-    ids=["one waits", "both failed", "one failed"],
-)
-def test_ranks_whose_vote_failed_do_not_wait(tmp_path, activities, said):
-    for rank, activity in enumerate(activities):
-        write_progress(tmp_path, rank, collectives=0, activity=activity)
-    assert said in str(inspection(tmp_path).hang())
-
-
-def test_an_activity_before_the_last_collective_is_unknown(tmp_path):
-    write_progress(tmp_path, 0, collectives=3, waits=3)
-    write_progress(tmp_path, 1, collectives=2, activity="after graph 0/0 forward")
-    found = inspection(tmp_path).hang()
-    assert "What rank 1 did after its last collective, which started at " in str(found)
-    assert "is unknown: with agreement=False" in str(found)
-    assert "last seen" not in str(found)
-    (about,) = found.data["activities"]
-    assert about["outdated_since_s"] >= about["at_s"]
-
-
-def test_a_run_of_a_graph_is_current_while_its_collectives_start(tmp_path):
-    write_progress(tmp_path, 0, collectives=3, waits=3)
-    write_progress(tmp_path, 1, collectives=2, activity="running graph 0/0 forward")
-    assert "Rank 1 was last seen running graph 0/0 forward" in str(inspection(tmp_path).hang())
-
-
-def test_ranks_in_a_vote_have_the_node_of_their_last_collective(tmp_path):
-    said = "waiting for other ranks at the schedule (group '0', to come to graph 0/0 backward)"
-    written = write_progress(tmp_path, 0, collectives=3)
-    written.activity(said)
-    write_progress(tmp_path, 1, collectives=2).activity("after graph 0/0 forward")
-    text = str(inspection(tmp_path).hang())
-    assert "Rank 0 waits for other ranks in a vote, and rank 1 did not come." in text
-    assert f"Rank 0 was last seen {said}" in text
-    assert "0/0 forward gather_c" in text
-    assert "0/0 forward gather_b" in text
-
-
-def test_the_data_has_the_last_collectives_and_the_votes_too(tmp_path):
-    write_progress(tmp_path, 0, collectives=3).activity("waiting for other ranks at the schedule")
-    write_progress(tmp_path, 1, collectives=2).activity("after graph 0/0 forward")
-    data = inspection(tmp_path).hang().data
-    assert data["groups"] == []
-    last = [
-        (each["rank"], each["group"], each["collective"]["number"], each["nodes"][0]["node"])
-        for each in data["last_collectives"]
-    ]
-    assert last == [(0, "0", 3, "gather_c"), (1, "0", 2, "gather_b")]
-    assert data["votes"] == {"waiting": [0], "failed": [], "absent": [1]}
-
-
-def test_the_data_has_the_last_collectives_of_ranks_that_wait(tmp_path):
-    for rank in (0, 1):
-        write_progress(tmp_path, rank, collectives=2, waits=2)
-    data = inspection(tmp_path).hang().data
-    assert data["groups"]
-    assert [each["nodes"][0]["node"] for each in data["last_collectives"]] == ["gather_b"] * 2
-    assert data["votes"] == {"waiting": [], "failed": [], "absent": []}
-
-
-def test_every_line_of_a_file_of_progress_stays_in_its_place(tmp_path):
-    written = write_progress(tmp_path, 0, collectives=3, activity="x" * 1000)
-    data = written.path.read_bytes()
-    assert len(data) % LINE_BYTES == 0
-    assert {len(line) for line in data.split(b"\n")[:-1]} == {LINE_BYTES - 1}
-    for number in range(100):
-        written.started(f"group {number}", "all_gather", 1)  # more groups than it has lines
-    assert len(written.path.read_bytes()) == len(data)
-
-
-def test_the_group_stands_at_the_lowest_collective_that_a_rank_waits_for(tmp_path):
-    write_progress(tmp_path, 0, collectives=3, waits=3)
-    write_progress(tmp_path, 1, collectives=2)
-    (group,) = inspection(tmp_path).hang().data["groups"]
-    assert group["number"] == 3
-    assert (group["waiting"], group["missing"]) == ([0], [1])
-    nodes = [[each["node"] for each in rank["nodes"]] for rank in group["ranks"]]
-    assert nodes == [["gather_c"], ["gather_b"]]
-
-
-def test_ranks_that_have_all_started_a_collective_wait_for_the_network(tmp_path):
-    for rank in (0, 1):
-        write_progress(tmp_path, rank, collectives=2, waits=2)
-    text = str(inspection(tmp_path).hang())
-    assert "All ranks have started it" in text
-    assert "Missing" not in text
-
-
-def test_ranks_without_a_file_are_unknown(tmp_path):
-    write_progress(tmp_path, 0, collectives=2, waits=2)
-    view = inspection(tmp_path, groups={"0": (0, 1)}).hang()
-    assert view.data["groups"][0]["unknown"] == [1]
-    assert "Unknown: no file says what rank 1 did" in str(view)
-
-
-def test_without_any_file_the_page_says_where_they_come_from(tmp_path):
-    assert "TORCH_FR_BUFFER_SIZE" in str(inspection(tmp_path).hang())
-
-
-def test_a_line_that_is_being_written_is_skipped(tmp_path):
-    written = write_progress(tmp_path, 0, collectives=1, waits=1)
-    data = bytearray(written.path.read_bytes())
-    data[LINE_BYTES * 2 : LINE_BYTES * 2 + 3] = b"..."
-    written.path.write_bytes(data)
-    assert inspection(tmp_path).hang().data["groups"][0]["waiting"] == [0]
-
-
-# --- the flight recorder --------------------------------------------------------------------------
 def recorded(kinds, done, *, ranks="[0, 1]", prefix="nccl:", first=1):
     """What the recorder of a rank writes, of which `done` collectives are completed.
 
@@ -344,6 +113,43 @@ def test_entries_of_the_recorder_are_found_in_the_graphs_by_what_came_before(tmp
         assert (place["graph"], place["params"]) == (expected[0], [expected[1]])
 
 
+def test_the_command_says_which_rank_is_missing_and_without_files_what_it_needs(tmp_path):
+    dump_training_step(tmp_path / "dump", rank=0)
+    kinds = ["broadcast", "all_reduce"]
+    files = [
+        write_recorder(tmp_path / f"fr_{rank}", recorded(kinds[: 2 - rank], 1)) for rank in (0, 1)
+    ]
+
+    def said(*arguments):
+        done = CliRunner().invoke(cli, ["hang", str(tmp_path / "dump"), *map(str, arguments)])
+        assert done.exit_code == 0, done.output
+        return " ".join(done.stdout.split())
+
+    assert "Missing: rank 1 has not started it." in said(*files)
+    assert json.loads(said(*files, "--json"))["groups"][0]["missing"] == [1]
+    assert "TORCH_FR_BUFFER_SIZE=2000 and TORCH_FR_DUMP_TEMP_FILE=PREFIX" in said()
+    assert "With gloo, a rank that waits longer than agreement_timeout_s raises an error" in said()
+
+
+def test_ranks_that_have_all_started_a_collective_wait_for_the_network(tmp_path):
+    files = [write_recorder(tmp_path / f"fr_{rank}", recorded("ab", 1)) for rank in (0, 1)]
+    text = str(inspection(tmp_path).hang(*files))
+    assert "All ranks have started it" in text
+    assert "Missing" not in text
+
+
+def test_the_page_has_the_last_collectives_if_no_rank_waits(tmp_path):
+    files = [write_recorder(tmp_path / f"fr_{rank}", recorded("abc", 3)) for rank in (0, 1)]
+    view = inspection(tmp_path).hang(*files)
+    assert "No rank waits in a collective." in str(view)
+    assert "0/0 forward gather_c" in str(view)
+    last = [
+        (each["rank"], each["group"], each["collective"]["number"], each["nodes"][0]["node"])
+        for each in view.data["last_collectives"]
+    ]
+    assert (view.data["groups"], last) == ([], [(rank, "0", 3, "gather_c") for rank in (0, 1)])
+
+
 def test_the_start_of_the_ring_may_be_within_a_graph(tmp_path):
     kinds = [*(STEP * 30)][3:-1]
     one = write_recorder(tmp_path / "fr_0.json", recorded(kinds, len(kinds) - 1, first=1000))
@@ -376,8 +182,9 @@ def test_ranks_that_run_different_collectives_are_named(tmp_path):
 
 def test_members_of_the_group_without_a_file_are_unknown(tmp_path):
     one = write_recorder(tmp_path / "fr_0.json", recorded([GATHER], 0, ranks="[0, 1, 5]"))
-    (group,) = inspection(tmp_path).hang(one).data["groups"]
-    assert group["unknown"] == [1, 5]
+    view = inspection(tmp_path).hang(one)
+    assert view.data["groups"][0]["unknown"] == [1, 5]
+    assert "Unknown: no file says what ranks 1, 5 did" in str(view)
 
 
 def test_a_node_has_the_pass_that_inserted_it(tmp_path):
@@ -472,9 +279,8 @@ def check_damaged(tmp_path, seed, count):
         form = draw.choice(["json", "pickle"])
         dump = tmp_path / f"dump-{number}"
         shutil.copytree(tmp_path / "whole", dump)
-        write_progress(dump, 0, collectives=3, waits=3, activity="busy")
         recorder = write_recorder(dump / "fr_1", good, form)
-        damaged(draw.choice([recorder, dump / "progress" / "rank0.jsonl"]), draw)
+        damaged(recorder, draw)
         commands.append(["hang", str(dump), str(recorder)])
     return run_limited(commands)
 

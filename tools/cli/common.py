@@ -142,7 +142,7 @@ def print_view(view: View, as_json: bool) -> None:
     click.echo()
 
 
-JSON_SCHEMA = 1
+JSON_SCHEMA = 2
 """Version of the values that --json prints. It rises if a value is removed or gets another meaning;
 new values do not raise it."""
 

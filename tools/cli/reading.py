@@ -351,10 +351,10 @@ def timeline(
 @as_json
 @errors_as_messages
 def hang(dump: Path, files: tuple[Path, ...], limits: Limits | None, as_json: bool) -> None:
-    """Show in which collective the ranks wait, which rank is missing, and what it did last.
+    """Show in which collective of NCCL or RCCL the ranks wait, and which rank is missing.
 
     FILE is what torch's flight recorder wrote for one rank, as JSON or as a pickle; its name ends
-    in the rank. Ranks over gloo need none: what they did last is in the dump.
+    in the rank. Without any, the command says where they come from, and what helps with gloo.
     """
     print_view(_open(dump, None, None, limits).hang(*files), as_json)
 

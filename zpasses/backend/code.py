@@ -56,7 +56,7 @@ from zpasses.runtime.forward_variants import (
 from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import always_reduced, grad_slots, returned_gradients
 from zpasses.runtime.hoisted import HoistedCode, Surroundings
-from zpasses.runtime.profiling import TraceNames, with_part_range, with_profiler_range
+from zpasses.runtime.profiling import collective_names, with_part_range, with_profiler_range
 from zpasses.runtime.run_checks import limited_run, with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering
 
@@ -237,7 +237,7 @@ def _variant(
             body = replace_gloo_collectives(hoisted.body)
             code = template.codegen(body, [*inputs, *hoisted.extra_inputs])
     _keep_output_strides(job, template, strides)
-    names = TraceNames.of(gm.graph, whole.graph)
+    names = collective_names(gm.graph)
     if job.artifacts is not None:
         job.artifacts.add_code(template.kind, variant, code, events, names, sequences)
     return _checked(job, code, events, names, template.kind, hoisted)
@@ -285,7 +285,7 @@ def _load(
     if job.options.prefetch:
         gm, _ = _built(template, variant, job.decided.output_strides)
         hoisted = _hoist(job, gm, kind)
-    return _checked(job, code, events, stored.names, kind, hoisted)
+    return _checked(job, code, events, stored.collectives, kind, hoisted)
 
 
 def _hoist(job: Compile, gm: fx.GraphModule, kind: str) -> HoistedGraph | None:
@@ -304,7 +304,7 @@ def _checked(
     job: Compile,
     code: Compiled,
     events: Mapping[str, RunEvent],
-    names: TraceNames,
+    names: Sequence[str],
     kind: str,
     hoisted: HoistedGraph | None = None,
 ) -> Compiled:
@@ -335,10 +335,7 @@ def _checked(
         )
         digests = " ".join([kind, *(event.digest for event in events.values())])
         code = boxed(HoistedCode(hoisted, code, digests, cost, surroundings))
-    body = None
-    if hoisted is not None:
-        graph = hoisted.body
-        body = TraceNames.of(graph.graph, replace_gloo_collectives(graph).graph)
+    body = None if hoisted is None else collective_names(hoisted.body.graph)
     code = with_profiler_range(code, names, job.name, kind, body=body)
     if not job.options.agreement:
         return with_vote_limit(code, events, timeout_s)
@@ -346,11 +343,10 @@ def _checked(
     return with_run_check(code, events, name, timeout_s, every_run=every_run, report=job.report)
 
 
-def _part(job: Compile, gm: fx.GraphModule, names: TraceNames, kind: str) -> Compiled:
+def _part(job: Compile, gm: fx.GraphModule, names: Sequence[str], kind: str) -> Compiled:
     """Returns code of gathers before a graph, or of reductions after it."""
-    runnable = replace_gloo_collectives(gm)
-    part = TraceNames.of(gm.graph, runnable.graph)
-    return with_part_range(eager_codegen(runnable, ()), names, part, job.name, kind)
+    code = eager_codegen(replace_gloo_collectives(gm), ())
+    return with_part_range(code, names, collective_names(gm.graph), job.name, kind)
 
 
 def _plan_prefetch(job: Compile, runs: Sequence[GraphRun], groups: Sequence[str]) -> int:

@@ -1,17 +1,14 @@
-"""Writes snapshots as text: JSON lines for programs, Python for people. It does not import
-torch."""
+"""Writes snapshots as JSON lines. It does not import torch."""
 
 from __future__ import annotations
 
-import functools
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zpasses.dumps.format import Argument, Collective, Node, Ref, Repr, Snapshot, Source, Tag, Value
+from zpasses.dumps.format import Argument, Collective, Node, Ref, Repr, Snapshot, Source, Tag
 
-__all__ = ["json_line", "python_source", "snapshot_lines"]
+__all__ = ["json_line", "snapshot_lines"]
 
 _ENCODER = json.JSONEncoder(
     ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":")
@@ -155,97 +152,3 @@ def _collective(collective: Collective) -> dict[str, Any]:
             }
         ),
     }
-
-
-# --- Python ---------------------------------------------------------------------------------------
-_DTYPES = {"float": "f", "int": "i", "uint": "u", "complex": "c"}
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-
-
-def python_source(snapshot: Snapshot, name: str, title: str) -> str:
-    """A graph as a Python function for people to read. Comments give each value's shape, and its
-    role for which parameters.
-    """
-    names = {node.id: _identifier(node.name) for node in snapshot.nodes}
-    inputs, body = [], []
-    for node in snapshot.nodes:
-        if node.op == "placeholder":
-            inputs.append((f"{names[node.id]},", _note(node)))
-        elif node.op == "output":
-            body.append((f"return {_text(node.args[0] if node.args else None, names)}", ""))
-        elif node.op == "get_attr":
-            body.append((f"{names[node.id]} = self.{_dotted(node.target)}", _note(node)))
-        else:
-            body.append((f"{names[node.id]} = {_call(node, names)}", _note(node)))
-    text = "\n".join(f"# {line}" for line in title.splitlines())
-    head = [text, f"def {_identifier(name)}(", *_aligned(inputs), "):"]
-    return "\n".join([*head, *_aligned(body or [("pass", "")])]) + "\n"
-
-
-def _aligned(lines: list[tuple[str, str]]) -> list[str]:
-    width = min(max((len(code) for code, note in lines if note), default=0), 100)
-    return [f"    {code:{width}}  # {note}" if note else f"    {code}" for code, note in lines]
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _identifier(name: str) -> str:
-    cleaned = re.sub(r"\W", "_", name)
-    return cleaned if _NAME.fullmatch(cleaned) else f"_{cleaned}"
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _dotted(name: str) -> str:
-    return ".".join(_identifier(part) for part in name.split("."))
-
-
-def _call(node: Node, names: Mapping[int, str]) -> str:
-    arguments = [_text(item, names) for item in node.args]
-    arguments += [f"{_identifier(key)}={_text(item, names)}" for key, item in node.kwargs.items()]
-    if node.op == "call_method" and arguments:
-        return f"({arguments[0]}).{_identifier(node.target)}({', '.join(arguments[1:])})"
-    prefix = "self." if node.op == "call_module" else ""
-    return f"{prefix}{_dotted(node.target)}({', '.join(arguments)})"
-
-
-def _text(value: Argument, names: Mapping[int, str]) -> str:
-    if isinstance(value, Ref):
-        return names[value.node]
-    if isinstance(value, Repr):
-        return value.text if _DOTTED.fullmatch(value.text) else repr(value.text)
-    if isinstance(value, tuple):
-        return f"[{', '.join(_text(item, names) for item in value)}]"
-    if isinstance(value, Mapping):
-        return (
-            "{" + ", ".join(f"{key!r}: {_text(item, names)}" for key, item in value.items()) + "}"
-        )
-    return repr(value)
-
-
-def _note(node: Node) -> str:
-    notes = [", ".join(_value(value) for value in node.vals)] if node.vals else []
-    if node.tag is not None:
-        bucket = "" if node.tag.bucket is None else f" in bucket {node.tag.bucket}"
-        notes.append(f"{node.tag.role}: {', '.join(node.tag.params)}{bucket}")
-        notes += [
-            word
-            for word, present in (
-                ("cached", node.tag.cached),
-                ("kept", node.tag.kept),
-                (node.tag.note, bool(node.tag.note)),
-            )
-            if present
-        ]
-    notes += [node.mark.text] if node.mark is not None else []
-    return " ".join("; ".join(notes).split())
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _value(value: Value) -> str:
-    match = re.fullmatch(r"(float|int|uint|complex)(\d+)", value.dtype)
-    short = (
-        _DTYPES[match[1]] + match[2]
-        if match
-        else {"bfloat16": "bf16"}.get(value.dtype, value.dtype)
-    )
-    return f"{short}[{', '.join(map(str, value.shape))}]" if value.device else short

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,16 +10,11 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.cost.target import Target
-from zpasses.dumps import progress
-from zpasses.dumps.errors import DumpError
 from zpasses.graph.groups import group_labels
 from zpasses.graph.printer import listing
 from zpasses.pipeline import events
-from zpasses.ranks import heartbeat
 
 __all__ = ["TraceArtifacts", "events_for"]
-
-log = logging.getLogger("zpasses")
 
 
 class TraceArtifacts:
@@ -48,12 +42,6 @@ class TraceArtifacts:
         self._number += 1
 
 
-def _write_activity(text: str) -> None:
-    written = progress.current()
-    if written is not None:
-        written.activity(text)
-
-
 def events_for(
     dump: str | None,
     ranks: frozenset[int] | None,
@@ -75,7 +63,7 @@ def events_for(
     watching: list[events.Listener] = []
     if dump is not None:
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        from zpasses.dumps.runs import create_rank_folder, write_progress
+        from zpasses.dumps.runs import create_rank_folder
         from zpasses.dumps.writer import CompileDump
 
         if ranks is None or rank in ranks:
@@ -90,13 +78,6 @@ def events_for(
                 groups["group_labels"] = group_labels(known)
             info = {"rank": rank, "world": world, **groups, **described}
             watching.append(CompileDump(folder, info, target))
-        if dist.is_initialized() and not compat.is_fake_world():
-            try:
-                write_progress(dump, rank, world)
-                heartbeat.tell_activity(_write_activity)
-            except DumpError as error:
-                # Only the file for `zpasses hang` is missing: this rank may write no graphs.
-                log.warning("rank %d writes nothing for `zpasses hang`: %s", rank, error)
     if compat.is_structured_trace_on():
         watching.append(TraceArtifacts())
     return events.Events(watching)

@@ -18,37 +18,16 @@ import torch.distributed as dist
 
 from zpasses import compat
 from zpasses.dumps import format as data
-from zpasses.dumps import progress
 from zpasses.dumps.encode import json_line
 from zpasses.dumps.errors import DumpPathError, DumpVersionError, NotADumpError, OtherRunError
 from zpasses.dumps.reader import HEADER
 from zpasses.version import __version__
 
-__all__ = ["create_rank_folder", "now", "write", "write_progress"]
+__all__ = ["create_rank_folder", "now", "write"]
 
 _HOW = "Name a new folder with options={'dump': ...} or ZPASSES_DUMP."
 _TEMPORARY = ".zpasses-"
 _PROCESS = uuid.uuid4().hex[:16]
-
-
-def write_progress(root: str | Path, rank: int, world: int) -> None:
-    """Write what this rank does last into a dump, from now on. Any rank may be the first to write.
-
-    Raises:
-        DumpPathError: if `root` is a file or cannot be written to.
-        NotADumpError: if `root` contains something else.
-        OtherRunError: if `root` contains the dump of a run of another size.
-        DumpVersionError: if `root` contains a dump of another format version.
-    """
-    root = Path(root).absolute()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        _write_header(root, world, _HOW)
-        progress.start(root, rank, world)
-    except OSError as error:
-        raise DumpPathError(
-            f"dump: {root} cannot be written to: {error.strerror}. {_HOW}"
-        ) from error
 
 
 def create_rank_folder(root: str | Path, rank: int, world: int) -> Path:

@@ -21,7 +21,7 @@ from torch import fx
 from zpasses.cost.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.describe import Describer, GraphDescriber, counts, plain_argument
-from zpasses.dumps.encode import json_line, python_source, snapshot_lines
+from zpasses.dumps.encode import json_line, snapshot_lines
 from zpasses.dumps.errors import DumpPathError
 from zpasses.dumps.runs import now, write
 from zpasses.errors import AgreementError, raising_line
@@ -256,15 +256,6 @@ class CompileDump:
         stem = f"{self._number:03d}-{slug(name)}" + (f"-{slug(after)}" if after else "")
         header = {"graph": name, "level": level, "after": after}
         write(self._folder / f"{stem}.jsonl", snapshot_lines(snapshot, header, base))
-        title = (
-            f"{self._info['name']} {name}: {after or 'before passes'}; {len(snapshot.nodes)} "
-            "nodes, "
-            f"peak {snapshot.peak_bytes} bytes"
-        )
-        write(
-            self._folder / f"{stem}.py",
-            [python_source(snapshot, name, title).rstrip("\n").encode("utf-8", "replace")],
-        )
         self._number += 1
         self._last[name] = snapshot
         self._event(kind, graph=name, level=level, after=after, snapshot=snapshot.number, **fields)

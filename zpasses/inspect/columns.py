@@ -6,163 +6,96 @@ abbreviated so that they still identify: "…layers.34…q_proj.weight".
 
 from __future__ import annotations
 
-import functools
 import re
 import textwrap
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
-__all__ = ["Layout", "abbreviated", "fitted_table"]
+from zpasses.inspect.wrap import wrapped_lines
+
+__all__ = ["Lines", "abbreviated", "fitted_table"]
 
 Lines = tuple[str, ...]
 """The lines of one cell."""
 
-_GAP = 2
+_GAP = "  "
 _LEGIBLE = 18
 """Columns are left out before texts are cut to fewer characters."""
 _LEAST = 9
 """Texts are not cut to fewer characters, even if the table is too wide then."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What a table may do without."""
-
-    right: Collection[str] = ()
-    """Headers of right-aligned columns, whose cells are never cut."""
-    yields: Sequence[str] = ()
-    """Headers of columns that a narrow table has no room for, least telling first."""
-    below: Collection[str] = ()
-    """Those of `yields` whose cells stand below their row instead of being left out."""
-    whole: Collection[str] = ()
-    """Headers of left-aligned columns whose cells are never cut."""
-
-
-@dataclass
-class _Column:
-    header: str
-    cells: list[Lines]
-    is_right: bool
-    is_whole: bool
-    width: int = 0
-    texts: list[Lines] = field(default_factory=list)
-
-    @property
-    def title(self) -> list[str]:
-        """The header as lines."""
-        return textwrap.wrap(self.header, max(self.width, 1), break_long_words=False) or [""]
-
-    @functools.cached_property
-    def natural(self) -> int:
-        lines = (len(line) for cell in self.cells for line in cell)
-        return max(0, *self._words, *lines)
-
-    @property
-    def _words(self) -> list[int]:
-        return [len(word) for word in self.header.split(" ")]
-
-    @property
-    def least(self) -> int:
-        if self.is_whole:
-            return self.natural
-        return min(self.natural, max(_LEAST, *self._words))
-
-    @property
-    def legible(self) -> int:
-        return self.natural if self.is_whole else min(self.natural, max(_LEGIBLE, self.least))
-
-
 def fitted_table(
-    headers: Sequence[str], rows: Sequence[Sequence[Lines]], layout: Layout, width: int
+    headers: Sequence[str],
+    rows: Sequence[Sequence[Lines]],
+    width: int,
+    *,
+    right: Collection[str],
+    whole: Collection[str],
+    yields: Sequence[str],
+    below: Collection[str],
 ) -> tuple[str, tuple[str, ...]]:
-    """A table of at most `width` characters, if its figures allow that, and the headers of the
-    columns that it leaves out.
+    """A table of at most `width` characters, if its figures allow that.
+
+    Args:
+        right: headers of right-aligned columns, whose cells are never cut.
+        whole: headers of left-aligned columns whose cells are never cut.
+        yields: headers of columns that a narrow table has no room for, least telling first.
+        below: those of `yields` whose cells stand below their row instead of being left out.
+
+    Returns:
+        The table, and the headers of the columns that it leaves out.
     """
-    columns = [
-        _Column(
-            header,
-            [row[at] for row in rows],
-            header in layout.right,
-            header in layout.right or header in layout.whole,
+    cells = dict(zip(headers, zip(*rows, strict=True), strict=True))
+    words = {each: max(map(len, each.split(" "))) for each in headers}
+    widths = {
+        each: max(words[each], *(len(line) for cell in cells[each] for line in cell))
+        for each in headers
+    }
+
+    def least(header: str, limit: int) -> int:
+        is_fixed = header in right or header in whole
+        return widths[header] if is_fixed else min(widths[header], max(limit, words[header]))
+
+    def excess(found: Sequence[int]) -> int:
+        return sum(found) + len(_GAP) * (len(found) - 1) - width
+
+    shown = list(headers)
+    for name in yields:
+        if excess([least(each, _LEGIBLE) for each in shown]) <= 0:
+            break
+        if name in shown:
+            shown.remove(name)
+    bounds = {each: least(each, _LEAST) for each in shown}
+    while excess([widths[each] for each in shown]) > 0:
+        wide = [each for each in shown if widths[each] > bounds[each]]
+        if not wide:
+            break
+        widths[max(wide, key=widths.__getitem__)] -= 1
+
+    def lines(of_row: Sequence[Sequence[str]]) -> list[str]:
+        """The lines of one row, of the lines of its shown cells."""
+        found = []
+        for at in range(max(map(len, of_row), default=0)):
+            texts = [each[at] if at < len(each) else "" for each in of_row]
+            padded = (
+                text.rjust(widths[each]) if each in right else text.ljust(widths[each])
+                for each, text in zip(shown, texts, strict=True)
+            )
+            found.append(_GAP.join(padded).rstrip())
+        return found
+
+    titles = [textwrap.wrap(each, max(widths[each], 1), break_long_words=False) for each in shown]
+    found = [*lines(titles), _GAP.join("-" * widths[each] for each in shown)]
+    under = [each for each in headers if each in below and each not in shown]
+    for at in range(len(rows)):
+        found += lines(
+            [[abbreviated(line, widths[each]) for line in cells[each][at]] for each in shown]
         )
-        for at, header in enumerate(headers)
-    ]
-    shown, yielded = list(columns), []
-    for name in layout.yields:
-        if _sum([each.legible for each in shown]) <= width:
-            break
-        found = next((each for each in shown if each.header == name), None)
-        if found is not None:
-            shown.remove(found)
-            yielded.append(found)
-    _set_widths(shown, width)
-    below = [each for each in columns if each in yielded and each.header in layout.below]
-    omitted = [
-        each.header
-        for each in columns
-        if each in yielded and each not in below and any(map(any, each.cells))
-    ]
-    return _text(shown, below, len(rows), width), tuple(omitted)
-
-
-def _sum(widths: Sequence[int]) -> int:
-    return sum(widths) + _GAP * max(len(widths) - 1, 0)
-
-
-def _set_widths(columns: Sequence[_Column], width: int) -> None:
-    for each in columns:
-        each.width = each.natural
-    excess = _sum([each.width for each in columns]) - width
-    while excess > 0:
-        cut = [each for each in columns if each.width > each.least]
-        if not cut:
-            break
-        widest = max(cut, key=lambda each: each.width)
-        others = [each.width for each in cut if each is not widest]
-        by = max(1, min(excess, widest.width - max(widest.least, *others, 0)))
-        widest.width -= by
-        excess -= by
-    for each in columns:
-        each.texts = [
-            tuple(abbreviated(line, each.width) for line in cell) or ("",) for cell in each.cells
-        ]
-
-
-def _text(shown: Sequence[_Column], below: Sequence[_Column], count: int, width: int) -> str:
-    height = max((len(each.title) for each in shown), default=0)
-    lines = [_line(shown, [_at(each.title, at) for each in shown]) for at in range(height)]
-    lines.append((" " * _GAP).join("-" * each.width for each in shown))
-    for row in range(count):
-        tall = max(len(each.texts[row]) for each in shown)
-        lines += [_line(shown, [_at(each.texts[row], at) for each in shown]) for at in range(tall)]
-        said = [(each.header, " ".join(each.cells[row])) for each in below if any(each.cells[row])]
-        text = "; ".join(f"{header}: {cell}" if len(below) > 1 else cell for header, cell in said)
-        lines += _indented(text, width)
-    return "\n".join(lines)
-
-
-def _indented(text: str, width: int) -> list[str]:
-    """Lines of a text, which may break after commas too."""
-    lines = textwrap.wrap(
-        re.sub(r",(?=\S)", ",\0 ", text),
-        max(width, 30),
-        initial_indent="    ",
-        subsequent_indent="    ",
-        break_on_hyphens=False,
-    )
-    return [line.replace("\0 ", "").rstrip("\0") for line in lines]
-
-
-def _at(lines: Sequence[str], at: int) -> str:
-    return lines[at] if at < len(lines) else ""
-
-
-def _line(columns: Sequence[_Column], texts: Sequence[str]) -> str:
-    cells = [
-        text.rjust(each.width) if each.is_right else text.ljust(each.width)
-        for each, text in zip(columns, texts, strict=True)
-    ]
-    return (" " * _GAP).join(cells).rstrip()
+        said = [(each, " ".join(cells[each][at])) for each in under if any(cells[each][at])]
+        text = "; ".join(f"{each}: {cell}" if len(under) > 1 else cell for each, cell in said)
+        found += wrapped_lines(f"    {text}", max(width, 30), "") if text else []
+    omitted = (each for each in headers if each not in shown and each not in under)
+    return "\n".join(found), tuple(each for each in omitted if any(map(any, cells[each])))
 
 
 # --- names ----------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import json
 import math
 import re
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from zpasses.dumps.errors import DamagedDumpError, NotADumpError
@@ -17,12 +19,50 @@ from zpasses.dumps.files import Record, parse_object, read_bytes
 from zpasses.dumps.limits import Limits
 from zpasses.inspect.launches import kind_of
 from zpasses.inspect.plain_pickle import load_plain_pickle
-from zpasses.inspect.rank_states import GroupState, LastCollective, RankState
 
-__all__ = ["read_recorder"]
+__all__ = ["GroupState", "LastCollective", "RankState", "read_recorder"]
 
 _RANK = re.compile(r"(\d{1,7})$")
 _EXPECTED = "expected what torch's flight recorder writes, as JSON or as a pickle"
+
+
+@dataclass(frozen=True)
+class LastCollective:
+    """One collective that a rank started or awaits."""
+
+    number: int
+    """The n-th collective of its group on this rank."""
+    kind: str
+    """ "all_gather", "reduce_scatter", ..."""
+    elements: int | None
+    """Elements of all inputs; None if the file does not say."""
+    at_s: float | None
+    """When it started, in seconds since 1970; None if the file does not say."""
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """What a rank did last in one process group."""
+
+    history: tuple[LastCollective, ...] = ()
+    """The last collectives that it started, oldest first. Empty if it started none."""
+    waits: LastCollective | None = None
+    """The collective that it waits for; None if it waits for none."""
+
+    @property
+    def started(self) -> LastCollective | None:
+        """The last collective that it started."""
+        return self.history[-1] if self.history else None
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank did last."""
+
+    rank: int
+    groups: Mapping[str, GroupState]
+    members: Mapping[str, tuple[int, ...]]
+    """Group -> its ranks, as far as the file says."""
 
 
 def read_recorder(path: Path, limits: Limits) -> RankState:
@@ -61,10 +101,10 @@ def read_recorder(path: Path, limits: Limits) -> RankState:
             f"{path}: has no list 'entries'; {_EXPECTED}, with its collectives "
             "(TORCH_INCLUDE_STACK_TRACE and similar settings do not matter)."
         )
-    return _state(int(match[1]), path, whole)
+    return _state(int(match[1]), whole)
 
 
-def _state(rank: int, path: Path, whole: Record) -> RankState:
+def _state(rank: int, whole: Record) -> RankState:
     history: dict[str, list[LastCollective]] = defaultdict(list)
     waiting: dict[str, LastCollective] = {}
     entries = whole.records("entries")
@@ -78,15 +118,8 @@ def _state(rank: int, path: Path, whole: Record) -> RankState:
         unfinished = entry.text("state", "") != "completed" and not entry.flag("retired")
         if unfinished and group not in waiting:
             waiting[group] = last
-    return RankState(
-        rank,
-        path,
-        {
-            name: GroupState(items[-1], waiting.get(name), tuple(items))
-            for name, items in history.items()
-        },
-        members=_members(whole),
-    )
+    groups = {name: GroupState(tuple(items), waiting.get(name)) for name, items in history.items()}
+    return RankState(rank, groups, _members(whole))
 
 
 def _group(entry: Record) -> str:

@@ -1,21 +1,20 @@
 """Finds the collective in which the ranks of a run wait, and the ranks that have not come to it.
 
-Each rank's file says which collectives it started and awaits, numbered per process group. The
-lowest number that any rank waits for is where the group stands. A rank that has not started it is
-missing.
+Each rank's file of torch's flight recorder says which collectives it started and awaits, numbered
+per process group. The lowest number that any rank waits for is where the group stands. A rank that
+has not started it is missing.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zpasses.dumps.format import Dump, Node, Snapshot
 from zpasses.inspect.find import SelectedGraph, select_graphs
+from zpasses.inspect.flight_recorder import GroupState, LastCollective, RankState
 from zpasses.inspect.launches import kind_of
-from zpasses.inspect.rank_states import GroupState, LastCollective, RankState
 
 __all__ = ["GroupHang", "NodeFinder", "Place", "RankHang", "find_hangs"]
 
@@ -46,10 +45,6 @@ class RankHang:
     """What it waits for, else the last that it started."""
     places: tuple[Place, ...] = ()
     """The nodes that this collective may be; one, if it is certain."""
-    activity: str = ""
-    activity_s: float | None = None
-    outdated_since_s: float | None = None
-    """See `RankState.outdated_since_s`."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +98,7 @@ def _group(
         last = of_group.waits or of_group.started
         places = finder.places(rank, name, last, of_group.history) if last is not None else ()
         what = _what(of_group, number)
-        said = (state.activity, state.activity_s, state.outdated_since_s)
-        ranks.append(RankHang(rank, what, last, places, *said))
+        ranks.append(RankHang(rank, what, last, places))
     label = next(
         (
             each.info.group_labels[name]
@@ -138,8 +132,7 @@ def _mismatch(name: str, number: int, states: Mapping[int, RankState]) -> str:
     seen: dict[tuple[str, int | None], list[int]] = {}
     for rank, state in states.items():
         of_group = state.groups.get(name, GroupState())
-        known = [*of_group.history, of_group.started, of_group.waits]
-        last = next((each for each in known if each is not None and each.number == number), None)
+        last = next((each for each in of_group.history if each.number == number), None)
         if last is not None:
             seen.setdefault((last.kind, last.elements), []).append(rank)
     if len({kind for kind, _ in seen}) > 1 or len(seen) > 1:
@@ -192,26 +185,9 @@ class NodeFinder:
                 if each.graph.name.partition(".")[0] in _KINDS
                 and each.graph.last.snapshot is not None
             ]
-        if last.node:
-            found = self._named(rank, last)
-        else:
-            until = [each for each in history if each.number <= last.number][-_COMPARED:]
-            found = self._matching(self._collectives(rank, group), until)
+        until = [each for each in history if each.number <= last.number][-_COMPARED:]
+        found = self._matching(self._collectives(rank, group), until)
         return tuple(Place(graph, node, self._inserted_by(graph, node)) for graph, node in found)
-
-    def _named(self, rank: int, last: LastCollective) -> list[tuple[SelectedGraph, Node]]:
-        compile_name, _, rest = last.graph.partition(":")
-        kind, _, digest = rest.partition(":")
-        for each in self._graphs[rank]:
-            snapshot = each.graph.last.snapshot
-            if snapshot is None or each.graph.name.partition(".")[0] != kind:
-                continue
-            if compile_name not in ("", each.compile.name) or last.node not in snapshot.by_name:
-                continue
-            names = " ".join(node.name for node in snapshot.nodes if node.collective)
-            if f"{zlib.crc32(names.encode()):08x}" == digest:
-                return [(each, snapshot.by_name[last.node])]
-        return []
 
     def _collectives(self, rank: int, group: str) -> list[_Collectives]:
         if rank not in self._by_group:

@@ -4,52 +4,51 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from zpasses.dumps.format import Dump
+from zpasses.inspect.flight_recorder import LastCollective, RankState
 from zpasses.inspect.hang import GroupHang, NodeFinder, Place, RankHang, find_hangs
 from zpasses.inspect.modules import modules_of, modules_text
-from zpasses.inspect.rank_states import LastCollective, RankState
 from zpasses.inspect.shared import params_text
 from zpasses.inspect.sources import parameter_sources, source_text, sources_of
-from zpasses.inspect.units import bytes_text
 from zpasses.inspect.view import Table, Text, View, table
 
 __all__ = ["hang_view"]
 
-_VOTE = "waiting for other ranks"
+_NO_FILES = (
+    "`zpasses hang` reads the files of torch's flight recorder, one per rank. Set "
+    "TORCH_FR_BUFFER_SIZE=2000 and TORCH_FR_DUMP_TEMP_FILE=PREFIX before the run. When a "
+    "collective of NCCL or RCCL times out, each rank writes PREFIX and its number.",
+    "gloo writes no such files. With gloo, a rank that waits longer than agreement_timeout_s "
+    "raises an error, which names the missing ranks and what they did last. `py-spy dump --pid "
+    "PID` shows where a process waits.",
+)
 _RANKS = 64
 """Rows of a table of ranks."""
 
 
 def hang_view(dump: Dump, states: Mapping[int, RankState]) -> View:
-    """Which collective each rank waits in, which rank is missing, and what it did last."""
+    """Which collective each rank waits in, and which rank is missing.
+
+    Args:
+        dump: the dump of the run.
+        states: rank -> what its file of the flight recorder says. If it is empty, the page says
+            where such files come from.
+    """
     finder = NodeFinder(dump)
     hangs = find_hangs(dump, states, finder)
-    last, votes = _last_collectives(states, finder), _votes(states)
+    last = _last_collectives(states, finder)
     parts: list[Table | Text | str] = []
     for each in hangs:
         parts += _group_parts(each)
-    if not hangs:
-        parts += _nothing(states, last, votes)
     data = {
         "ranks": sorted(states),
         "groups": [_group_data(each) for each in hangs],
         "last_collectives": [_last_data(each) for each in last],
-        "votes": asdict(votes),
-        "activities": [
-            {
-                "rank": rank,
-                "activity": state.activity,
-                "at_s": state.activity_s,
-                "outdated_since_s": state.outdated_since_s,
-            }
-            for rank, state in states.items()
-            if state.activity
-        ],
     }
-    return View("", tuple(parts), data)
+    return View("", tuple(parts or (_nothing(last) if states else _NO_FILES)), data)
 
 
 @dataclass(frozen=True)
@@ -71,16 +70,8 @@ def _last_collectives(states: Mapping[int, RankState], finder: NodeFinder) -> li
     ]
 
 
-def _nothing(
-    states: Mapping[int, RankState], last: Sequence[_Last], votes: _Votes
-) -> list[Table | Text | str]:
-    if not states:
-        return [
-            "No file says what a rank did last. Ranks over gloo write one if they write a dump; "
-            "for NCCL, give the files of torch's flight recorder (TORCH_FR_BUFFER_SIZE=2000, "
-            "TORCH_FR_DUMP_TEMP_FILE=PREFIX)."
-        ]
-    ranks = set(list(states)[:_RANKS])
+def _nothing(last: Sequence[_Last]) -> list[Table | Text | str]:
+    ranks = sorted({each.rank for each in last})[:_RANKS]
     rows = [
         (
             str(each.rank),
@@ -93,7 +84,7 @@ def _nothing(
         if each.rank in ranks
     ]
     return [
-        Text(("No rank waits in a collective.", *votes.lines)),
+        "No rank waits in a collective.",
         table(
             ("rank", "group", "last collective", *_ABOUT, "at (UTC)"),
             rows,
@@ -102,43 +93,7 @@ def _nothing(
         )
         if rows
         else "",
-        *(_activity(rank, state) for rank, state in states.items()),
     ]
-
-
-@dataclass(frozen=True)
-class _Votes:
-    """Ranks in a vote of zpasses, which uses no collective."""
-
-    waiting: list[int]
-    failed: list[int]
-    """Ranks whose vote failed."""
-    absent: list[int]
-    """Ranks that are in none, while another rank is."""
-
-    @property
-    def lines(self) -> list[str]:
-        missing = f", and {_ranks(self.absent, '')} did not come" if self.absent else ""
-        found = []
-        if self.waiting:
-            waiting = _ranks(self.waiting).capitalize()
-            found.append(f"{waiting} for other ranks in a vote{missing}.")
-        if self.failed:
-            failed = _ranks(self.failed, "").capitalize()
-            where = f"{failed} waited for other ranks in a vote that failed"
-            found.append(f"{where}{'' if self.waiting else missing}.")
-        return found
-
-
-def _votes(states: Mapping[int, RankState]) -> _Votes:
-    said = {
-        rank: state.activity
-        for rank, state in states.items()
-        if _VOTE in state.activity and state.outdated_since_s is None
-    }
-    waiting = [rank for rank, activity in said.items() if activity.startswith(_VOTE)]
-    failed = [rank for rank in said if rank not in waiting]
-    return _Votes(waiting, failed, [rank for rank in states if said and rank not in said])
 
 
 def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
@@ -162,11 +117,6 @@ def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
             below=("source", "parameters", "pass", "module"),
         ),
         f"and {left:,} more ranks (--json has all)." if left else "",
-        *(
-            _activity(each.rank, each)
-            for each in ranks
-            if each.state == "missing" and each.activity
-        ),
     ]
 
 
@@ -230,8 +180,6 @@ def _about(places: Sequence[Place]) -> tuple[str, ...]:
 def _collective(last: LastCollective | None) -> str:
     if last is None:
         return ""
-    if last.nbytes is not None:
-        return f"{last.kind}, {bytes_text(last.nbytes)}"
     return f"{last.kind}, {last.elements:,} elements" if last.elements is not None else last.kind
 
 
@@ -245,21 +193,6 @@ def _time(at_s: float) -> str:
     except (ValueError, OverflowError, OSError):
         return ""
     return at.strftime("%H:%M:%S.%f")[:-3]
-
-
-def _activity(rank: int, state: RankState | RankHang) -> str:
-    """What a rank did last, or that it is not known."""
-    if not state.activity:
-        return ""
-    if state.outdated_since_s is not None:
-        return (
-            f"What rank {rank} did after its last collective, which started at "
-            f"{_time(state.outdated_since_s)}, is unknown: with agreement=False, a rank does not "
-            "say which graph it runs."
-        )
-    return f"Rank {rank} was last seen {state.activity}" + (
-        f", at {_time(state.activity_s)}." if state.activity_s is not None else "."
-    )
 
 
 def _group_data(hang: GroupHang) -> dict[str, Any]:
@@ -280,9 +213,6 @@ def _rank_data(each: RankHang) -> dict[str, Any]:
         "rank": each.rank,
         "state": each.state,
         **_place_data(each.collective, each.places),
-        "activity": each.activity,
-        "activity_s": each.activity_s,
-        "outdated_since_s": each.outdated_since_s,
     }
 
 
@@ -298,7 +228,6 @@ def _place_data(last: LastCollective | None, places: Sequence[Place]) -> dict[st
         collective = {
             "number": last.number,
             "kind": last.kind,
-            "nbytes": last.nbytes,
             "elements": last.elements,
             "at_s": last.at_s,
         }

@@ -28,7 +28,6 @@ from zpasses.inspect.listing import MAX_ITEMS, NodeFilter
 from zpasses.inspect.measured import Measured, measure
 from zpasses.inspect.measured_page import no_runs_text
 from zpasses.inspect.memory import Memory, memory, parameter_sizes
-from zpasses.inspect.rank_states import read_progress
 from zpasses.inspect.schedule import Schedule, schedule
 from zpasses.inspect.sources import parameter_sources
 from zpasses.inspect.timeline import chrome_trace
@@ -180,20 +179,17 @@ class Inspection:
         return memory_view(self._to_run(graph), after, at, limit, by)
 
     def hang(self, *recorders: str | Path) -> View:
-        """In which collective the ranks wait, which rank is missing, and what it did last.
+        """In which collective the ranks wait, and which rank is missing.
 
         Args:
             recorders: files of torch's flight recorder, one per rank. Their names end in the rank.
-                Ranks without one are those whose file of progress is in the dump.
+                Without any, the page says where they come from.
 
         Raises:
             DumpError: if a file is damaged or exceeds the limits.
         """
-        states = read_progress(self.dump)
-        for path in recorders:
-            state = read_recorder(Path(path), self.dump.limits)
-            states[state.rank] = state
-        return hang_view(self.dump, states)
+        found = [read_recorder(Path(path), self.dump.limits) for path in recorders]
+        return hang_view(self.dump, {state.rank: state for state in found})
 
     def timeline(self, graph: str | None = None, after: str | int | None = None) -> dict[str, Any]:
         """All streams as a Chrome trace."""

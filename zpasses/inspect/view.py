@@ -5,12 +5,11 @@ plain values for programs.
 from __future__ import annotations
 
 import html
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zpasses.inspect.columns import Layout, fitted_table
+from zpasses.inspect.columns import Lines, fitted_table
 from zpasses.inspect.escape import one_line
 from zpasses.inspect.wrap import code_lines, wrapped_lines
 
@@ -69,22 +68,25 @@ class Table:
         """The table as text. With a width, it is fitted into it."""
         body = "\n".join(line.rstrip() for line in self._render("simple").splitlines())
         if width is not None and self.rows and max(map(len, body.splitlines())) > width:
-            body = self._fitted(width)
+            body, omitted = fitted_table(
+                self.headers,
+                self._cells(),
+                width,
+                right=self.right,
+                whole=self.whole,
+                yields=self.yields,
+                below=self.below,
+            )
+            if omitted:
+                hint = f"Not shown at this width: {', '.join(omitted)}."
+                body += f"\n{_wrapped(f'{hint} A pipe and --json have all columns.', width)}"
         return f"{_bold(one_line(self.title), color)}\n{body}" if self.title else body
-
-    def _fitted(self, width: int) -> str:
-        layout = Layout(self.right, self.yields, self.below, self.whole)
-        body, omitted = fitted_table(self.headers, self._cells(), layout, width)
-        if not omitted:
-            return body
-        hint = f"Not shown at this width: {', '.join(omitted)}. A pipe and --json have all columns."
-        return f"{body}\n{_wrapped(hint, width)}"
 
     def html(self) -> str:
         title = f"<h4>{html.escape(one_line(self.title))}</h4>" if self.title else ""
         return title + self._render("html")
 
-    def _cells(self) -> list[list[tuple[str, ...]]]:
+    def _cells(self) -> list[list[Lines]]:
         rows = _shown_cells(self.rows, _CELL_CHARS, _CELL_LINES)
         if _table_chars(rows) > _TABLE_CHARS:
             rows = _shown_cells(self.rows, _NARROW_CHARS, _NARROW_LINES)
@@ -103,9 +105,7 @@ class Table:
         )
 
 
-def _shown_cells(
-    rows: Iterable[Sequence[Cell]], chars: int, lines: int
-) -> list[list[tuple[str, ...]]]:
+def _shown_cells(rows: Iterable[Sequence[Cell]], chars: int, lines: int) -> list[list[Lines]]:
     """Rows of cells of lines, escaped and cut."""
 
     def shown(cell: Cell) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ def _shown_cells(
     return [[shown(cell) for cell in row] for row in rows]
 
 
-def _table_chars(rows: Sequence[Sequence[tuple[str, ...]]]) -> int:
+def _table_chars(rows: Sequence[Sequence[Lines]]) -> int:
     width = sum(
         max((len(line) for cell in column for line in cell), default=0)
         for column in zip(*rows, strict=True)
@@ -277,12 +277,8 @@ class View:
 
 
 def _wrapped(text: str, width: int | None) -> str:
-    """A sentence as lines of at most `width` characters. The time of textwrap grows with the square
-    of a word's length.
-    """
-    if width is None or len(text) <= width or max(map(len, text.split())) > _CELL_CHARS:
-        return text
-    return textwrap.fill(text, max(width, 30), break_long_words=False, break_on_hyphens=False)
+    """A sentence as lines of at most `width` characters, or of 30 if that is less."""
+    return "\n".join(wrapped_lines(text, width and max(width, 30), ""))
 
 
 def _each_wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:

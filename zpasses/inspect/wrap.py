@@ -15,13 +15,13 @@ _NOTE = re.compile(r" {2,}# ")
 _INDENT = "    "
 
 
-def wrapped_lines(line: str, width: int | None) -> list[str]:
-    """A line as lines of at most `width` characters, all but the first indented. A word that is
-    longer is a line of its own.
+def wrapped_lines(line: str, width: int | None, indent: str = _INDENT) -> list[str]:
+    """A line as lines of at most `width` characters, all but the first with a further indent. A
+    word that is longer is a line of its own.
     """
     if width is None or len(line) <= width or _COMMAND in line:
         return [line]
-    start = line[: len(line) - len(line.lstrip())] + _INDENT
+    start = line[: len(line) - len(line.lstrip())] + indent
     lines, held = [], ""
     for word in _WORDS.findall(line):
         if held.strip() and len(held) + len(word.rstrip()) > width:

@@ -12,14 +12,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from zpasses import compat
 
-__all__ = ["INTERVAL_S", "activity", "describe", "set_activity", "start", "stop", "tell_activity"]
+__all__ = ["INTERVAL_S", "activity", "describe", "set_activity", "start", "stop"]
 
 INTERVAL_S = 1.0
 """Seconds between two heartbeats of a rank."""
@@ -30,21 +30,10 @@ _MISSED = 3
 _activity = "starting"
 
 
-_listeners: list[Callable[[str], None]] = []
-
-
-def tell_activity(listener: Callable[[str], None]) -> None:
-    """Call a function with what this rank does, whenever that changes."""
-    if listener not in _listeners:
-        _listeners.append(listener)
-
-
 def set_activity(activity: str) -> None:
     """Say what this rank does from now on."""
     global _activity
     _activity = activity
-    for tell in _listeners:
-        tell(activity)
     if _hearts:
         _hearts[0].publish(activity)
 

@@ -35,7 +35,7 @@ from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import pending_key
 from zpasses.runtime.layout import layout_of, rows_of
 from zpasses.runtime.local_shards import accumulate_grads
-from zpasses.runtime.profiling import TraceNames, with_profiler_range
+from zpasses.runtime.profiling import collective_names, with_profiler_range
 from zpasses.runtime.run_checks import limited_collectives, timeout_of
 from zpasses.runtime.windows import Lowering, Window, grad_state_of
 
@@ -159,9 +159,8 @@ class GraphLowering:
                     verify=self._verify,
                 )
             gm.recompile()
-            runnable = replace_gloo_collectives(gm)
-            names = TraceNames.of(gm.graph, runnable.graph)
-            code = with_profiler_range(self._codegen(runnable, fakes), names, "", "flush")
+            code = self._codegen(replace_gloo_collectives(gm), fakes)
+            code = with_profiler_range(code, collective_names(gm.graph), "", "flush")
             if timeout_s is not None:
                 compare_collectives(gm.graph, "of the end of a window", timeout_s)
             self._events.collectives_compared("flush", gm.graph, timeout_s is not None)

@@ -30,7 +30,7 @@ import functools
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -40,7 +40,6 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost.memory import gloo_packs
-from zpasses.dumps import progress
 from zpasses.graph.nodes import collective_of, value_of
 from zpasses.graph.ops import set_eager_collectives
 from zpasses.runtime.profiling import Watch, watch_if_profiling
@@ -183,8 +182,6 @@ class _Exchange(compat.Work):  # type: ignore[misc]  # Work is Any to mypy
         self._held: list[Tensor] = []
         self._error: BaseException | None = None
         self._watch: Watch | None = None
-        self._about: Mapping[str, Any] | None = None
-        """What the file of progress says about it."""
         self.sent_bytes = 0
 
     def peers(self) -> list[int]:
@@ -215,9 +212,6 @@ class _Exchange(compat.Work):  # type: ignore[misc]  # Work is Any to mypy
         kind = self._kind
         STARTED.calls[kind] += 1
         STARTED.sent_bytes[kind] += self.sent_bytes
-        written = progress.current()
-        if written is not None:
-            self._about = written.started(self._group_name, kind, self.sent_bytes)
         self._watch = watch_if_profiling(self._finish_messages)
         for output in outputs:
             compat.register_work(output, self)
@@ -225,8 +219,6 @@ class _Exchange(compat.Work):  # type: ignore[misc]  # Work is Any to mypy
     def wait(self, timeout: Any = None) -> bool:
         if self._error is not None:
             raise self._error
-        if self._about is not None:
-            self._write_progress(done=False)
         watch = self._watch
         with watch.waiting() if watch is not None else contextlib.nullcontext():
             finish, self._finish = self._finish, []
@@ -240,15 +232,7 @@ class _Exchange(compat.Work):  # type: ignore[misc]  # Work is Any to mypy
             for action in finish:
                 action()
             self._held.clear()
-        if self._about is not None:
-            self._write_progress(done=True)
-            self._about = None
         return True
-
-    def _write_progress(self, *, done: bool) -> None:
-        written = progress.current()
-        if written is not None and self._about is not None:
-            written.awaited(self._about, done=done)
 
     def _finish_messages(self) -> None:
         messages, self._messages = self._messages, []

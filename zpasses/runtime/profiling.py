@@ -13,33 +13,29 @@ the graph. The range of the rest of that graph has such places, too.
 The trace shows a message over gloo until something waits for it. While a profiler records, a thread
 waits as soon as the messages have started, so that the trace shows when they have arrived.
 
-If a dump was asked for, the runs also go into its file of progress (zpasses.dumps.progress).
-Without both, a run costs two more function calls.
+Without a profiler, a run costs two more function calls.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import fx
 from torch.profiler import record_function
 
 from zpasses import compat
-from zpasses.dumps import progress
 from zpasses.graph.nodes import collective_of
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.measuring import start_if_requested
 
 __all__ = [
-    "TraceNames",
     "Watch",
+    "collective_names",
     "collectives_digest",
     "watch_if_profiling",
     "with_part_range",
@@ -50,96 +46,61 @@ _Code = Callable[[list[Any]], Any]
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
-class TraceNames:
-    """Names of nodes of a graph that traces and files of progress refer to."""
-
-    collectives: tuple[str, ...]
-    """Of the graph as a dump shows it."""
-    exchanges: tuple[str, ...]
-    """Operators of `zpasses.runtime.gloo`, of the graph that runs."""
-
-    @classmethod
-    def of(cls, graph: fx.Graph, runnable: fx.Graph) -> TraceNames:
-        """Names of a graph, and of the form of it that code is generated from."""
-        return cls(
-            tuple(node.name for node in graph.nodes if collective_of(node) is not None),
-            tuple(node.name for node in runnable.nodes if is_exchange(node)),
-        )
+def collective_names(graph: fx.Graph) -> tuple[str, ...]:
+    """Names of the collectives of a graph, in graph order, as a dump of the graph has them."""
+    return tuple(node.name for node in graph.nodes if collective_of(node) is not None)
 
 
 def with_profiler_range(
     code: _Code,
-    names: TraceNames,
+    names: Sequence[str],
     compile_name: str,
     kind: str,
     *,
-    body: TraceNames | None = None,
+    body: Sequence[str] | None = None,
 ) -> _Code:
     """Code that marks its runs in traces.
 
     Args:
-        names: of the nodes of its graph.
-        body: of the nodes that the code runs, if other parts of the graph run apart.
+        names: of the collectives of its graph.
         compile_name: Dynamo's compile id; empty for a graph outside of any compile.
         kind: "forward", "backward", "inference" or "flush".
+        body: of the collectives that the code runs, if other parts of the graph run apart.
     """
     start_if_requested()
-    name = f"{compile_name}:{kind}:{collectives_digest(names.collectives)}"
-    title = f"zpasses.graph:{name}"
-    exchanges = names.exchanges
-    if body is not None:
-        title, exchanges = f"{title}:{_places(names, body)}", body.exchanges
-
-    def run(args: list[Any]) -> Any:
-        profiles, written = compat.is_profiling(), progress.current()
-        if written is not None:
-            written.enter(name, exchanges)
-        if not profiles and written is None:
-            return code(args)
-        with record_function(title) if profiles else contextlib.nullcontext():
-            values = code(args)
-        if written is not None:
-            written.leave()
-        return values
-
-    return boxed(run)
+    places = "" if body is None else f":{_places(names, body)}"
+    return _marked(code, f"zpasses.graph:{_graph_name(names, compile_name, kind)}{places}")
 
 
 def with_part_range(
-    code: _Code, names: TraceNames, part: TraceNames, compile_name: str, kind: str
+    code: _Code, names: Sequence[str], part: Sequence[str], compile_name: str, kind: str
 ) -> _Code:
     """Code of a part of a graph, which marks its runs in traces. It may run inside of others.
 
     Args:
-        names: of the nodes of the whole graph.
-        part: of the nodes of the part.
+        names: of the collectives of the whole graph.
+        part: of the collectives of the part.
     """
-    name = f"{compile_name}:{kind}:{collectives_digest(names.collectives)}"
-    title = f"zpasses.part:{name}:{_places(names, part)}"
+    graph = _graph_name(names, compile_name, kind)
+    return _marked(code, f"zpasses.part:{graph}:{_places(names, part)}")
 
+
+def _marked(code: _Code, title: str) -> _Code:
     def run(args: list[Any]) -> Any:
-        profiles, written = compat.is_profiling(), progress.current()
-        if written is not None:
-            written.enter_part(name, part.exchanges)
-        with record_function(title) if profiles else contextlib.nullcontext():
-            values = code(args)
-        if written is not None:
-            written.leave_part()
-        return values
+        if not compat.is_profiling():
+            return code(args)
+        with record_function(title):
+            return code(args)
 
     return boxed(run)
 
 
-def _places(names: TraceNames, part: TraceNames) -> str:
-    return ",".join(str(names.collectives.index(name)) for name in part.collectives)
+def _graph_name(names: Sequence[str], compile_name: str, kind: str) -> str:
+    return f"{compile_name}:{kind}:{collectives_digest(names)}"
 
 
-def is_exchange(node: fx.Node) -> bool:
-    """Whether a node runs one of the operators of `zpasses.runtime.gloo`."""
-    return isinstance(node.target, compat.OpOverload) and compat.op_name(node.target).startswith(
-        "gloo_"
-    )
+def _places(names: Sequence[str], part: Sequence[str]) -> str:
+    return ",".join(str(names.index(name)) for name in part)
 
 
 def collectives_digest(names: Iterable[str]) -> str:

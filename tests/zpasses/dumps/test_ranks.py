@@ -49,7 +49,6 @@ def test_ranks_share_a_folder_and_one_failing_dump_is_an_error_on_all(tmp_path):
         digests.append([each.digest for each in agreements])
         assert compiled.info.parameters["weight"].shard_bytes == (2, 1)[rank] * 5 * 4
     assert digests[0] == digests[1]
-    # Every rank writes its progress below a dump that is asked for, so both find the file.
     assert f"{blocked} is a file" in errors[0]
     assert "DumpPathError" in errors[1]
     assert str(blocked) in errors[1]

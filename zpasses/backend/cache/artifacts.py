@@ -27,7 +27,6 @@ from zpasses.ranks.run_order import RunEvent
 from zpasses.runtime.backward_variants import BackwardVariant
 from zpasses.runtime.forward_variants import ForwardVariant, OutputStrides, ParamSlot
 from zpasses.runtime.grad_slots import GradSlot
-from zpasses.runtime.profiling import TraceNames
 
 __all__ = ["BackwardFacts", "Entry", "ForwardFacts", "GraphArtifacts", "StoredVariant"]
 
@@ -80,7 +79,8 @@ class StoredVariant:
     code: bytes
     """From `compat.pack_code`."""
     events: dict[str, RunEvent]
-    names: TraceNames
+    collectives: tuple[str, ...]
+    """Names of the collectives of its graph."""
     sequences: Sequences
     """Of a variant of a backward graph."""
 
@@ -200,7 +200,7 @@ class GraphArtifacts:
         variant: Variant | None,
         code: object,
         events: dict[str, RunEvent],
-        names: TraceNames,
+        collectives: tuple[str, ...],
         sequences: Sequences,
     ) -> None:
         """Stores what Inductor generated for a variant (None: for the graph itself)."""
@@ -208,7 +208,7 @@ class GraphArtifacts:
         if data is None:
             self.give_up("Inductor's code of it cannot be stored")
             return
-        stored = StoredVariant(data, events, names, sequences)
+        stored = StoredVariant(data, events, collectives, sequences)
         self._add(self._variant_name(kind, variant), pickle.dumps(stored))
 
     def write_if_complete(self) -> None:
