@@ -171,13 +171,17 @@ class GraphDescriber:
         if self._modelled and kind == "forward" and not part.startswith("block"):
             self._describer.saved = output_contents(graph)
         described = tuple(self._node(node, buffers.get(node, ())) for node in nodes)
-        spans = (
-            Timeline(graph, self._describer.target).spans()
-            if self._modelled
-            else [(0.0, 0.0)] * len(nodes)
-        )
-        rounded = tuple((round(start, 3), round(end, 3)) for start, end in spans)
-        return data.Snapshot(number, described, memory.live_bytes, rounded)
+        return data.Snapshot(number, described, memory.live_bytes, self._spans(graph))
+
+    def _spans(self, graph: fx.Graph) -> tuple[tuple[float, float], ...]:
+        """Start and end of each node; zeros for a graph that the cost model does not cover."""
+        try:
+            spans = Timeline(graph, self._describer.target).spans() if self._modelled else []
+        except (RuntimeError, ValueError, KeyError):  # this process does not know a group
+            spans = []
+        if not spans:
+            return ((0.0, 0.0),) * len(graph.nodes)
+        return tuple((round(start, 3), round(end, 3)) for start, end in spans)
 
     # --- memory -----------------------------------------------------------------------------------
     def _buffers(
