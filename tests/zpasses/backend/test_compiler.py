@@ -411,23 +411,6 @@ def test_training_goes_on_after_inference_mode():
             step(x)
 
 
-@on_ranks(2)
-def test_a_copied_model_has_an_empty_cache():
-    """Copy a trained model. No optimizer steps the copy; only foreach operations write to it."""
-    reference = nn.Linear(4, 4)
-    model, step = _sharded_copy(reference, **EAGER)
-    x = torch.ones(2, 4)
-    step(x).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.0).step()
-    average = copy.deepcopy(model)
-    evaluate = torch.compile(average, backend="zpasses", options={"zero_stage": 2, **EAGER})
-    with torch.no_grad():
-        for _ in range(3):
-            torch.testing.assert_close(evaluate(x), reference(x))
-            for net in (average, reference):
-                torch._foreach_mul_(list(net.parameters()), 0.5)
-
-
 class TwoDtypes(nn.Module):
     def __init__(self):
         super().__init__()
@@ -462,11 +445,11 @@ class Returns(nn.Module):
         return x @ self.weight + self.bias, self.weight, self.bias.view(2, 2)
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.inductor
 @on_ranks(2)
-def test_writing_to_a_returned_parameter_does_not_change_the_model(codegen):
+def test_writing_to_a_returned_parameter_does_not_change_the_model():
     reference = Returns()
-    _, step = _sharded_copy(reference, codegen=codegen)
+    _, step = _sharded_copy(reference)
     x = torch.ones(2, 4)
     for _ in range(3):
         out, weight, bias = step(x)

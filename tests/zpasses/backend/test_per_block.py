@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import itertools
 import random
 from functools import partial
 from unittest.mock import patch
@@ -51,13 +50,6 @@ EAGER = {"codegen": "eager"}
 @pytest.fixture(autouse=True)
 def new_schedule(monkeypatch):
     monkeypatch.setattr(block_schedule, "_schedule", block_schedule.BlockSchedule())
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def build_step(build, options, *, per_block, mesh=None):
@@ -136,7 +128,12 @@ CASES = {
 @pytest.mark.parametrize(
     ("case", "prefetch"),
     some_quick(
-        itertools.product(CASES, [1, 3, "auto"]), [("checkpoint", 1), ("stage 2, window", 1)]
+        [
+            *((case, 1) for case in CASES),
+            *((case, "auto") for case in ("plain", "checkpoint", "frozen block", "layer drop")),
+            *((case, 3) for case in ("plain", "reentrant checkpoint", "window", "recurrent")),
+        ],
+        [("checkpoint", 1)],
     ),
 )
 def test_blocks_of_all_kinds_train_to_the_same_bits(case, prefetch):
@@ -145,9 +142,9 @@ def test_blocks_of_all_kinds_train_to_the_same_bits(case, prefetch):
     options = {"prefetch": prefetch, "zero_stage": how.pop("stage", 3)}
     ((started, dropped), second) = run_on_ranks(compare, build, options, **how)
     assert (started, dropped) == second
-    if prefetch == 1:
-        assert started > 0
-        assert dropped == 0 or "depths" in how  # layers that are left out waste gathers
+    assert started > 0 or prefetch == "auto"
+    if case.startswith("stage"):  # layers that are left out waste gathers, and nothing else
+        assert (dropped > 0) == ("depths" in how)
 
 
 class Encoder(nn.TransformerEncoderLayer):
@@ -250,23 +247,17 @@ def test_backwards_end_reductions_and_start_gathers_at_their_turning_point(prefe
     quick="test_backwards_end_reductions_and_start_gathers_at_their_turning_point",
 )
 @pytest.mark.inductor
-@pytest.mark.processes
+@on_ranks(2)
 def test_generated_code_keeps_the_turning_point_inside_the_backward():
-    (first, second) = run_on_ranks(generated_turns)
-    assert first == second
-    assert any(before and not after and started for before, after, started in first)
+    *found, seen = at_turning_points({"prefetch": 1})
+    assert_near(found, train(Net, {"prefetch": 0}, per_block=True))
+    assert any(before and not after and started for before, after, started in seen)
 
 
 def assert_near(found, expected):
     """Compares losses and parameters."""
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
-
-
-def generated_turns():
-    *found, seen = at_turning_points({"prefetch": 1})
-    assert_near(found, train(Net, {"prefetch": 0}, per_block=True))
-    return seen
 
 
 @on_ranks(2)
@@ -291,26 +282,26 @@ def test_hooks_of_nodes_that_accumulate_are_called_once_and_after_the_gradient()
     assert sorted(seen) == sorted((name, True) for name, _ in model.named_parameters())
 
 
-def with_replicas(prefetch):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    options = {**EAGER, "prefetch": prefetch}
-    losses, params = trained(*build_step(Net, options, per_block=True, mesh=mesh), 4)
-    return losses, [param.tolist() for param in params]
-
-
-@pytest.mark.processes
 @pytest.mark.slow(quick="test_blocks_of_all_kinds_train_to_the_same_bits")
+@on_ranks(4)
 def test_gradients_are_averaged_over_replicas_after_their_block():
-    expected = run_on_ranks(with_replicas, 0, ranks=4)
-    assert run_on_ranks(with_replicas, 1, ranks=4) == expected
-    assert len({str(params) for _, params in expected}) == 1
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = []
+    for prefetch in (0, 1):
+        options = {**EAGER, "prefetch": prefetch}
+        losses, params = trained(*build_step(Net, options, per_block=True, mesh=mesh), 4)
+        found.append((losses, [param.tolist() for param in params]))
+    assert found[0] == found[1]
+    everywhere = [None] * 4
+    dist.all_gather_object(everywhere, found[0][1])
+    assert everywhere == everywhere[:1] * 4
 
 
 @pytest.mark.skipif(not compat.recompile_limit(2), reason="torch.compile takes no recompile_limit")
 def test_a_block_is_compiled_for_more_variants_than_dynamo_allows_of_one_function(one_rank):
     torch._dynamo.reset()
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
-    zpasses.shard(model, mesh=init_device_mesh("cpu", (1,)))
+    zpasses.shard(model, mesh=one_rank)
     zpasses.compile_blocks(model, **EAGER)
     before = compat.compile_counts()["captured"]
     for length in (6, 9, 1):  # as it is, for any other, and torch compiles for 1 apart
@@ -324,7 +315,7 @@ def test_a_block_is_compiled_for_more_variants_than_dynamo_allows_of_one_functio
 def test_equal_modules_of_torch_share_a_compile(one_rank):
     torch._dynamo.reset()
     model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, 0.0) for _ in range(3)))
-    zpasses.shard(model, mesh=init_device_mesh("cpu", (1,)))
+    zpasses.shard(model, mesh=one_rank)
     given = torch.ones(2, 3, 8, requires_grad=True)  # as what a block before it returns
     expected = model(given)
     zpasses.compile_blocks(model, **EAGER)
@@ -358,7 +349,7 @@ class Count(nn.Module):
 def test_more_kinds_of_blocks_than_dynamo_compiles_of_one_function_are_all_compiled(one_rank):
     torch._dynamo.reset()
     model = Count()
-    zpasses.shard(model, mesh=init_device_mesh("cpu", (1,)))
+    zpasses.shard(model, mesh=one_rank)
     assert len(model.layers) > torch._dynamo.config.recompile_limit
     zpasses.compile_blocks(model, "layers.*", **EAGER)
     before = compat.compile_counts()["captured"]
@@ -554,15 +545,11 @@ def test_a_dump_has_one_graph_per_distinct_block_and_the_schedule_over_all(tmp_p
 
 
 @pytest.mark.inductor
-@pytest.mark.processes
 @pytest.mark.slow(quick="test_backwards_end_reductions_and_start_gathers_at_their_turning_point")
 @pytest.mark.parametrize("case", ["window", "evaluation"])
+@on_ranks(2)
 def test_generated_code_of_blocks_computes_the_same(case):
     build, how = CASES[case]
-    run_on_ranks(generated, build, how)
-
-
-def generated(build, how):
     expected = train(build, EAGER, per_block=False, **how)
     assert_near(train(build, {"prefetch": 1}, per_block=True, **how), expected)
 
@@ -621,18 +608,14 @@ def drawn_program(seed, options):
     ]
 
 
-def drawn_programs(seeds):
-    for seed in seeds:
+@pytest.mark.parametrize("first", range(0, 60, 6))
+@pytest.mark.slow(quick="test_blocks_of_all_kinds_train_to_the_same_bits")
+@on_ranks(2, timeout_s=300)
+def test_drawn_programs_compute_the_same_with_gathers_ahead(first):
+    for seed in range(first, first + 6):
         stage = 1 + seed % 3
         losses, params = drawn_program(seed, {"zero_stage": stage, "prefetch": 0})
         for prefetch in (1, 2, "auto"):
             found, others = drawn_program(seed, {"zero_stage": stage, "prefetch": prefetch})
             assert found == losses, (seed, prefetch)
             assert all(map(torch.equal, others, params)), (seed, prefetch)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("first", "count"), [(at, 6) for at in range(0, 60, 6)])
-@pytest.mark.slow(quick="test_blocks_of_all_kinds_train_to_the_same_bits")
-def test_drawn_programs_compute_the_same_with_gathers_ahead(first, count):
-    run_on_ranks(drawn_programs, list(range(first, first + count)), timeout_s=300)

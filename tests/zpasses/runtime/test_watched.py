@@ -254,26 +254,31 @@ def test_plain_tensors_are_edited_by_full_values():
             torch.testing.assert_close(param, 2 * other)
 
 
+MIXED = {
+    "other + own": (lambda own, other: other + own, "shard the other model, too"),
+    "average": (lambda own, other: 0.9 * other.detach() + own, "shard the other model, too"),
+    "rows": (lambda own, _: own.copy_(torch.zeros(3, 6)), r"a plain tensor of shape \[3, 6\]"),
+    "data": (lambda own, _: setattr(own, "data", torch.zeros(3, 6)), "same shape"),
+    "set_": (
+        lambda own, _: own.data.set_(torch.zeros(7, 6)),
+        r"Assign the value: param\.data = value",
+    ),
+}
+
+
 @on_ranks(2)
 def test_what_cannot_be_mixed_says_what_to_do():
     model, plain = build(True), build(False)
     own, other = next(model.parameters()), next(plain.parameters())
     with torch.no_grad():
-        with pytest.raises(zpasses.ShardingError, match="shard the other model, too"):
-            other + own
-        with pytest.raises(zpasses.ShardingError, match=r"got a plain tensor of shape \[3, 6\]"):
-            own.copy_(torch.zeros(3, 6))
-        with pytest.raises(zpasses.ShardingError, match="same shape"):
-            own.data = torch.zeros(3, 6)
-        with pytest.raises(zpasses.ShardingError, match="shard the other model, too"):
-            0.9 * other.detach() + 0.1 * own
-        with pytest.raises(zpasses.ShardingError, match=r"Assign the value: param\.data = value"):
-            own.data.set_(torch.zeros(7, 6))
+        for mix, said in MIXED.values():
+            with pytest.raises(zpasses.ShardingError, match=said):
+                mix(own, other)
         with pytest.raises(zpasses.ShardingError, match="Share a full copy"):
             model.share_memory()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", some_quick([0, 3], [3]))
 @on_ranks(2)
 def test_penalties_on_parameters_are_exact_as_full_values(stage):
     model, plain = build(True), build(False)
@@ -289,9 +294,11 @@ def test_penalties_on_parameters_are_exact_as_full_values(stage):
 
 
 @on_ranks(2)
-def test_noise_like_a_parameter_is_that_of_the_full_one():
-    own, plain = next(build(True).parameters()), next(build(False).parameters())
-    for make in (torch.zeros_like, torch.empty_like, torch.clone):
+def test_noise_like_a_parameter_is_that_of_the_full_one_also_after_a_step_that_raised():
+    model = build(True)
+    own, plain = next(model.parameters()), next(build(False).parameters())
+
+    def compare(make):
         noises = []
         for param in (own, plain):
             torch.manual_seed(3)
@@ -301,11 +308,8 @@ def test_noise_like_a_parameter_is_that_of_the_full_one():
         assert torch.equal(noises[0], noises[2])
         assert torch.equal(noises[1], noises[3])
 
-
-@on_ranks(2)
-def test_noise_after_a_step_that_raised_and_state_that_is_plain():
-    model = build(True)
-    own, plain = next(model.parameters()), next(build(False).parameters())
+    for make in (torch.zeros_like, torch.empty_like, torch.clone):
+        compare(make)
     optimizer = torch.optim.AdamW(model.parameters())
     model(X).sum().backward()
     optimizer.step()
@@ -316,11 +320,7 @@ def test_noise_after_a_step_that_raised_and_state_that_is_plain():
 
     with pytest.raises(ValueError, match="injected"):
         optimizer.step(fails)
-    noises = []
-    for param in (own, plain):
-        torch.manual_seed(3)
-        noises.append(whole(torch.zeros_like(param, requires_grad=False).normal_()))
-    assert torch.equal(*noises)
+    compare(torch.zeros_like)
 
 
 @on_ranks(2)
@@ -540,6 +540,7 @@ def _step_that_raises(stage, failing_ranks, changed):
 
 _EDITS_DIFFER = "after different edits of sharded parameters.*"
 _SAVED = "make the same edits and steps before"
+_SETTINGS = "settings, such as learning rates"
 
 
 def _other(edit):
@@ -558,28 +559,27 @@ def row(program, *given, told, slow=False):
 @pytest.mark.parametrize(
     ("program", "given", "told"),
     [
+        row(_load_by_rank, 3, _snapshots, False, told=_other("copy_ of parameter '0.weight'")),
+        row(_load_on_one_rank, told="Edit 1 is nothing on rank 0, but load_state_dict of param"),
+        row(_load_state_on_one_rank, told="load of the state of an optimizer"),
+        row(_save_by_rank, zpasses.full_state_dict, "copies", told=_SAVED),
+        row(_save_by_rank, zpasses.training_state, "edit", told=_SAVED, slow=True),
+        row(_save_by_rank, _safetensors, "edit", told=_SAVED, slow=True),
         row(_run_copies, 3, told="(?=.*copy 1)(?=.*copy 2)", slow=True),
         row(_load_by_rank, 2, _of_copies, False, told="copy_ from '0.weight, copy 2'", slow=True),
-        row(_load_by_rank, 3, _snapshots, False, told=_other("copy_ of parameter '0.weight'")),
         row(
-            _load_by_rank,
-            3,
-            _full_values,
-            False,
+            *(_load_by_rank, 3, _full_values, False),
             told=_other("load_state_dict of .* '0.bias'"),
             slow=True,
         ),
         row(
-            _load_by_rank, 0, _of_copies, True, told="assignment from '0.weight, copy 1'", slow=True
+            *(_load_by_rank, 0, _of_copies, True),
+            told="assignment from '0.weight, copy 1'",
+            slow=True,
         ),
         row(_load_by_rank, 2, _snapshots, True, told=_other("assignment of .*"), slow=True),
-        row(_load_on_one_rank, told="Edit 1 is nothing on rank 0, but load_state_dict of param"),
-        row(_load_state_on_one_rank, told="load of the state of an optimizer"),
-        row(_step_by_rank, _fused, 0, 104, told="settings, such as learning rates", slow=True),
-        row(_step_by_rank, _foreach, 3, 2, told="settings, such as learning rates", slow=True),
-        row(_save_by_rank, zpasses.full_state_dict, "copies", told=_SAVED),
-        row(_save_by_rank, zpasses.training_state, "edit", told=_SAVED),
-        row(_save_by_rank, _safetensors, "edit", told=_SAVED),
+        row(_step_by_rank, _fused, 0, 104, told=_SETTINGS, slow=True),
+        row(_step_by_rank, _foreach, 3, 2, told=_SETTINGS, slow=True),
         row(_step_that_raises, 3, (1,), 1, told=_first("0.bias"), slow=True),
         row(_step_that_raises, 0, (1,), 0, told=_first("0.weight"), slow=True),
     ],

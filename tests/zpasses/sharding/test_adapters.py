@@ -106,14 +106,13 @@ def test_merging_equals_the_unsharded_model(which):
 
 
 @pytest.mark.parametrize("which", some_quick(ADAPTERS, MOST_UNLIKE))
-@pytest.mark.parametrize("how", ["merge_and_unload", "unload"])
 @on_ranks(2)
-def test_unloading_equals_the_unsharded_model(which, how):
-    plain, model = _pair(which)
-    plain, model = getattr(plain, how)(), getattr(model, how)()
-    assert not any("lora" in name for name, _ in model.named_parameters())
-    _same(model, plain)
-    model.requires_grad_(True)(TOKENS).sum().backward()  # a plain sharded model again
+def test_unloading_equals_the_unsharded_model(which):
+    for how in ("merge_and_unload", "unload"):
+        plain, model = (getattr(each, how)() for each in _pair(which))
+        assert not any("lora" in name for name, _ in model.named_parameters())
+        _same(model, plain)
+        model.requires_grad_(True)(TOKENS).sum().backward()  # a plain sharded model again
 
 
 @on_ranks(2)

@@ -61,6 +61,10 @@ def test_parameters_are_what_fsdp2_makes_of_them(tp):
             assert (a.placements, a.device_mesh) == (b.placements, b.device_mesh), name
             assert (a.shape, a.to_local().shape) == (b.shape, b.to_local().shape), name
             assert tp > 1 or a.placements == (Replicate(), Shard(0)), name
+        ours(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+        for param in ours.parameters():
+            grad = param.grad
+            assert (grad.placements, grad.device_mesh) == (param.placements, param.device_mesh)
 
 
 def test_scalars_are_replicated_over_both_dimensions(mesh):
@@ -102,14 +106,6 @@ def test_averages_run_beside_the_kernels_that_are_left(mesh):
     assert any(started < at < min(map(nodes.index, users)) for at in kernels)
 
 
-def test_gradients_have_the_placements_of_their_parameters(mesh):
-    model = zpasses.shard(Words(), mesh=mesh)
-    model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
-    for param in model.parameters():
-        assert param.grad.placements == param.placements
-        assert param.grad.device_mesh == param.device_mesh
-
-
 class Reductions(TorchDispatchMode):
     """Collects the names of reductions that run."""
 
@@ -137,9 +133,16 @@ def test_variants_reduce_within_a_replica_and_defer_the_average(mesh):
 
 
 # --- refusals -------------------------------------------------------------------------------------
-def test_meshes_without_names_are_refused():
-    with fake_world(4), pytest.raises(ShardingError, match=r"sizes \(2, 2\) without names"):
-        zpasses.shard(Words(), mesh=init_device_mesh("cpu", (2, 2)))
+@pytest.mark.parametrize(
+    ("sizes", "names", "said"),
+    [
+        ((2, 2), None, r"sizes \(2, 2\) without names"),
+        ((2, 2, 2), ("a", "b", "c"), "mesh has 3 dimensions"),
+    ],
+)
+def test_other_meshes_are_refused(sizes, names, said):
+    with fake_world(2 ** len(sizes)), pytest.raises(ShardingError, match=said):
+        zpasses.shard(Words(), mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
 
 
 @pytest.mark.parametrize("name", REPLICATE_DIMENSIONS)
@@ -148,13 +151,6 @@ def test_replicas_after_shards_are_refused_as_by_capture(name):
         zpasses.shard(Words(), mesh=mesh_2d(2, 2, ("shard", name)))
     with pytest.raises(OptionError, match="Neighbouring ranks, which share a node"):
         MeshShape.parse(f"shard=2,{name}=2")
-
-
-def test_meshes_of_three_dimensions_are_refused():
-    with fake_world(8):
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-        with pytest.raises(ShardingError, match="mesh has 3 dimensions"):
-            zpasses.shard(Words(), mesh=mesh)
 
 
 def test_the_average_cannot_be_deferred_without_replicas():

@@ -460,21 +460,6 @@ def test_loading_a_wrong_shape_raises():
         model.load_state_dict({"weight": torch.zeros(6, 4), "bias": torch.zeros(5)})
 
 
-@on_ranks(2)
-def test_deepcopy_is_a_sharded_model_of_its_own():
-    model = zpasses.shard(Odd(), mesh=world_mesh())
-    twin = copy.deepcopy(model)
-    x = integers(2, 7)
-    twin(x).sum().backward()
-    with torch.no_grad():
-        dict(twin.named_parameters())["wide"].add_(1)
-    assert not torch.equal(twin.wide, model.wide)
-    assert torch.equal(twin.wide, model.wide + 1)
-    assert all(param.grad is None for param in model.parameters())
-    assert isinstance(twin, Odd)
-    assert isinstance(twin._parameters["wide"], DTensor)
-
-
 @on_ranks(2, timeout_s=60)
 def test_one_rank_prints_the_model():
     plain = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2, bias=False))

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 import zpasses
 from tests.cases import some_quick
+from tests.on_ranks import on_ranks
 from tests.zpasses.parallel_models import (
     Words,
     assert_near,
@@ -58,6 +59,10 @@ def test_parameters_are_what_fsdp2_makes_of_them(mesh):
         assert a.placements == b.placements, name
         assert a.device_mesh == b.device_mesh, name
         assert (a.shape, a.to_local().shape) == (b.shape, b.to_local().shape), name
+    ours(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+    for param in ours.parameters():
+        grad = param.grad
+        assert (grad.placements, grad.device_mesh) == (param.placements, param.device_mesh)
 
 
 def test_reads_return_dtensors_on_the_mesh_of_tensor_parallelism(mesh):
@@ -67,20 +72,8 @@ def test_reads_return_dtensors_on_the_mesh_of_tensor_parallelism(mesh):
     assert (read.device_mesh, read.placements) == (mesh["tp"], (Shard(1),))
     assert (read.shape, read.to_local().shape) == ((8, 10), (8, 5))
     assert model.blocks[0].norm.weight.placements == (Replicate(),)
-
-
-def test_writes_to_reads_raise(mesh):
-    model = zpasses.shard(parallelized(Words(), mesh["tp"]), mesh=mesh["dp"])
     with pytest.raises(ShardingError, match="add_ would write to parameter 'weight' of a Linear"):
         model.head.weight.add_(1)
-
-
-def test_gradients_are_dtensors_over_both_meshes(mesh):
-    model = zpasses.shard(parallelized(Words(), mesh["tp"]), mesh=mesh["dp"])
-    model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
-    for param in model.parameters():
-        assert param.grad.placements == param.placements
-        assert param.grad.device_mesh == param.device_mesh
 
 
 def test_collectives_of_tensor_parallelism_are_not_taken_for_those_of_parameters(mesh):
@@ -121,19 +114,16 @@ def test_a_memory_budget_takes_device_meshes_that_are_inputs(mesh):
 
 
 # --- refusals -------------------------------------------------------------------------------------
-def test_mesh_of_tensor_parallelism_is_refused(mesh):
-    with pytest.raises(ShardingError, match=r"embed\.weight is a DTensor already"):
-        zpasses.shard(parallelized(Words(), mesh["tp"]), mesh=mesh["tp"])
 
 
-def test_mesh_of_other_origin_is_refused(mesh):
-    unnamed = DeviceMesh("cpu", [1, 3])
-    with pytest.raises(ShardingError, match="does not go together with the mesh to shard over"):
-        zpasses.shard(parallelized(Words(), mesh["tp"]), mesh=unnamed)
-
-
-def test_sharded_models_are_refused(mesh):
-    model = parallelized(Words(), mesh["tp"])
+def test_other_meshes_and_sharded_models_are_refused(mesh):
+    model, unnamed = parallelized(Words(), mesh["tp"]), DeviceMesh("cpu", [1, 3])
+    for other, said in (
+        (mesh["tp"], r"embed\.weight is a DTensor already"),
+        (unnamed, "does not go together with the mesh to shard over"),
+    ):
+        with pytest.raises(ShardingError, match=said):
+            zpasses.shard(model, mesh=other)
     fully_shard(model, mesh=mesh["dp"])
     with pytest.raises(ShardingError, match="shard it once"):
         zpasses.shard(model, mesh=mesh["dp"])
@@ -198,7 +188,8 @@ def _whole_state(model):
     return {name: whole(value) for name, value in model.state_dict().items()}
 
 
-def _initialised():
+@on_ranks(4)
+def test_initialisers_and_full_state_dicts():
     mesh = mesh_2d()
     torch.manual_seed(3)
     plain = Words()
@@ -224,7 +215,3 @@ def _initialised():
     assert torch.equal(whole(model.embed._parameters["weight"]), plain.embed.weight)
     model.load_state_dict(plain.state_dict())
     assert_near(_whole_state(model), plain.state_dict(), 0)
-
-
-def test_initialisers_and_full_state_dicts():
-    run_on_ranks(_initialised, ranks=4)

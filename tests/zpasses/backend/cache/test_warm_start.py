@@ -273,17 +273,9 @@ def other_activation():
     Net.activation = staticmethod(torch.sigmoid)
 
 
-# Each is a part of the key: test_key.py. These are the ways in which a key reaches the cache.
-GATHERED_AGAIN = "gather-params,reduce-grads,reshard-after-forward"
 CHANGED = {
     "stage": ({"options": {"zero_stage": 3}}, {"options": {"zero_stage": 2}}),
-    "option of a pass": (
-        {"options": {"pipeline": GATHERED_AGAIN}},
-        {"options": {"pipeline": f"{GATHERED_AGAIN}{{keep=nothing}}"}},
-    ),
-    "Inductor's options": ({}, {"options": {"inductor": {"epilogue_fusion": False}}}),
     "activation": ({}, {"patch": other_activation}),
-    "length": ({}, {"lengths": (6,) * 3}),
     "threads": ({}, {"patch": two_threads}),
     "dtype of reductions": ({}, {"reduce_dtype": torch.float64}),
     "smaller world": ({"ranks": 4}, {}),
