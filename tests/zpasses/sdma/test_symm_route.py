@@ -2,7 +2,6 @@
 the route has not run on a device.
 """
 
-import pytest
 import torch
 
 from tests.on_ranks import on_ranks

@@ -1,5 +1,6 @@
 """Gathering parameters again in backward from fewer ranks: `shard(reshard_after_forward=...)`."""
 
+import copy
 import re
 
 import pytest
@@ -202,26 +203,22 @@ def _short(text):
 def test_the_cost_model_takes_the_network_of_fewer_ranks():
     """Two nodes of two ranks each: forward gathers over the network, backward within a node."""
     target = Target.parse("h100,ranks_per_node=2")
-    sums = {}
-    for size in (None, 2):
-        shard = {} if size is None else {"reshard_after_forward": size}
+
+    def gathering_us(gm):
+        return sum(
+            estimate_collective_us(node, each, compat.group_ranks(each.group), target)
+            for node, each in collectives(gm.graph)
+            if "gather" in each.op
+        )
+
+    model, sums = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3))), []
+    for shard in ({}, {"reshard_after_forward": 2}):
         with fake_world(4):
-            found = capture_graphs(Wide(), (torch.ones(3, 512),), shard=shard, pipeline=SINGLE)
-            sums[size] = [
-                sum(
-                    estimate_collective_us(node, each, compat.group_ranks(each.group), target)
-                    for node, each in collectives(gm.graph)
-                    if "gather" in each.op
-                )
-                for gm in (found.after.forward, found.after.backward)
-            ]
-    assert sums[2][0] == sums[None][0]
-    assert sums[2][1] < sums[None][1] / 2
-
-
-class Wide(nn.Sequential):
-    def __init__(self):
-        super().__init__(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
+            how = {"shard": shard, "pipeline": SINGLE}
+            after = capture_graphs(copy.deepcopy(model), (torch.ones(3, 512),), **how).after
+            sums.append((gathering_us(after.forward), gathering_us(after.backward)))
+    assert sums[1][0] == sums[0][0]
+    assert sums[1][1] < sums[0][1] / 2
 
 
 def test_labels_name_the_dimension():
@@ -235,26 +232,18 @@ def test_labels_name_the_dimension():
 
 def test_a_step_with_tensor_parallelism():
     with fake_world(8, rank=5):
-        model = nn.ModuleDict({"up": nn.Linear(8, 16), "mid": nn.Linear(16, 8)})
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
-        plan = {"up": ColwiseParallel(), "mid": RowwiseParallel()}
-        parallelize_module(model, mesh["tp"], plan)
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         zpasses.shard(model, mesh=mesh["dp"], reshard_after_forward=2)
-        logs = []
-        step = torch.compile(
-            lambda x: model["mid"](model["up"](x)),
-            backend="zpasses",
-            options={"pipeline": LEAN, "codegen": "eager", "agreement": False},
-        )
+        options, logs = {"pipeline": LEAN, "codegen": "eager", "agreement": False}, []
+        step = torch.compile(model, backend="zpasses", options=options)
         with observe_graphs(logs.append):
             step(torch.ones(3, 8)).sum().backward()
         (backward,) = (each.graph for each in logs if each.kind == "backward")
-        ranks = [
-            tuple(compat.group_ranks(each.group))
-            for _, each in collectives(backward)
-            if "gather" in each.op
-        ]
-        assert (5, 7) in ranks  # of tp 1: ranks 1, 3, 5, 7
+        found = collectives(backward)
+        ranks = [compat.group_ranks(each.group) for _, each in found if "gather" in each.op]
+        assert [5, 7] in ranks  # of tp 1: ranks 1, 3, 5, 7
 
 
 # --- refusals -------------------------------------------------------------------------------------
