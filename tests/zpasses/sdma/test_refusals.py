@@ -20,7 +20,7 @@ from zpasses.sdma import mori_route
 from zpasses.sdma.lifecycle import reset_routes
 from zpasses.sdma.platform import platform_of
 from zpasses.sdma.routes import raise_if_capturing
-from zpasses.testing import fake_world, run_in_fresh_ranks, run_on_ranks
+from zpasses.testing import fake_world, run_in_fresh_ranks
 from zpasses.testing.fake_mori import Settings, installed
 
 sdma = torch.ops.zpasses
@@ -29,7 +29,6 @@ wait = torch.ops._c10d_functional.wait_tensor
 
 def gathers_correctly(group):
     """Whether a gather over the group returns exactly its ranks' parts."""
-
     ranks = dist.get_process_group_ranks(group)
     mine = torch.full((5,), dist.get_rank(), dtype=torch.uint8)
     full = wait(sdma.sdma_all_gather(mine, len(ranks), group.group_name))
@@ -37,15 +36,6 @@ def gathers_correctly(group):
 
 
 # --- refusals -------------------------------------------------------------------------------------
-def choice_where_rank_1_is(**settings):
-    other = Settings(time_limit_s=settings.get("time_limit_s", 20))
-    with installed(Settings(**settings) if dist.get_rank() == 1 else other) as fake:
-        choice = zpasses.sdma.init(capacity_mib=1, timeout_s=20)
-        assert gathers_correctly(dist.group.WORLD)
-        assert zpasses.sdma.init() is choice
-        assert zpasses.sdma.route_choice(dist.group.WORLD.group_name) is choice
-        assert zpasses.sdma.report() == [choice]
-        return choice.route, choice.reason, len(fake.calls)
 
 
 REFUSALS = {
@@ -83,19 +73,24 @@ REFUSALS = {
 }
 
 
-def all_refusals():
-    return {name: choice_where_rank_1_is(**settings) for name, (settings, _) in REFUSALS.items()}
-
-
-@pytest.mark.processes
+@on_ranks(2)
 def test_a_refusal_of_one_rank_at_any_stage_is_shared_by_all():
-    first, second = run_on_ranks(all_refusals)
-    for name, (_, reason) in REFUSALS.items():
-        assert first[name][:2] == second[name][:2], name
-        assert first[name][0] == "c10d"
-        assert re.match(reason, first[name][1]), (name, first[name][1])
-        assert "; symm_mem: " in first[name][1]
-        assert first[name][2] == (1 if name == "wrong bytes" else 0), name
+    group, rank = dist.group.WORLD, dist.get_rank()
+    for name, (settings, reason) in REFUSALS.items():
+        healthy = {"time_limit_s": settings.get("time_limit_s", 20)}
+        with installed(Settings(**settings if rank == 1 else healthy)) as fake:
+            choice = zpasses.sdma.init(capacity_mib=1, timeout_s=20)
+            assert gathers_correctly(group), name
+            assert zpasses.sdma.init() is choice
+            assert zpasses.sdma.route_choice(group.group_name) is choice
+            assert zpasses.sdma.report() == [choice]
+            assert len(fake.calls) == (1 if name == "wrong bytes" else 0), name
+        assert choice.route == "c10d", name
+        assert re.match(reason, choice.reason), (name, choice.reason)
+        assert "; symm_mem: " in choice.reason, name
+        reasons = [None, None]
+        dist.all_gather_object(reasons, choice.reason)
+        assert reasons[0] == reasons[1], name
 
 
 @pytest.mark.slow(quick="tests/zpasses/sdma/test_refusals.py")
@@ -103,26 +98,29 @@ def test_a_refusal_of_one_rank_at_any_stage_is_shared_by_all():
 def test_other_refusals_have_a_reason():
     reset_routes()
     first, world = dist.get_rank() == 0, dist.group.WORLD
+
+    def refused(said, group=None, **how):
+        reason = zpasses.sdma.init(group, **how).reason
+        assert reason.startswith(said), reason
+
+    with installed(Settings(fail="unique_id" if first else "")):
+        error = "shmem_get_unique_id: rank 0"
+        refused(f"mori: {error}: RuntimeError: bootstrap: no interface", capacity_mib=1)
+        clone = dist.new_group()
+        refused(f"mori: rank 0: mori failed to start earlier ({error}", clone)
+    with installed(Settings(fail="" if first else "init_hangs", time_limit_s=6)):
+        said = "mori: shmem_init_attr: rank 0: no result within 4 s"
+        refused(said, capacity_mib=1, timeout_s=4)
+        assert gathers_correctly(world)
+    with installed(Settings(device_id="0")):
+        refused("mori: ranks of the group share a device")
+    with installed(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MORI_ENABLE_SDMA", "0")
+        refused("mori: rank 0: MORI_ENABLE_SDMA=0; mori uses SDMA engines only if it is 1")
     choice = zpasses.sdma.init()
     assert choice.route == "c10d"
     assert choice.reason == "cpu has no copy engines for collectives"
     assert gathers_correctly(world)
-    with installed(Settings(fail="init_hangs" if not first else "", time_limit_s=6)):
-        hung = zpasses.sdma.init(capacity_mib=1, timeout_s=4).reason
-        assert hung.startswith("mori: shmem_init_attr: rank 0: no result within 4 s")
-        assert gathers_correctly(world)
-    with installed(Settings(device_id="0")):
-        shared = zpasses.sdma.init().reason
-        assert shared.startswith("mori: ranks of the group share a device")
-    with installed(Settings(fail="unique_id" if first else "")):
-        failed = "rank 0: mori failed to start earlier (shmem_get_unique_id: rank 0"
-        error = "mori: shmem_get_unique_id: rank 0: RuntimeError: bootstrap: no interface"
-        assert zpasses.sdma.init(capacity_mib=1).reason.startswith(error)
-        assert zpasses.sdma.init(dist.new_group()).reason.startswith(f"mori: {failed}")
-    with installed(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MORI_ENABLE_SDMA", "0")
-        said = "mori: rank 0: MORI_ENABLE_SDMA=0; mori uses SDMA engines only if it is 1"
-        assert zpasses.sdma.init().reason.startswith(said)
 
 
 # --- groups ---------------------------------------------------------------------------------------
