@@ -44,7 +44,7 @@ def _loss(out):
 
 def _train(stage, hybrid, windows):
     torch.manual_seed(0)
-    plain = nn.Sequential(Attention(), Attention())
+    plain = nn.Sequential(*(Attention() for _ in range(windows)))
     reference = copy.deepcopy(plain)
     theirs = sgd(reference)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))

@@ -218,7 +218,7 @@ def test_training_equals_the_unsharded_model(case):
 def _train(stage=3, windows=1, explicit=False, tp=1, accum="full", most=None, clip=None, **shard):
     """`most` is the number of backwards that the option announces; None for `windows`."""
     torch.manual_seed(0)
-    plain = Words()
+    plain = Words(layers=1)
     shards = dist.get_world_size() // 2 // tp
     mesh = init_device_mesh("cpu", (2, shards, tp), mesh_dim_names=(*NAMES, "tp"))
     own = mesh.get_local_rank(0) * shards + mesh.get_local_rank(1)
