@@ -189,7 +189,9 @@ STATE = {
     "matmul precision": lambda: setting(
         torch.set_float32_matmul_precision, torch.get_float32_matmul_precision, "medium"
     ),
-    "threads": lambda: setting(torch.set_num_threads, torch.get_num_threads, 2),
+    "threads": lambda: setting(
+        torch.set_num_threads, torch.get_num_threads, torch.get_num_threads() + 1
+    ),
     "deterministic": lambda: setting(
         torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled, True
     ),
