@@ -78,14 +78,7 @@ def test_sharded_training_equals_unsharded(tmp_path: Path, stage: int, forked: b
 def test_report_is_complete_and_counts_what_ran(tmp_path: Path) -> None:
     dump = tmp_path / "dump"
     done, result = train(
-        tmp_path / "out.json",
-        "--no-compare",
-        "--steps",
-        3,
-        "--dump",
-        dump,
-        "--pipeline",
-        PIPELINE,
+        tmp_path / "out.json", "--no-compare", "--steps", 3, "--dump", dump, "--pipeline", PIPELINE
     )
     assert done.returncode == 0, done.stdout
     check_dump(dump, done.stdout)

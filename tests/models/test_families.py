@@ -318,10 +318,7 @@ FAMILIES = {
 }
 
 
-QUICK = {
-    "conv2d": 3,
-    "causal attention": 3,
-}
+QUICK = {"conv2d": 3, "causal attention": 3}
 """Family -> the stage that `make test` trains. The others repeat what these show of the passes, and
 were of use when they were new: `make test-all` runs them."""
 

@@ -245,10 +245,7 @@ def test_diff_between_dumps_and_ranks(dump, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["diff", "DUMP", "--ranks", "0", "1", "--rank", "0"],
-            "omit the second dump and --rank",
-        ),
+        (["diff", "DUMP", "--ranks", "0", "1", "--rank", "0"], "omit the second dump and --rank"),
         (
             ["diff", "DUMP", "--ranks", "0", "1", "--pass", "bucket"],
             "--after selects the graphs to compare",

@@ -69,10 +69,7 @@ def _train_and_trace(folder, codegen, per_block=False):
 
 @pytest.mark.processes
 def test_all_collective_time_of_a_real_step_is_joined_to_nodes(tmp_path):
-    assert run_on_ranks(_train_and_trace, str(tmp_path), "eager") == [
-        True,
-        True,
-    ]
+    assert run_on_ranks(_train_and_trace, str(tmp_path), "eager") == [True, True]
     for rank in (0, 1):
         trace = tmp_path / f"rank{rank}.json.gz"
         assert read_trace(trace).rank == rank

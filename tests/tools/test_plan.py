@@ -25,13 +25,7 @@ from zpasses.tools.cli.main import cli
 from zpasses.tools.plan import picture
 from zpasses.tools.plan.picture import plan_figure, plan_page
 from zpasses.tools.plan.step_plans import PlanRequest, plan_step
-from zpasses.tools.plan.table import (
-    GraphFigures,
-    PlanPoint,
-    PlanTable,
-    not_dominated,
-    plan_view,
-)
+from zpasses.tools.plan.table import GraphFigures, PlanPoint, PlanTable, not_dominated, plan_view
 
 HERE = "tests.tools.test_plan"
 WORLD = 4
@@ -132,11 +126,7 @@ def test_options_of_a_plan_lead_to_its_graphs(table, at):
     point = table.plans[at]
     model, x = blocks()
     after = capture_graphs(
-        model,
-        (x,),
-        world_size=WORLD,
-        pipeline="zero3",
-        options=table.options_of(point),
+        model, (x,), world_size=WORLD, pipeline="zero3", options=table.options_of(point)
     ).after
     assert [figures(each.graph) for each in (after.forward, after.backward)] == figures_of(point)
 

@@ -335,11 +335,7 @@ def _seq2seq(folder, prepared):
     samples = training.Samples(training.t5, 13)  # the last batch of the second rank is padded
     trainer = training.quiet(
         transformers.Seq2SeqTrainer(
-            model,
-            args,
-            train_dataset=samples,
-            eval_dataset=samples,
-            data_collator=collate,
+            model, args, train_dataset=samples, eval_dataset=samples, data_collator=collate
         )
     )
     trainer.train()
@@ -433,9 +429,7 @@ def _precisions(folder):
     return [training.logged(each, *names) for each in (exact, autocast, plain, gathered)]
 
 
-@pytest.mark.slow(
-    quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step",
-)
+@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
 def test_bf16_is_autocast_and_param_dtype_gathers(tmp_path):
     for exact, autocast, plain, gathered in run_on_ranks(_precisions, tmp_path, timeout_s=240):
         assert autocast == pytest.approx(plain, rel=2e-3)

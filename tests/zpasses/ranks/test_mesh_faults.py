@@ -282,11 +282,7 @@ SAID = {
 """What every rank with an AgreementError is told."""
 
 
-QUICK = (
-    other_shapes,
-    other_names,
-    a_replica_that_fails_in_a_window,
-)
+QUICK = (other_shapes, other_names, a_replica_that_fails_in_a_window)
 other_fault = pytest.mark.slow(quick="the other faults")
 
 
