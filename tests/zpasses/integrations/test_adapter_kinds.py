@@ -15,7 +15,6 @@ pytest.importorskip("accelerate")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from tests.cases import some_quick  # noqa: E402
 from tests.zpasses.integrations import training  # noqa: E402
 from zpasses.integrations.transformers import prepare  # noqa: E402
 
@@ -172,7 +171,7 @@ def _kinds():
     return sorted(known & KINDS.keys())
 
 
-@pytest.mark.parametrize("kind", some_quick(_kinds(), ["ADALORA"]))
+@pytest.mark.parametrize("kind", _kinds())
 @pytest.mark.slow(quick="test_training_equals_the_unsharded_model of test_adapters.py")
 def test_kind_trains_saves_and_loads_like_over_a_plain_model(tmp_path, kind):
     run_on_ranks(_check, tmp_path, kind)

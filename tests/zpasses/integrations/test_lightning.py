@@ -94,21 +94,31 @@ def _zpasses():
 
 def _fit(strategy, kind=Module, checkpoint=None, batch=2, **changes):
     trainer, module = _trainer(strategy, **changes), kind()
-    before = training.reductions()
     trainer.fit(module, _loader(batch), ckpt_path=checkpoint)
-    return trainer, module, training.reductions() - before
+    return trainer, module
+
+
+def _both(kind=Module, rel=1e-6, **changes):
+    """Train with DDP and with zpasses, and compare the losses."""
+    _, plain = _fit("ddp", kind, **changes)
+    trainer, ours = _fit(_zpasses(), kind, **changes)
+    assert ours.losses == pytest.approx(plain.losses, rel=rel)
+    return plain, trainer, ours
+
+
+class _ReducesOnce(callbacks.Callback):
+    """Checks that only the last backward of an optimizer step reduces."""
+
+    def on_train_batch_start(self, *_):
+        self.before = training.reductions()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        assert (training.reductions() > self.before) == (index % 4 == 3)
 
 
 def _compare(folder):
-    reductions = set()
-    for accumulate in (1, 4):
-        _, plain, _ = _fit("ddp", accumulate=accumulate)
-        trainer, ours, count = _fit(_zpasses(), accumulate=accumulate)
-        reductions.add(count)
-        assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
-        full = zpasses.full_state_dict(ours)
-        torch.testing.assert_close(full, dict(plain.state_dict()))
-    assert len(reductions) == 1  # one set per optimizer step
+    plain, trainer, ours = _both(accumulate=4, callbacks=[_ReducesOnce()])
+    torch.testing.assert_close(zpasses.full_state_dict(ours), dict(plain.state_dict()))
     trainer.save_checkpoint(folder / "three.ckpt")
     before = trainer.validate(ours, _loader(), verbose=False)
     assert before == trainer.validate(
@@ -157,7 +167,7 @@ def _finetune(strategy, path):
         # DDP does not reduce gradients of what is frozen at first. So ranks have the same batches.
         changes = {"limit_train_batches": 4, "use_distributed_sampler": False}
         changes |= {"max_epochs": 5, "callbacks": [thaw], "steps": steps}
-        trainer, module, _ = _fit(strategy(), FrozenBackbone, checkpoint, **changes)
+        trainer, module = _fit(strategy(), FrozenBackbone, checkpoint, **changes)
         groups = trainer.optimizers[0].param_groups
         runs.append((module.losses, [(len(each["params"]), each["lr"]) for each in groups]))
         if checkpoint is None:
@@ -269,8 +279,7 @@ class NormsAsNumbersModule(Module):
 def _norms():
     with pytest.raises(zpasses.ZpassesError, match=r"Log param\.grad\.norm\(\)\.full_tensor\(\)"):
         _fit(_zpasses(), NormsAsNumbersModule)
-    _, plain, _ = _fit("ddp", NormModule)
-    _, ours, _ = _fit(_zpasses(), NormModule)
+    plain, _, ours = _both(NormModule)
     assert ours.norms == pytest.approx(plain.norms, rel=1e-5)
 
 
@@ -281,7 +290,7 @@ def test_norms_of_gradients_are_read_by_full_tensor():
 def _export(folder):
     found = []
     for name, strategy in (("ddp", "ddp"), ("ours", _zpasses())):
-        trainer, module, _ = _fit(strategy)
+        trainer, module = _fit(strategy)
         trainer.save_checkpoint(folder / name, weights_only=True)  # as save_weights_only does
         trainer.strategy.barrier()
         loaded = Module.load_from_checkpoint(folder / name)
@@ -382,7 +391,7 @@ class HookedModule(Module):
 
 
 def _hooked(folder):
-    trainer, module, _ = _fit(_zpasses(), HookedModule)
+    trainer, module = _fit(_zpasses(), HookedModule)
     trainer.save_checkpoint(folder / "hooked.ckpt")
     full = zpasses.full_state_dict(module)
     torch.testing.assert_close(module.seen, full)
@@ -409,7 +418,7 @@ def _resumed_average(folder):
             folder, "four", every_n_train_steps=4, save_top_k=-1, enable_version_counter=False
         )
         average = callbacks.EMAWeightAveraging(decay=0.5)
-        _, module, _ = _fit(
+        _, module = _fit(
             _zpasses(),
             steps=6,
             checkpoint=checkpoint,
@@ -430,7 +439,7 @@ def _save_again(folder):
     (folder / "out").mkdir(exist_ok=True)
     path = folder / "out" / "last.ckpt"
     for number in range(2):
-        trainer, _, _ = _fit(_zpasses(), steps=1 + number)
+        trainer, _ = _fit(_zpasses(), steps=1 + number)
         recorder = contextlib.nullcontext()
         if number and dist.get_rank() == 0:
             recorder = snapshots.recorded(folder / "out", folder / "states")
@@ -463,28 +472,19 @@ def test_kill_during_a_save_leaves_a_checkpoint_that_is_complete(tmp_path):
 
 
 def _manual():
-    _, plain, _ = _fit("ddp", ManualModule, gradient_clip_val=None)
-    _, ours, _ = _fit(_zpasses(), ManualModule, gradient_clip_val=None)
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+    _, _, ours = _both(ManualModule, gradient_clip_val=None)
     assert len(ours.losses) == 6
 
 
-@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
-def test_manual_optimization_accumulates():
-    run_on_ranks(_manual)
-
-
 def _precision():
-    _, plain, _ = _fit("ddp", precision="bf16-mixed")
-    _, ours, _ = _fit(_zpasses(), precision="bf16-mixed")
-    _, exact, _ = _fit(_zpasses())
-    assert ours.losses == pytest.approx(plain.losses, rel=2e-3)
-    assert ours.losses != exact.losses
+    _, _, ours = _both(rel=2e-3, precision="bf16-mixed")
+    assert ours.losses != _fit(_zpasses())[1].losses
 
 
 @pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
-def test_precision_of_the_trainer_is_autocast():
-    run_on_ranks(_precision)
+@pytest.mark.parametrize("body", [_manual, _precision])
+def test_manual_optimization_and_autocast_train_like_ddp(body):
+    run_on_ranks(body)
 
 
 def _foreign(folder):

@@ -30,54 +30,54 @@ def _train(folder, task, prepared, param_dtype=None, options=None, **changes):
         prepare(model, options={**training.OPTIONS, **(options or {})}, param_dtype=param_dtype)
     samples = training.Samples(task)
     trainer = training.quiet(
-        transformers.Trainer(model, args, train_dataset=samples, eval_dataset=samples)
+        transformers.Trainer(
+            model,
+            args,
+            train_dataset=samples,
+            eval_dataset=samples,
+            callbacks=[_ReducesOnce()] if prepared else [],
+        )
     )
-    before = training.reductions()
     trainer.train()
-    return trainer, training.reductions() - before
+    return trainer
+
+
+class _ReducesOnce(transformers.TrainerCallback):
+    """Checks that only the last backward of an optimizer step reduces."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.before = training.reductions()
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        assert training.reductions() == self.before
+
+    def on_step_end(self, args, state, control, **kwargs):
+        assert training.reductions() > self.before
 
 
 def _both(folder, task, **changes):
-    """Logged losses and norms with DDP, and with zpasses; reductions with zpasses."""
-    plain, _ = _train(folder, task, False, **changes)
-    ours, count = _train(folder, task, True, **changes)
-    names = ("loss", "grad_norm", "eval_loss")
-    return training.logged(plain, *names), training.logged(ours, *names), count
+    """Logged losses and norms with DDP, and with zpasses."""
+    both = [_train(folder, task, prepared, **changes) for prepared in (False, True)]
+    return [training.logged(each, "loss", "grad_norm") for each in both]
 
 
-TASKS = {"causal": training.llama, "seq2seq": training.t5, "image": training.vit}
+SLOW = pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step[llama-4-eager]")
 
 
-def _accumulations(folder, task):
-    return [_both(folder, task, gradient_accumulation_steps=steps) for steps in (1, 4)]
-
-
-def _check_accumulations(results):
-    for (plain, once, count), (accumulated, four, same_count) in results:
-        assert once == pytest.approx(plain, rel=1e-6)
-        assert four == pytest.approx(accumulated, rel=1e-6)
-        assert len(plain) == 6
-        assert plain != accumulated
-        assert same_count == count > 0  # one set of reductions per optimizer step
-
-
-def test_causal_language_model_trains_like_ddp_and_reduces_once_per_step(tmp_path):
-    _check_accumulations(run_on_ranks(_accumulations, tmp_path, training.llama))
-
-
-@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
-@pytest.mark.parametrize("task", [training.t5, training.vit], ids=["seq2seq", "image"])
-def test_other_tasks_train_like_ddp_and_reduce_once_per_step(tmp_path, task):
-    _check_accumulations(run_on_ranks(_accumulations, tmp_path, task, timeout_s=240))
-
-
-@pytest.mark.inductor
-@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
-def test_compiled_by_inductor_it_trains_like_ddp(tmp_path):
-    for plain, ours, _ in run_on_ranks(
-        _both, tmp_path, training.llama, options={"codegen": "inductor"}, timeout_s=240
-    ):
+@pytest.mark.parametrize(
+    ("task", "steps", "codegen"),
+    [
+        (training.llama, 4, "eager"),
+        pytest.param(training.t5, 4, "eager", marks=SLOW),
+        pytest.param(training.vit, 4, "eager", marks=SLOW),
+        pytest.param(training.llama, 1, "inductor", marks=[SLOW, pytest.mark.inductor]),
+    ],
+)
+def test_tasks_train_like_ddp_and_reduce_once_per_step(tmp_path, task, steps, codegen):
+    changes = {"options": {"codegen": codegen}, "gradient_accumulation_steps": steps}
+    for plain, ours in run_on_ranks(_both, tmp_path, task, timeout_s=240, **changes):
         assert ours == pytest.approx(plain, rel=1e-6)
+        assert len(plain) == 6
 
 
 class _StopBetweenBackwards(transformers.TrainerCallback):
@@ -106,7 +106,7 @@ def _stopped_both(folder):
     return [_stopped(folder, prepared) for prepared in (False, True)]
 
 
-@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
+@pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step")
 def test_training_that_stopped_between_two_backwards_starts_anew(tmp_path):
     for plain, ours in run_on_ranks(_stopped_both, tmp_path):
         assert ours == pytest.approx(plain, rel=1e-6)
@@ -124,7 +124,7 @@ SAVES = {
 
 
 def _save(folder):
-    trainer, _ = _train(folder, training.llama, True, gradient_accumulation_steps=2, **SAVES)
+    trainer = _train(folder, training.llama, True, gradient_accumulation_steps=2, **SAVES)
     trainer.save_model(str(folder / "best"))
     return training.logged(trainer, "loss", "grad_norm")
 
@@ -141,9 +141,11 @@ def _resume(folder, checkpoint, steps):
 
 
 @pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
-def test_checkpoints_resume_on_another_number_of_ranks(tmp_path):
+def test_checkpoints_resume_on_any_number_of_ranks(tmp_path):
     expected, same = run_on_ranks(_save, tmp_path)
     assert same == expected
+    for losses in run_on_ranks(_resume, tmp_path, tmp_path / "checkpoint-2", 2):
+        assert losses == expected
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text("{")  # killed while saving
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
@@ -154,13 +156,6 @@ def test_checkpoints_resume_on_another_number_of_ranks(tmp_path):
     saved = training.weights_of(tmp_path / "checkpoint-4")
     assert saved.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(param, saved[name]) for name, param in model.named_parameters())
-
-
-@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
-def test_checkpoints_resume_on_the_same_ranks(tmp_path):
-    expected, _ = run_on_ranks(_save, tmp_path)
-    for losses in run_on_ranks(_resume, tmp_path, tmp_path / "checkpoint-2", 2):
-        assert losses == expected
 
 
 class _CopyComplete(transformers.TrainerCallback):
@@ -378,7 +373,7 @@ def _resize():
     assert grad.full_tensor()[size - 1].abs().sum() > 0
 
 
-@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
+@pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step")
 def test_embeddings_are_resized_before_sharding():
     run_on_ranks(_resize)
 
@@ -412,7 +407,7 @@ def _skip_and_not():
         _skip_layers(0.5)
 
 
-@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
+@pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step")
 def test_layers_that_are_skipped_at_random_are_refused_by_name():
     run_on_ranks(_skip_and_not)
     run_on_ranks(_skip_layers, 0.0)
@@ -422,14 +417,14 @@ def test_layers_that_are_skipped_at_random_are_refused_by_name():
 def _precisions(folder):
     changes = {"label_smoothing_factor": 0.1, "max_steps": 2}
     names = ("loss", "grad_norm")
-    exact, _ = _train(folder, training.llama, True, **changes)
-    autocast, _ = _train(folder, training.llama, True, bf16=True, **changes)
-    plain, _ = _train(folder, training.llama, False, bf16=True, **changes)
-    gathered, _ = _train(folder, training.llama, True, param_dtype=torch.bfloat16, **changes)
+    exact = _train(folder, training.llama, True, **changes)
+    autocast = _train(folder, training.llama, True, bf16=True, **changes)
+    plain = _train(folder, training.llama, False, bf16=True, **changes)
+    gathered = _train(folder, training.llama, True, param_dtype=torch.bfloat16, **changes)
     return [training.logged(each, *names) for each in (exact, autocast, plain, gathered)]
 
 
-@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
+@pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step")
 def test_bf16_is_autocast_and_param_dtype_gathers(tmp_path):
     for exact, autocast, plain, gathered in run_on_ranks(_precisions, tmp_path, timeout_s=240):
         assert autocast == pytest.approx(plain, rel=2e-3)
@@ -439,57 +434,47 @@ def test_bf16_is_autocast_and_param_dtype_gathers(tmp_path):
 
 
 # --- refusals -------------------------------------------------------------------------------------
-def _refused(folder, changes):
-    training.as_started_by_torchrun()
-    args = training.arguments(folder, **changes)
-    model = prepare(training.llama(), options=training.OPTIONS)
-    with pytest.raises(zpasses.OptionError) as caught:
-        transformers.Trainer(model, args)
-    return str(caught.value)
+COMPILE_OR_SHARD = [
+    ({"torch_compile": True}, ("torch_compile=True", "prepare(model, options={...})")),
+    ({"torch_compile_mode": "max-autotune"}, ("torch_compile_mode='max-autotune'", "inductor")),
+    ({"fsdp": True}, ("fsdp=", "Leave fsdp out")),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"torch_compile": True}, ("torch_compile=True", "prepare(model, options={...})")),
-        ({"torch_compile_mode": "max-autotune"}, ("torch_compile_mode='max-autotune'", "inductor")),
-        ({"fsdp": True}, ("fsdp=", "Leave fsdp out")),
-    ],
-)
-def test_arguments_that_compile_or_shard_are_refused_by_name(tmp_path, changes, words):
-    for message in run_on_ranks(_refused, tmp_path, changes):
-        assert all(word in message for word in (*words, "zpasses"))
+def _refused_arguments(folder):
+    for changes, words in COMPILE_OR_SHARD:
+        training.as_started_by_torchrun()
+        args = training.arguments(folder, **changes)
+        model = prepare(training.llama(), options=training.OPTIONS)
+        with pytest.raises(zpasses.OptionError) as caught:
+            transformers.Trainer(model, args)
+        assert all(word in str(caught.value) for word in (*words, "zpasses"))
 
 
 def _named_as_backend(folder):
-    told = []
     training.as_started_by_torchrun()
     args = training.arguments(folder, torch_compile_backend="zpasses")
     samples = training.Samples(training.llama)
     sharded = zpasses.shard(training.llama(), mesh=world_mesh())
     prepared = prepare(training.llama(), options=training.OPTIONS)
-    for model in (training.llama(), sharded, prepared):
-        with pytest.raises(zpasses.OptionError) as caught:
+    for model, words in (
+        (training.llama(), "names of its own list"),
+        (sharded, "zpasses"),
+        (prepared, "has compiled the model in place"),
+    ):
+        with pytest.raises(
+            zpasses.OptionError, match=rf"(?s)(?=.*prepare\()(?=.*zpasses).*{words}"
+        ):
             transformers.Trainer(model, args, train_dataset=samples).train()
-        told.append(str(caught.value))
     training.as_started_by_torchrun()
-    with pytest.raises(zpasses.OptionError) as caught:
+    with pytest.raises(zpasses.OptionError, match=r"(?s)(?=.*prepare\().*zpasses"):
         accelerate.Accelerator(cpu=True, dynamo_backend="zpasses")
     with pytest.raises(ValueError, match="'OTHER' is not a valid DynamoBackend"):
         accelerate.Accelerator(cpu=True, dynamo_backend="other")
-    return [*told, str(caught.value)]
-
-
-def test_zpasses_as_a_backend_of_accelerate_says_what_to_call(tmp_path):
-    for told in run_on_ranks(_named_as_backend, tmp_path):
-        assert all("prepare(" in each and "zpasses" in each for each in told)
-        assert "names of its own list" in told[0]
-        assert "has compiled the model in place" in told[2]
 
 
 def _misused(folder):
     training.as_started_by_torchrun()
-    training.arguments(folder)
     model = prepare(training.llama(), options=training.OPTIONS)
     with pytest.raises(zpasses.ShardingError, match="prepared already"):
         prepare(model)
@@ -497,39 +482,25 @@ def _misused(folder):
         prepare(torch.compile(training.llama()))
     with pytest.raises(zpasses.OptionError, match="zero_stage"):
         prepare(training.llama(), options={"zero_stag": 3})
-    torch.manual_seed(0)
-    late = training.llama()
-    params = list(late.parameters())
+    late, args = training.llama(), training.arguments(folder)
+    optimizer = torch.optim.SGD(list(late.parameters()), lr=0.1)
     prepare(late, options=training.OPTIONS)
-    optimizer = torch.optim.SGD(params, lr=0.1)
     samples = training.Samples(training.llama)
-    trainer = transformers.Trainer(
-        late, training.arguments(folder), train_dataset=samples, optimizers=(optimizer, None)
-    )
+    trainer = transformers.Trainer(late, args, train_dataset=samples, optimizers=(optimizer, None))
     with pytest.raises(zpasses.ShardingError, match="Create the optimizer after prepare"):
         trainer.train()
-
-
-def test_wrong_uses_of_prepare_are_refused(tmp_path):
-    run_on_ranks(_misused, tmp_path)
-
-
-def _sharded_only(folder, trainer):
     training.as_started_by_torchrun()
-    args = training.arguments(folder)
-    model = zpasses.shard(training.llama(), mesh=world_mesh())
-    samples = training.Samples(training.llama)
-    if trainer:
-        run = transformers.Trainer(model, args, train_dataset=samples).train
-    else:
-        run = functools.partial(accelerate.Accelerator(cpu=True).prepare, model)
+    sharded = zpasses.shard(training.llama(), mesh=world_mesh())  # and not prepared
+    trainer = transformers.Trainer(sharded, training.arguments(folder), train_dataset=samples)
     with pytest.raises(zpasses.ZpassesError, match=r"zpasses\."):
-        run()
+        trainer.train()
+    with pytest.raises(zpasses.ZpassesError, match=r"zpasses\."):
+        accelerate.Accelerator(cpu=True).prepare(sharded)
 
 
-@pytest.mark.parametrize("trainer", [True, False])
-def test_sharded_model_that_was_not_prepared_is_refused(tmp_path, trainer):
-    run_on_ranks(_sharded_only, tmp_path, trainer)
+@pytest.mark.parametrize("use", [_refused_arguments, _named_as_backend, _misused])
+def test_wrong_uses_are_refused_with_the_way_out(tmp_path, use):
+    run_on_ranks(use, tmp_path)
 
 
 def test_prepare_needs_a_process_group():
