@@ -16,8 +16,9 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 import zpasses
 from examples.capture_llama import tensor_parallel
 from tests.models.test_huggingface import MODELS, VOCABULARY
+from tests.on_ranks import on_ranks
 from tests.zpasses.parallel_models import whole
-from zpasses.testing import assert_step_equals_reference, capture_ranks, run_on_ranks
+from zpasses.testing import assert_step_equals_reference, capture_ranks
 from zpasses.tools.bench.model import GPT, ModelSize, ParallelBlock, parallelize
 
 transformers = pytest.importorskip("transformers")
@@ -137,49 +138,6 @@ class _Loss(nn.Module):
 
     def forward(self, tokens):
         return _loss(self.model, tokens)
-
-
-def _train(name, kind, stage, windows, dtype, exact):
-    """Trains by SGD, and compares losses, gradients and parameters with the unsharded model.
-
-    Sums over ranks are exact where the unsharded model adds in the same order: the gradients of
-    each rank's batches, then those of the ranks of a replica, then those of the replicas. What is
-    left is what other kernels round: of operators that AOTAutograd decomposes, of products that
-    tensor parallelism splits, and of experts that compute the tokens of several ranks at once.
-
-    Args:
-        exact: compare bit for bit. The other model then runs the operators of AOTAutograd, too,
-            and has the same tensor parallelism. Otherwise an error may be 1e-6, or 1.5 times that
-            of the unsharded model in fp32, against double precision.
-    """
-    torch.manual_seed(0)
-    plain = BUILDERS[name]().train().to(dtype)
-    model = copy.deepcopy(plain)
-    row, rows = _sharded(model, kind, 2)
-    options = {"zero_stage": stage, "codegen": "eager", "backwards_per_step": windows}
-    run = torch.compile(model, backend="zpasses", options=options)
-    parallel = _parallel_mesh(plain, rows) if exact and kind == "tp" else None
-    other = torch.compile(plain, backend="aot_eager") if exact else plain
-    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
-    errors = _Errors(dtype)
-    for step in range(STEPS):
-        tokens = _tokens(step, windows, rows)
-        for part in tokens:
-            loss = _loss(run, part[row])
-            (loss / windows).backward()
-            errors.add("losses", loss, _loss(other, part[row]))
-        if parallel is None:
-            _average(other, tokens)
-        else:
-            _average_over(parallel["dp"], other, tokens[:, row])
-        for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
-            errors.add("gradients", mine.grad, expected.grad)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        errors.add("parameters", mine, expected)
-    errors.check(0.0 if exact else 1.0, lambda: _rounding(name, rows, windows))
 
 
 def _parallel_mesh(model, rows):
@@ -303,10 +261,50 @@ NEAR = [
 
 @pytest.mark.slow(quick="test_experts_as_plain_parameters")
 @pytest.mark.parametrize(("name", "kind", "stage", "windows", "dtype", "exact"), [*EXACT, *NEAR])
+@on_ranks(4)
 def test_training_equals_the_unsharded_model_on_four_ranks(
     name, kind, stage, windows, dtype, exact
 ):
-    run_on_ranks(_train, name, kind, stage, windows, dtype, exact, ranks=4)
+    """Trains by SGD, and compares losses, gradients and parameters with the unsharded model.
+
+    Sums over ranks are exact where the unsharded model adds in the same order: the gradients of
+    each rank's batches, then those of the ranks of a replica, then those of the replicas. What is
+    left is what other kernels round: of operators that AOTAutograd decomposes, of products that
+    tensor parallelism splits, and of experts that compute the tokens of several ranks at once.
+
+    Args:
+        exact: compare bit for bit. The other model then runs the operators of AOTAutograd, too,
+            and has the same tensor parallelism. Otherwise an error may be 1e-6, or 1.5 times that
+            of the unsharded model in fp32, against double precision.
+    """
+    torch.manual_seed(0)
+    plain = BUILDERS[name]().train().to(dtype)
+    model = copy.deepcopy(plain)
+    row, rows = _sharded(model, kind, 2)
+    options = {"zero_stage": stage, "codegen": "eager", "backwards_per_step": windows}
+    run = torch.compile(model, backend="zpasses", options=options)
+    parallel = _parallel_mesh(plain, rows) if exact and kind == "tp" else None
+    other = torch.compile(plain, backend="aot_eager") if exact else plain
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    errors = _Errors(dtype)
+    for step in range(STEPS):
+        tokens = _tokens(step, windows, rows)
+        for part in tokens:
+            loss = _loss(run, part[row])
+            (loss / windows).backward()
+            errors.add("losses", loss, _loss(other, part[row]))
+        if parallel is None:
+            _average(other, tokens)
+        else:
+            _average_over(parallel["dp"], other, tokens[:, row])
+        for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            errors.add("gradients", mine.grad, expected.grad)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        errors.add("parameters", mine, expected)
+    errors.check(0.0 if exact else 1.0, lambda: _rounding(name, rows, windows))
 
 
 @pytest.mark.timeout(1800)

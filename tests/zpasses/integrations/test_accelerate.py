@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zpasses
+from tests.on_ranks import on_ranks
 from zpasses.testing import run_on_ranks
 
 accelerate = pytest.importorskip("accelerate")
@@ -82,7 +83,8 @@ def test_accumulation_clipping_and_checkpoints(tmp_path):
     assert resumed == pytest.approx(norms[2:], rel=1e-5)
 
 
-def _hooks(folder):
+@on_ranks(2)
+def test_hooks_of_save_state_and_load_state_get_the_models(tmp_path):
     training.as_started_by_torchrun()
     accelerator = accelerate.Accelerator(cpu=True)
     model = prepare(accelerator, _model(), options=training.OPTIONS)
@@ -102,12 +104,14 @@ def _hooks(folder):
         seen.append([list(models), path])
 
     saving = accelerator.register_save_state_pre_hook(save)
-    path = str(folder / "state")
+    path = str(tmp_path / "state")
     accelerator.save_state(path)
     saving.remove()
     names = [list(_model().state_dict()), ["weight", "bias"]]
     assert seen.pop() == [[model, other.module], names, path]
-    assert {each.name for each in (folder / "state").glob("*.safetensors")} == {"model.safetensors"}
+    assert {each.name for each in (tmp_path / "state").glob("*.safetensors")} == {
+        "model.safetensors"
+    }
     before = zpasses.full_state_dict(model)
     for hooked in (False, True):
         with torch.no_grad():
@@ -122,20 +126,17 @@ def _hooks(folder):
     assert len(accelerator._models) == 2
 
 
-def test_hooks_of_save_state_and_load_state_get_the_models(tmp_path):
-    run_on_ranks(_hooks, tmp_path)
-
-
-def _states_and_no_sync(folder):
+@on_ranks(2)
+def test_states_from_before_the_first_step_and_no_sync(tmp_path):
     training.as_started_by_torchrun()
     accelerator = accelerate.Accelerator(cpu=True)
     model = prepare(accelerator, _model(), options=training.OPTIONS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.save_state(str(folder))
+    accelerator.save_state(str(tmp_path))
     weights = []
     for x in (torch.zeros(2, 5), torch.ones(2, 5), torch.ones(2, 5)):
-        accelerator.load_state(str(folder))
+        accelerator.load_state(str(tmp_path))
         assert not optimizer.optimizer.state, "a state from before the first step has no steps"
         accelerator.backward(model(x).square().sum())
         optimizer.step()
@@ -160,10 +161,6 @@ def _states_and_no_sync(folder):
     accelerator.backward(model(x).sum())  # the window is closed
 
 
-def test_states_from_before_the_first_step_and_no_sync(tmp_path):
-    run_on_ranks(_states_and_no_sync, tmp_path)
-
-
 def _save_states(folder):
     for number, steps in enumerate((2, 4)):
         training.as_started_by_torchrun()
@@ -175,10 +172,7 @@ def _save_states(folder):
             accelerator.backward(model(torch.ones(2, 5)).square().sum())
             optimizer.step()
             optimizer.zero_grad()
-        recorder = contextlib.nullcontext()
-        if number and dist.get_rank() == 0:
-            recorder = snapshots.recorded(folder / "out", folder / "states")
-        with recorder:
+        with snapshots.recorded(folder / "out", folder / "states", number == 1):
             accelerator.save_state(str(folder / "out"))
         weights = zpasses.full_state_dict(model)
         torch.save(weights, folder / f"weights{number}.{dist.get_rank()}.pt")
@@ -237,7 +231,9 @@ def _scaled(prepared, overflows):
     return weights, scales, skipped
 
 
-def _scaled_both():
+@pytest.mark.slow(quick="test_states_from_before_the_first_step_and_no_sync")
+@on_ranks(2)
+def test_scaled_gradients_overflow_on_all_ranks_together():
     for overflows in (False, True):
         weights, scales, skipped = _scaled(False, overflows)
         ours, our_scales, our_skipped = _scaled(True, overflows)
@@ -246,12 +242,8 @@ def _scaled_both():
         torch.testing.assert_close(ours, dict(weights))
 
 
-@pytest.mark.slow(quick="test_states_from_before_the_first_step_and_no_sync")
-def test_scaled_gradients_overflow_on_all_ranks_together():
-    run_on_ranks(_scaled_both)
-
-
-def _refusals():
+@on_ranks(2)
+def test_wrong_uses_are_refused():
     training.as_started_by_torchrun()
     accelerator = accelerate.Accelerator(cpu=True, dynamo_backend="inductor")
     with pytest.raises(zpasses.OptionError, match="Leave dynamo_backend"):
@@ -263,7 +255,3 @@ def _refusals():
     prepare(accelerator, model, options=training.OPTIONS)
     with pytest.raises(zpasses.ShardingError, match="Create the optimizer after prepare"):
         accelerator.prepare(model, optimizer)
-
-
-def test_wrong_uses_are_refused():
-    run_on_ranks(_refusals)

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import zpasses
-from tests.on_ranks import needs
-from zpasses.testing import run_on_ranks
+from tests.on_ranks import needs, on_ranks
 
 pytest.importorskip("accelerate")
 peft = pytest.importorskip("peft")
@@ -46,17 +45,13 @@ def _train(folder, model, options=None, resume=None, **changes):
     return trainer
 
 
-def _frozen_bf16(folder):
-    both = [
-        _train(folder, _adapted(torch.bfloat16), options, bf16=True)
-        for options in (None, training.OPTIONS)
-    ]
-    return [training.logged(each, *NAMES) for each in both]
-
-
+@on_ranks(2, timeout_s=240)
 def test_frozen_base_in_bf16_as_with_qlora(tmp_path):
-    for plain, ours in run_on_ranks(_frozen_bf16, tmp_path, timeout_s=240):
-        assert ours == pytest.approx(plain, rel=3e-3)
+    plain, ours = (
+        training.logged(_train(tmp_path, _adapted(torch.bfloat16), options, bf16=True), *NAMES)
+        for options in (None, training.OPTIONS)
+    )
+    assert ours == pytest.approx(plain, rel=3e-3)
 
 
 # --- prompts --------------------------------------------------------------------------------------
@@ -75,29 +70,25 @@ def _tune_prompt(folder, kind, options=None, resume=None):
     return training.logged(trainer, *NAMES)
 
 
-def _tune_prompts(folder, kind, options):
-    plain = _tune_prompt(folder / "plain", kind)
-    ours = _tune_prompt(folder / "ours", kind, options)
+@pytest.mark.parametrize(("kind", "stage"), [("prompt", 2), ("prompt", 3), ("prefix", 3), ("p", 3)])
+@on_ranks(2, timeout_s=240)
+def test_prompts_train_like_ddp_and_resume_or_are_refused(tmp_path, kind, stage):
+    """With code from Inductor."""
+    options, folder = {"zero_stage": stage}, tmp_path / "ours"
+    plain = _tune_prompt(tmp_path / "plain", kind)
+    ours = _tune_prompt(folder, kind, options)
+    assert ours == pytest.approx(plain, rel=1e-4)
     by_plain, by_ours = (
-        load_file(folder / each / "checkpoint-3" / "adapter_model.safetensors")
+        load_file(tmp_path / each / "checkpoint-3" / "adapter_model.safetensors")
         for each in ("plain", "ours")
     )
     torch.testing.assert_close(by_ours, by_plain, rtol=1e-3, atol=1e-5)
-    checkpoint = str(folder / "ours" / "checkpoint-2")
+    checkpoint = str(folder / "checkpoint-2")
     if kind == "p":  # PEFT does not save its network
         with pytest.raises(zpasses.OptionError, match="cannot go on from its file"):
-            _tune_prompt(folder / "ours", kind, options, checkpoint)
+            _tune_prompt(folder, kind, options, checkpoint)
     else:
-        assert _tune_prompt(folder / "ours", kind, options, checkpoint) == ours
-    return plain, ours
-
-
-@pytest.mark.parametrize(("kind", "stage"), [("prompt", 2), ("prompt", 3), ("prefix", 3), ("p", 3)])
-def test_prompts_train_like_ddp_and_resume_or_are_refused(tmp_path, kind, stage):
-    """With code from Inductor."""
-    results = run_on_ranks(_tune_prompts, tmp_path, kind, {"zero_stage": stage}, timeout_s=240)
-    for plain, ours in results:
-        assert ours == pytest.approx(plain, rel=1e-4)
+        assert _tune_prompt(folder, kind, options, checkpoint) == ours
 
 
 # --- trl ------------------------------------------------------------------------------------------
@@ -153,10 +144,6 @@ def _fine_tune(folder, prepared, name, how):
     return training.logged(trainer, *NAMES, "kl")
 
 
-def _fine_tunes(folder, name, how):
-    return [_fine_tune(folder, prepared, name, how) for prepared in (False, True)]
-
-
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -170,9 +157,10 @@ def _fine_tunes(folder, name, how):
     ],
 )
 @needs("trl")
+@on_ranks(2, timeout_s=240)
 def test_trainers_of_trl_train_like_ddp(tmp_path, name, how):
     """The trainer adds adapters to a model that is sharded, or gets an adapted one. The reference
     is a copy of the adapter, the model without it, or another prepared model.
     """
-    for plain, ours in run_on_ranks(_fine_tunes, tmp_path, name, how, timeout_s=240):
-        assert ours == pytest.approx(plain, rel=1e-4, abs=1e-9)
+    plain, ours = (_fine_tune(tmp_path, prepared, name, how) for prepared in (False, True))
+    assert ours == pytest.approx(plain, rel=1e-4, abs=1e-9)

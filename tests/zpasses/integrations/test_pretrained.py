@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import zpasses
+from tests.on_ranks import on_ranks
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks
 
 accelerate = pytest.importorskip("accelerate")
@@ -183,31 +184,28 @@ class _OfHub(torch.nn.Module, hub.PyTorchModelHubMixin):
         return self.linear(x)
 
 
-def _other_states(folder):
+@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
+@on_ranks(2)
+def test_copies_models_of_the_hub_and_filtered_states_are_written(tmp_path):
     training.as_started_by_torchrun()
     accelerator = accelerate.Accelerator(cpu=True)
     torch.manual_seed(0)
     model = prepare(accelerator, _OfHub(5), options=training.OPTIONS)
     state = zpasses.full_state_dict(model)
-    model.save_pretrained(folder / "hub")
+    model.save_pretrained(tmp_path / "hub")
     copied = copy.deepcopy(model)
     with torch.no_grad(), zpasses.local_shards(copied):
         copied.linear.weight.mul_(2)
-    copied.save_pretrained(folder / "copy")
+    copied.save_pretrained(tmp_path / "copy")
 
     accelerator, model, _ = _prepared("lora", training.OPTIONS)
     full = accelerator.get_state_dict(model)
-    model.save_pretrained(folder / "all")
+    model.save_pretrained(tmp_path / "all")
     if accelerator.is_main_process:  # what users keep of a state
         kept = {k: v for k, v in full.items() if "lora" in k or "modules_to_save" in k}
-        model.save_pretrained(folder / "kept", state_dict=kept)
+        model.save_pretrained(tmp_path / "kept", state_dict=kept)
         for way, factor in (("hub", 1), ("copy", 2)):
-            saved = load_file(folder / way / "model.safetensors")
+            saved = load_file(tmp_path / way / "model.safetensors")
             torch.testing.assert_close(saved["linear.weight"], factor * state["linear.weight"])
             torch.testing.assert_close(saved["linear.bias"], state["linear.bias"])
-        torch.testing.assert_close(_files(folder / "kept"), _files(folder / "all"))
-
-
-@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
-def test_copies_models_of_the_hub_and_filtered_states_are_written(tmp_path):
-    run_on_ranks(_other_states, tmp_path)
+        torch.testing.assert_close(_files(tmp_path / "kept"), _files(tmp_path / "all"))

@@ -1,6 +1,5 @@
 """Trainer trains a prepared model as it trains the plain model with DDP."""
 
-import contextlib
 import functools
 import shutil
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 
 import zpasses
 from tests.cases import some_quick
+from tests.on_ranks import on_ranks
 from zpasses.testing import run_on_ranks, world_mesh
 
 accelerate = pytest.importorskip("accelerate")
@@ -55,12 +55,6 @@ class _ReducesOnce(transformers.TrainerCallback):
         assert training.reductions() > self.before
 
 
-def _both(folder, task, **changes):
-    """Logged losses and norms with DDP, and with zpasses."""
-    both = [_train(folder, task, prepared, **changes) for prepared in (False, True)]
-    return [training.logged(each, "loss", "grad_norm") for each in both]
-
-
 SLOW = pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step[llama-4-eager]")
 
 
@@ -73,11 +67,15 @@ SLOW = pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_ste
         pytest.param(training.llama, 1, "inductor", marks=[SLOW, pytest.mark.inductor]),
     ],
 )
+@on_ranks(2, timeout_s=240)
 def test_tasks_train_like_ddp_and_reduce_once_per_step(tmp_path, task, steps, codegen):
     changes = {"options": {"codegen": codegen}, "gradient_accumulation_steps": steps}
-    for plain, ours in run_on_ranks(_both, tmp_path, task, timeout_s=240, **changes):
-        assert ours == pytest.approx(plain, rel=1e-6)
-        assert len(plain) == 6
+    plain, ours = (
+        training.logged(_train(tmp_path, task, prepared, **changes), "loss", "grad_norm")
+        for prepared in (False, True)
+    )
+    assert ours == pytest.approx(plain, rel=1e-6)
+    assert len(plain) == 6
 
 
 class _StopBetweenBackwards(transformers.TrainerCallback):
@@ -102,14 +100,10 @@ def _stopped(folder, prepared):
     return losses
 
 
-def _stopped_both(folder):
-    return [_stopped(folder, prepared) for prepared in (False, True)]
-
-
 @pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step")
+@on_ranks(2)
 def test_training_that_stopped_between_two_backwards_starts_anew(tmp_path):
-    for plain, ours in run_on_ranks(_stopped_both, tmp_path):
-        assert ours == pytest.approx(plain, rel=1e-6)
+    assert _stopped(tmp_path, True) == pytest.approx(_stopped(tmp_path, False), rel=1e-6)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -190,10 +184,7 @@ def _save_twice(folder):
             train_dataset=training.Samples(training.llama),
             callbacks=[_CopyComplete(folder / f"complete{number}")],
         )
-        recorder = contextlib.nullcontext()
-        if number and dist.get_rank() == 0:
-            recorder = snapshots.recorded(folder / "out", folder / "states")
-        with recorder:
+        with snapshots.recorded(folder / "out", folder / "states", number == 1):
             training.quiet(trainer).train()
 
 
@@ -215,21 +206,20 @@ def test_kill_at_any_time_leaves_a_last_checkpoint_that_is_complete(tmp_path):
     assert set(found) == {(0, "3"), (1, "2"), (1, "3"), (1, "4")}
 
 
-def _resume_from_incomplete(folder):
-    (folder / "checkpoint-8").mkdir(exist_ok=True)
-    with pytest.raises(zpasses.ZpassesError, match=r"checkpoint-8 is incomplete.*last_checkpoint"):
-        _resume(folder, folder / "checkpoint-8", 2)
-    with pytest.raises(zpasses.ZpassesError, match=r"checkpoint-8 is incomplete.*last_checkpoint"):
-        _resume(folder, True, 2)
-
-
+@on_ranks(2)
 def test_incomplete_checkpoint_is_refused(tmp_path):
-    run_on_ranks(_resume_from_incomplete, tmp_path)
+    (tmp_path / "checkpoint-8").mkdir(exist_ok=True)
+    with pytest.raises(zpasses.ZpassesError, match=r"checkpoint-8 is incomplete.*last_checkpoint"):
+        _resume(tmp_path, tmp_path / "checkpoint-8", 2)
+    with pytest.raises(zpasses.ZpassesError, match=r"checkpoint-8 is incomplete.*last_checkpoint"):
+        _resume(tmp_path, True, 2)
 
 
-def _fail_to_save(folder):
+@pytest.mark.slow(quick="test_a_callback_that_saves_on_one_rank_is_an_error_on_all")
+@on_ranks(2)
+def test_rank_that_cannot_write_fails_on_all_ranks(tmp_path):
     training.as_started_by_torchrun()
-    args = training.arguments(folder / "out", save_strategy="steps", save_steps=1)
+    args = training.arguments(tmp_path / "out", save_strategy="steps", save_steps=1)
     model = prepare(training.llama(), options=training.OPTIONS)
     samples = training.Samples(training.llama)
     trainer = training.quiet(transformers.Trainer(model, args, train_dataset=samples))
@@ -243,13 +233,9 @@ def _fail_to_save(folder):
         trainer.train()
 
 
-@pytest.mark.slow(quick="test_a_callback_that_saves_on_one_rank_is_an_error_on_all")
-def test_rank_that_cannot_write_fails_on_all_ranks(tmp_path):
-    run_on_ranks(_fail_to_save, tmp_path)
-
-
 # --- methods of the model -------------------------------------------------------------------------
-def _generate(folder):
+@on_ranks(2)
+def test_generate_keeps_ranks_in_step_and_save_pretrained_gathers(tmp_path):
     training.as_started_by_torchrun()
     torch.manual_seed(0)
     plain = training.llama(eos_token_id=None).eval()
@@ -261,16 +247,12 @@ def _generate(folder):
     ours = model.generate(prompt, max_new_tokens=length, do_sample=False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
     assert torch.equal(ours, plain.generate(prompt, max_new_tokens=length, do_sample=False))
-    model.save_pretrained(folder)
-    again = transformers.LlamaForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert all(
         torch.equal(a, b)
         for a, b in zip(plain.state_dict().values(), again.state_dict().values(), strict=True)
     )
-
-
-def test_generate_keeps_ranks_in_step_and_save_pretrained_gathers(tmp_path):
-    run_on_ranks(_generate, tmp_path)
 
 
 class _SaveOnOneRank(transformers.TrainerCallback):
@@ -282,25 +264,22 @@ class _SaveOnOneRank(transformers.TrainerCallback):
             model.save_pretrained(folder)
 
 
-def _save_on_one_rank(folder, event):
+@pytest.mark.parametrize("event", some_quick(["on_save", "on_train_end"], ["on_save"]))
+@on_ranks(2)
+def test_a_callback_that_saves_on_one_rank_is_an_error_on_all(tmp_path, event):
     training.as_started_by_torchrun()
     model = prepare(training.llama(), options={**training.OPTIONS, "agreement_timeout_s": 20})
     trainer = training.quiet(
         transformers.Trainer(
             model,
-            training.arguments(folder, max_steps=2, save_strategy="steps", save_steps=1),
+            training.arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1),
             train_dataset=training.Samples(training.llama),
-            callbacks=[_SaveOnOneRank(event, folder / "own")],
+            callbacks=[_SaveOnOneRank(event, tmp_path / "own")],
         )
     )
     advice = r"save_pretrained without state_dict \(call it on every rank"
     with pytest.raises(zpasses.AgreementError, match=advice):
         trainer.train()
-
-
-@pytest.mark.parametrize("event", some_quick(["on_save", "on_train_end"], ["on_save"]))
-def test_a_callback_that_saves_on_one_rank_is_an_error_on_all(tmp_path, event):
-    run_on_ranks(_save_on_one_rank, tmp_path, event)
 
 
 def _seq2seq(folder, prepared):
@@ -339,19 +318,19 @@ def _seq2seq(folder, prepared):
     return losses, predicted.predictions.tolist()
 
 
-def _seq2seq_both(folder):
-    return [_seq2seq(folder, prepared) for prepared in (False, True)]
-
-
 @pytest.mark.slow(quick="test_generate_keeps_ranks_in_step_and_save_pretrained_gathers")
+@on_ranks(2)
 def test_seq2seq_trainer_predicts_with_generate_as_with_ddp(tmp_path):
-    for (plain, expected), (ours, predicted) in run_on_ranks(_seq2seq_both, tmp_path):
-        assert ours == pytest.approx(plain, rel=1e-6)
-        assert predicted == expected
-        assert len({tuple(each) for each in predicted}) > 1
+    plain, expected = _seq2seq(tmp_path, False)
+    ours, predicted = _seq2seq(tmp_path, True)
+    assert ours == pytest.approx(plain, rel=1e-6)
+    assert predicted == expected
+    assert len({tuple(each) for each in predicted}) > 1
 
 
-def _resize():
+@pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step")
+@on_ranks(2)
+def test_embeddings_are_resized_before_sharding():
     training.as_started_by_torchrun()
     size = training.VOCABULARY + 6
     model = prepare(training.llama(), options=training.OPTIONS)
@@ -371,11 +350,6 @@ def _resize():
     model(input_ids=ids, labels=ids).loss.backward()
     grad = model.get_input_embeddings().get_parameter("weight").grad
     assert grad.full_tensor()[size - 1].abs().sum() > 0
-
-
-@pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step")
-def test_embeddings_are_resized_before_sharding():
-    run_on_ranks(_resize)
 
 
 def _skip_layers(layerdrop):
@@ -414,23 +388,19 @@ def test_layers_that_are_skipped_at_random_are_refused_by_name():
 
 
 # --- precision ------------------------------------------------------------------------------------
-def _precisions(folder):
-    changes = {"label_smoothing_factor": 0.1, "max_steps": 2}
-    names = ("loss", "grad_norm")
-    exact = _train(folder, training.llama, True, **changes)
-    autocast = _train(folder, training.llama, True, bf16=True, **changes)
-    plain = _train(folder, training.llama, False, bf16=True, **changes)
-    gathered = _train(folder, training.llama, True, param_dtype=torch.bfloat16, **changes)
-    return [training.logged(each, *names) for each in (exact, autocast, plain, gathered)]
-
-
 @pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step")
+@on_ranks(2, timeout_s=240)
 def test_bf16_is_autocast_and_param_dtype_gathers(tmp_path):
-    for exact, autocast, plain, gathered in run_on_ranks(_precisions, tmp_path, timeout_s=240):
-        assert autocast == pytest.approx(plain, rel=2e-3)
-        for lower in (autocast, gathered):
-            assert lower != exact
-            assert lower == pytest.approx(exact, rel=2e-2)
+    def losses(prepared, **changes):
+        changes = {"label_smoothing_factor": 0.1, "max_steps": 2, **changes}
+        trainer = _train(tmp_path, training.llama, prepared, **changes)
+        return training.logged(trainer, "loss", "grad_norm")
+
+    exact, autocast = losses(True), losses(True, bf16=True)
+    assert autocast == pytest.approx(losses(False, bf16=True), rel=2e-3)
+    for lower in (autocast, losses(True, param_dtype=torch.bfloat16)):
+        assert lower != exact
+        assert lower == pytest.approx(exact, rel=2e-2)
 
 
 # --- refusals -------------------------------------------------------------------------------------

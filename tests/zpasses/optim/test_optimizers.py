@@ -87,7 +87,7 @@ def _compare(which, ours, theirs, options, atol, ignores=False):
     torch.manual_seed(0)
     plain = Net()
     model = copy.deepcopy(plain)
-    ignored = [*model.a.parameters()] if ignores else None
+    ignored = [*model.a.parameters()] if ignores else []
     zpasses.shard(model, mesh=world_mesh(), ignored_params=ignored)
     _steps(model, ours(_params(model, which), lr=0.05, **options), range(4))
     _steps(plain, theirs(_params(plain, which), lr=0.05, **options), range(4))
