@@ -114,11 +114,6 @@ def _attention(groups=None, **options):
     return Family(lambda: Attention(attend, groups=groups), lambda: randn(2, 5, 8))
 
 
-def _padding(self, x):
-    mask = torch.arange(5) >= torch.tensor([[5], [3]])
-    return self.inner(x, x, x, key_padding_mask=mask)[0]
-
-
 # --- buffers and numbers --------------------------------------------------------------------------
 def _rotated(self, x):
     x = torch.view_as_complex(self.inner(x).unflatten(-1, (-1, 2)))
@@ -160,12 +155,6 @@ def _checkpoints(reentrant):
     )
 
 
-def _unet(self, x):
-    inner = self.down(x)
-    wide = F.interpolate(F.max_pool2d(inner, 2), scale_factor=2, mode="bilinear")
-    return self.up(torch.cat([inner, wide], 1))
-
-
 def _weighted_bags(self, words, starts, weights):
     return self.bag(words, starts, weights)
 
@@ -202,29 +191,12 @@ FAMILIES = {
         ),
         lambda: randn(IMAGE).to(memory_format=torch.channels_last),
     ),
-    "transposed conv2d": _chain(
-        _part(nn.ConvTranspose2d, 3, 4, 2, stride=2),
-        nn.ReLU,
-        _part(nn.Conv2d, 4, 2, 3, stride=2),
-        shape=IMAGE,
-    ),
-    "u-net": Family(
-        lambda: Calls(_unet, down=nn.Conv2d(3, 4, 3, padding=1), up=nn.Conv2d(8, 2, 3)),
-        lambda: randn(IMAGE),
-    ),
     "batch norm": _chain(
         _part(nn.Linear, 5, 7),
         _part(nn.BatchNorm1d, 7),
         nn.ReLU,
         _part(nn.Linear, 7, 3),
         shape=(4, 5),
-    ),
-    "group norm": _chain(
-        _part(nn.Conv2d, 3, 4, 3),
-        _part(nn.GroupNorm, 2, 4),
-        nn.ReLU,
-        _part(nn.Conv2d, 4, 2, 3),
-        shape=IMAGE,
     ),
     "layer norm": _chain(
         _part(nn.Linear, 5, 7),
@@ -257,10 +229,6 @@ FAMILIES = {
     "embedding bag": Family(
         lambda: nn.Sequential(nn.EmbeddingBag(7, 5, mode="max"), nn.Linear(5, 3)),
         lambda: torch.randint(7, (4, 3)),
-    ),
-    "multihead attention": Family(
-        lambda: Calls(_padding, inner=nn.MultiheadAttention(8, 2, batch_first=True)),
-        lambda: randn(2, 5, 8),
     ),
     "transformer": Family(
         lambda: nn.Transformer(8, 2, 1, 1, 12, batch_first=True),

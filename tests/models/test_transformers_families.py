@@ -148,6 +148,10 @@ def _llava():
 FAMILIES = {
     # text
     "llama": _family("LlamaForCausalLM", **TOKENS, **WIDTHS, num_key_value_heads=1),
+    "gpt2": _family("GPT2LMHeadModel", **TOKENS, n_embd=16, n_layer=1, n_head=2, n_positions=16),
+    "mixtral": _family(
+        "MixtralForCausalLM", **TOKENS, **WIDTHS, num_key_value_heads=1, num_local_experts=3
+    ),
     "deepseek v3": _family("DeepseekV3ForCausalLM", **TOKENS, **WIDTHS, **DEEPSEEK),
     "mamba": _family(
         "MambaForCausalLM",
