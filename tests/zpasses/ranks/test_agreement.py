@@ -33,9 +33,9 @@ class Branches(nn.Module):
 
 
 def branches(model, **options):
-    # a collective a parameter, which errors can name
+    # one collective per parameter, which errors can name
     by_itself = "merge-reads,gather-params,reduce-grads,reshard-after-forward"
-    return compiled(model, **{"pipeline": by_itself, **options})
+    return compiled(model, **{"pipeline": by_itself, "agreement_timeout_s": 8.0, **options})
 
 
 def _another_branch(branch, **options):
