@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from tests.models.families import Family, cases, train
-from tests.on_ranks import on_ranks
 from zpasses.testing import run_in_fresh_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
@@ -36,21 +37,30 @@ class Calls(nn.Module):
 
 
 # --- recurrence -----------------------------------------------------------------------------------
-def _unrolled(self, x):
-    """Inductor sums gradients of biases over steps and samples in one kernel, in its own order
-    for each graph.
+def _cells(cell, hidden=lambda state: state, **options):
+    """A loop over a cell. Inductor sums gradients of biases over steps and samples in one kernel,
+    in an order of its own for each graph.
     """
-    state = None
-    for step in x.unbind(1):
-        state = self.cell(step, state)
-    return self.head(state[0])
+
+    def loop(self, x):
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return self.head(hidden(state))
+
+    return Family(
+        lambda: Calls(loop, cell=cell(3, 5), head=nn.Linear(5, 2)),
+        lambda: randn(2, 3, 3),
+        **options,
+    )
 
 
 class StateSpace(nn.Module):
     """Mamba's selective scan."""
 
-    def __init__(self, width=4, states=3):
+    def __init__(self, scan, width=4, states=3):
         super().__init__()
+        self.scan = scan
         self.decay = nn.Parameter(torch.rand(width, states))
         self.project = nn.Linear(width, width + 2 * states)
         self.width, self.states = width, states
@@ -60,31 +70,57 @@ class StateSpace(nn.Module):
         delta, inward, outward = self.project(x).split(sizes, -1)
         delta = F.softplus(delta).unsqueeze(-1)
         decay = torch.exp(-delta * self.decay)
-        inputs = delta * inward.unsqueeze(-2) * x.unsqueeze(-1)
-        _, states = associative_scan(_combine, (decay, inputs), 1, combine_mode="generic")
+        states = self.scan(decay, delta * inward.unsqueeze(-2) * x.unsqueeze(-1))
         return (states * outward.unsqueeze(-2)).sum(-1)
 
 
-def _combine(left, right):
-    return left[0] * right[0], left[1] * right[0] + right[1]
+def _loop(decay, inputs):
+    state, states = torch.zeros_like(inputs[:, 0]), []
+    for a, b in zip(decay.unbind(1), inputs.unbind(1), strict=True):
+        state = a * state + b
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+def _cumulative(decay, inputs):
+    total = decay.log().cumsum(1)
+    return total.exp() * (inputs * (-total).exp()).cumsum(1)
+
+
+def _associative(decay, inputs):
+    def combine(left, right):
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    return associative_scan(combine, (decay, inputs), 1, combine_mode="generic")[1]
 
 
 # --- mixtures of experts --------------------------------------------------------------------------
 class Experts(nn.Module):
-    """Numbers of tokens that depend on data, which break the graph."""
-
-    def __init__(self, width=4, experts=3):
+    def __init__(self, mix, width=4, experts=3):
         super().__init__()
+        self.mix, self.count = mix, experts
         self.route = nn.Linear(width, experts)
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
 
     def forward(self, x):
         weights, chosen = self.route(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            tokens, place = torch.where(chosen == number)
-            out = out.index_add(0, tokens, expert(x[tokens]) * weights[tokens, place, None])
-        return out
+        return self.mix(self, x, weights, chosen)
+
+
+def _dense(self, x, weights, chosen):
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(self.experts):
+        out = out + expert(x) * (weights * (chosen == number)).sum(-1, keepdim=True)
+    return out
+
+
+def _indexed(self, x, weights, chosen):
+    """Numbers of tokens that depend on data, which break the graph."""
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(self.experts):
+        tokens, place = torch.where(chosen == number)
+        out = out.index_add(0, tokens, expert(x[tokens]) * weights[tokens, place, None])
+    return out
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -109,9 +145,36 @@ class Attention(nn.Module):
         return self.attend(q, k, v).transpose(1, 2).flatten(2)
 
 
-def _attention(groups=None, **options):
-    attend = functools.partial(F.scaled_dot_product_attention, **options)
+sdpa = F.scaled_dot_product_attention
+
+
+def _masked(q, k, v):
+    return sdpa(q, k, v, attn_mask=torch.ones(5, 5, dtype=torch.bool).tril())
+
+
+def _biased(q, k, v):
+    distance = torch.arange(5).unsqueeze(1) - torch.arange(5)
+    return sdpa(q, k, v, attn_mask=-0.5 * distance.abs().float())
+
+
+def _lower_right(q, k, v):
+    return sdpa(q[:, :, 2:], k, v, attn_mask=causal_lower_right(3, 5))
+
+
+def _by_products(q, k, v):
+    with sdpa_kernel(SDPBackend.MATH):
+        return sdpa(q, k, v, is_causal=True)
+
+
+def _attention(attend=sdpa, groups=None, **options):
+    if options:
+        attend = functools.partial(attend, **options)
     return Family(lambda: Attention(attend, groups=groups), lambda: randn(2, 5, 8))
+
+
+def _padding(self, x):
+    mask = torch.arange(5) >= torch.tensor([[5], [3]])
+    return self.inner(x, x, x, key_padding_mask=mask)[0]
 
 
 # --- buffers and numbers --------------------------------------------------------------------------
@@ -155,8 +218,21 @@ def _checkpoints(reentrant):
     )
 
 
+def _unet(self, x):
+    inner = self.down(x)
+    wide = F.interpolate(F.max_pool2d(inner, 2), scale_factor=2, mode="bilinear")
+    return self.up(torch.cat([inner, wide], 1))
+
+
 def _weighted_bags(self, words, starts, weights):
     return self.bag(words, starts, weights)
+
+
+def _bag(mode):
+    return Family(
+        lambda: nn.Sequential(nn.EmbeddingBag(7, 5, mode=mode), nn.Linear(5, 3)),
+        lambda: torch.randint(7, (4, 3)),
+    )
 
 
 def _chain(*modules, shape):
@@ -174,6 +250,9 @@ def _solved(call, x):
 
 
 FAMILIES = {
+    "conv1d": _chain(
+        _part(nn.Conv1d, 3, 4, 3), nn.ReLU, _part(nn.Conv1d, 4, 2, 3), shape=(2, 3, 9)
+    ),
     "conv2d": Family(
         lambda: nn.Sequential(
             nn.Conv2d(3, 4, 3, padding=1),
@@ -185,11 +264,37 @@ FAMILIES = {
         ),
         lambda: randn(IMAGE),
     ),
+    "conv2d channels last": Family(
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)),
+        lambda: randn(IMAGE).to(memory_format=torch.channels_last),
+    ),
     "channels last weights": Family(
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)).to(
             memory_format=torch.channels_last
         ),
         lambda: randn(IMAGE).to(memory_format=torch.channels_last),
+    ),
+    "conv3d": _chain(
+        _part(nn.Conv3d, 2, 3, 2), nn.ReLU, _part(nn.Conv3d, 3, 2, 2), shape=(2, 2, 4, 4, 4)
+    ),
+    "transposed conv1d": _chain(
+        _part(nn.ConvTranspose1d, 3, 4, 3), nn.ReLU, _part(nn.Conv1d, 4, 2, 3), shape=(2, 3, 6)
+    ),
+    "transposed conv2d": _chain(
+        _part(nn.ConvTranspose2d, 3, 4, 2, stride=2),
+        nn.ReLU,
+        _part(nn.Conv2d, 4, 2, 3, stride=2),
+        shape=IMAGE,
+    ),
+    "depthwise conv": _chain(
+        _part(nn.Conv2d, 3, 6, 3, groups=3, dilation=2),
+        nn.SiLU,
+        _part(nn.Conv2d, 6, 4, 1),
+        shape=IMAGE,
+    ),
+    "u-net": Family(
+        lambda: Calls(_unet, down=nn.Conv2d(3, 4, 3, padding=1), up=nn.Conv2d(8, 2, 3)),
+        lambda: randn(IMAGE),
     ),
     "batch norm": _chain(
         _part(nn.Linear, 5, 7),
@@ -197,6 +302,25 @@ FAMILIES = {
         nn.ReLU,
         _part(nn.Linear, 7, 3),
         shape=(4, 5),
+    ),
+    "batch norm of images": _chain(
+        _part(nn.Conv2d, 3, 4, 3),
+        _part(nn.BatchNorm2d, 4),
+        nn.ReLU,
+        _part(nn.Conv2d, 4, 2, 3),
+        shape=IMAGE,
+    ),
+    "group norm": _chain(
+        _part(nn.Conv2d, 3, 4, 3),
+        _part(nn.GroupNorm, 2, 4),
+        nn.ReLU,
+        _part(nn.Conv2d, 4, 2, 3),
+        shape=IMAGE,
+    ),
+    "instance norm": _chain(
+        _part(nn.Conv1d, 3, 4, 3),
+        _part(nn.InstanceNorm1d, 4, affine=True, track_running_stats=True),
+        shape=(2, 3, 9),
     ),
     "layer norm": _chain(
         _part(nn.Linear, 5, 7),
@@ -217,28 +341,45 @@ FAMILIES = {
         ),
         lambda: randn(4, 5),
     ),
+    "embedding bag sum": _bag("sum"),
+    "embedding bag mean": _bag("mean"),
+    "embedding bag max": _bag("max"),
     "weighted embedding bag": Family(
         lambda: Calls(_weighted_bags, bag=nn.EmbeddingBag(7, 5, mode="sum")),
         lambda: (torch.randint(7, (9,)), torch.tensor([0, 2, 5]), torch.rand(9)),
     ),
-    "lstm cell": Family(
-        lambda: Calls(_unrolled, cell=nn.LSTMCell(3, 5), head=nn.Linear(5, 2)),
-        lambda: randn(2, 3, 3),
-        rounding=1e-6,
-    ),
-    "embedding bag": Family(
-        lambda: nn.Sequential(nn.EmbeddingBag(7, 5, mode="max"), nn.Linear(5, 3)),
-        lambda: torch.randint(7, (4, 3)),
+    "lstm cell": _cells(nn.LSTMCell, lambda state: state[0], rounding=1e-6),
+    "gru cell": _cells(nn.GRUCell),
+    "rnn cell": _cells(nn.RNNCell, rounding=1e-6),
+    "multihead attention": Family(
+        lambda: Calls(_padding, inner=nn.MultiheadAttention(8, 2, batch_first=True)),
+        lambda: randn(2, 5, 8),
     ),
     "transformer": Family(
         lambda: nn.Transformer(8, 2, 1, 1, 12, batch_first=True),
         lambda: (randn(2, 5, 8), randn(2, 5, 8)),
     ),
+    "transformer encoder": Family(
+        lambda: nn.TransformerEncoderLayer(
+            8, 2, 12, dropout=0.0, batch_first=True, norm_first=True
+        ),
+        lambda: randn(2, 5, 8),
+    ),
+    "attention": _attention(),
     "causal attention": _attention(is_causal=True),
+    "masked attention": _attention(_masked),
+    "biased attention": _attention(_biased),
+    "attention causal at the lower right": _attention(_lower_right),
+    "attention by matrix products": _attention(_by_products),
     "grouped-query attention": _attention(groups=1, enable_gqa=True),
     "attention with dropout": _attention(dropout_p=0.2),
-    "state space": Family(StateSpace, lambda: randn(2, 4, 4)),
-    "experts": Family(Experts, lambda: randn(12, 4)),
+    "state space loop": Family(lambda: StateSpace(_loop), lambda: randn(2, 3, 4)),
+    "state space cumulative": Family(lambda: StateSpace(_cumulative), lambda: randn(2, 3, 4)),
+    "state space associative scan": Family(
+        lambda: StateSpace(_associative), lambda: randn(2, 4, 4)
+    ),
+    "dense experts": Family(lambda: Experts(_dense), lambda: randn(6, 4)),
+    "indexed experts": Family(lambda: Experts(_indexed), lambda: randn(12, 4)),
     "complex buffer": Family(
         lambda: Calls(
             _rotated, inner=nn.Linear(4, 4), turn=torch.polar(torch.ones(2), torch.tensor([0.1, 2]))
@@ -286,13 +427,16 @@ FAMILIES = {
 }
 
 
-QUICK = {"conv2d": 3, "causal attention": 3}
+QUICK = {
+    "conv2d": 3,
+    "causal attention": 3,
+}
 """Family -> the stage that `make test` trains. The others repeat what these show of the passes, and
 were of use when they were new: `make test-all` runs them."""
 
 
 @pytest.mark.parametrize(("name", "stages"), cases(FAMILIES, QUICK))
-@on_ranks(2, timeout_s=600)
+@pytest.mark.ranks(2, timeout_s=600)
 def test_a_module_trains_as_it_does_unsharded(name, stages):
     train(FAMILIES[name], *stages)
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.models.families import Family, cases, train
-from tests.on_ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
@@ -44,8 +43,17 @@ DEEPSEEK = {
     "qk_nope_head_dim": 4,
     "v_head_dim": 8,
 }
-
-
+SEGFORMER = {
+    "num_encoder_blocks": 2,
+    "depths": [1, 1],
+    "sr_ratios": [2, 1],
+    "hidden_sizes": [8, 8],
+    "patch_sizes": [3, 3],
+    "strides": [2, 2],
+    "num_attention_heads": [1, 2],
+    "mlp_ratios": [2, 2],
+    "decoder_hidden_size": 8,
+}
 WAV2VEC2 = {
     "conv_dim": (8, 8),
     "conv_stride": (4, 2),
@@ -83,12 +91,24 @@ def _classified():
     return {"pixel_values": _pixels(), "labels": _classes()}
 
 
+def _segmented():
+    return {"pixel_values": _pixels(), "labels": torch.randint(2, (2, 8, 8))}
+
+
+def _frames():
+    return {"pixel_values": torch.randn(2, 2, 3, 8, 8), "labels": _classes()}
+
+
 def _waves():
     return {"input_values": torch.randn(2, 96), "labels": _words(3)}
 
 
 def _translated():
     return {"input_features": torch.randn(2, 6, 16), "labels": _words(6)}
+
+
+def _spectrum():
+    return {"input_values": torch.randn(2, 12, 8), "labels": _classes()}
 
 
 def _captioned():
@@ -101,6 +121,11 @@ def _image_in_words():
     return {"pixel_values": _pixels(), "input_ids": words, "labels": words}
 
 
+def _retrieved():
+    seen = torch.ones(2, 8, 8, dtype=torch.long)
+    return {"pixel_values": _pixels(), "pixel_mask": seen, "input_ids": _words(6)}
+
+
 def _loss(output):
     return output.loss
 
@@ -108,6 +133,10 @@ def _loss(output):
 def _boxes(output):
     """transformers computes the loss of detection with libraries that are not installed."""
     return output.logits.square().mean() + output.pred_boxes.square().mean()
+
+
+def _logits(output):
+    return (output.logits - 1).square().mean()
 
 
 def _family(name, batch=_text, loss=_loss, rounding=0.0, **config):
@@ -149,6 +178,7 @@ FAMILIES = {
     # text
     "llama": _family("LlamaForCausalLM", **TOKENS, **WIDTHS, num_key_value_heads=1),
     "gpt2": _family("GPT2LMHeadModel", **TOKENS, n_embd=16, n_layer=1, n_head=2, n_positions=16),
+    "bloom": _family("BloomForCausalLM", **TOKENS, hidden_size=16, n_layer=1, n_head=2),
     "mixtral": _family(
         "MixtralForCausalLM", **TOKENS, **WIDTHS, num_key_value_heads=1, num_local_experts=3
     ),
@@ -161,6 +191,7 @@ FAMILIES = {
         num_hidden_layers=1,
         time_step_rank=2,
     ),
+    "bert": _family("BertForMaskedLM", **TOKENS, **WIDTHS, **NO_DROPOUT),
     "albert": _family(
         "AlbertForMaskedLM",
         **{**TOKENS, **WIDTHS, **NO_DROPOUT, "num_hidden_layers": 2},
@@ -189,11 +220,26 @@ FAMILIES = {
         decoder_start_token_id=0,
     ),
     # vision
+    "vit": _family("ViTForImageClassification", _classified, **PIXELS),
+    "convnext": _family(
+        "ConvNextForImageClassification", _classified, num_stages=2, patch_size=2, **STAGES
+    ),
     "resnet": _family(
         "ResNetForImageClassification", _classified, embedding_size=8, layer_type="basic", **STAGES
     ),
+    "segformer": _family("SegformerForSemanticSegmentation", _segmented, **SEGFORMER),
+    "videomae": _family(
+        "VideoMAEForVideoClassification", _frames, num_frames=2, tubelet_size=1, **PIXELS
+    ),
     # detection
     "detr": Family(_detr, lambda: _pixels(16), _boxes),
+    "yolos": _family(
+        "YolosForObjectDetection",
+        _pixels,
+        _boxes,
+        **{**PIXELS, "image_size": [8, 8]},
+        num_detection_tokens=3,
+    ),
     # speech
     "wav2vec2": _family("Wav2Vec2ForCTC", _waves, **TOKENS, **WIDTHS, **WAV2VEC2),
     "whisper": _family(
@@ -206,15 +252,36 @@ FAMILIES = {
         max_target_positions=16,
         decoder_start_token_id=2,
     ),
+    "audio spectrogram transformer": _family(
+        "ASTForAudioClassification",
+        _spectrum,
+        rounding=1e-6,
+        **WIDTHS,
+        patch_size=4,
+        max_length=12,
+        num_mel_bins=8,
+        frequency_stride=4,
+        time_stride=4,
+    ),
     # several modalities
     "clip": Family(_clip, _captioned, _loss),
     "llava": Family(_llava, _image_in_words, _loss),
+    "vilt": _family(
+        "ViltForImageAndTextRetrieval",
+        _retrieved,
+        _logits,
+        **TOKENS,
+        **PIXELS,
+        **NO_DROPOUT,
+        max_position_embeddings=16,
+        max_image_length=8,
+    ),
 }
 
 
 # Each takes half a minute of processor time or more.
 @pytest.mark.slow(quick="test_a_module_trains_as_it_does_unsharded of test_families.py")
 @pytest.mark.parametrize(("name", "stages"), cases(FAMILIES, {"fnet": 3}))
-@on_ranks(2, timeout_s=600)
+@pytest.mark.ranks(2, timeout_s=600)
 def test_a_model_trains_as_it_does_unsharded(name, stages):
     train(FAMILIES[name], *stages)
