@@ -13,7 +13,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from tests.models.families import Family, cases, train
-from tests.on_ranks import on_ranks
 from zpasses.testing import run_in_fresh_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
@@ -437,7 +436,7 @@ were of use when they were new: `make test-all` runs them."""
 
 
 @pytest.mark.parametrize(("name", "stages"), cases(FAMILIES, QUICK))
-@on_ranks(2, timeout_s=600)
+@pytest.mark.ranks(2, timeout_s=600)
 def test_a_module_trains_as_it_does_unsharded(name, stages):
     train(FAMILIES[name], *stages)
 

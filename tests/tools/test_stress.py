@@ -63,9 +63,8 @@ def test_bad_cases_fail_and_name_the_command_that_repeats_them(mine, outcome):
 
 def test_options_reach_the_suite_and_the_file(mine, tmp_path):
     path = tmp_path / "results.json"
-    done = stress(
-        "mine", "--count", "2", "--ranks", "4,5", "--case-limit", "7", "--json", str(path)
-    )
+    given = ("--ranks", "4,5", "--case-limit", "7", "--json", str(path))
+    done = stress("mine", "--count", "2", *given)
     assert done.exit_code == 0
     assert (mine.config.ranks, mine.config.case_limit_s) == ((4, 5), 7.0)
     assert [each["seed"] for each in json.loads(path.read_text())["results"]] == [0, 1]
@@ -124,10 +123,8 @@ def test_pipelines_keep_results():
 
 def test_a_case_is_determined_by_its_seed():
     def details(*arguments):
-        return [
-            each.detail
-            for each in SUITES["graphs"](arguments, StressConfig(None))  # it writes no files
-        ]
+        # It writes no files.
+        return [each.detail for each in SUITES["graphs"](arguments, StressConfig(None))]
 
     assert details(9, 17)[-1] == details(17)[0]
 
@@ -162,9 +159,8 @@ def test_a_wrong_pass_is_found_with_the_command_that_repeats_it(monkeypatch):
     assert "'negate" in done.stdout or ",negate" in done.stdout
     assert "but the reference gives" in done.stdout
     assert "repeat it: python -m zpasses.tools.stress --only graphs:" in done.stdout
-    assert stress(
-        "--only", f"graphs:{done.stdout.partition('--only graphs:')[2].split()[0]}"
-    ).exit_code
+    seed = done.stdout.partition("--only graphs:")[2].split()[0]
+    assert stress("--only", f"graphs:{seed}").exit_code
 
 
 @dataclass(frozen=True)

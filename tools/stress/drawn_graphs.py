@@ -150,15 +150,18 @@ class _Case:
             run_passes(backward.graph, pipeline.at(Level.BACKWARD))
             return forward, backward
 
-    def _simulate(self, ranks: Sequence[tuple[fx.GraphModule, ...]]) -> list[Sequence[Any]]:
+    def _simulate(self, ranks: Sequence[tuple[fx.GraphModule, ...]]) -> Sequence[Sequence[Any]]:
         """Per rank the outputs in the order of the joint graph."""
         inputs, groups = copied(self.graphs.inputs), self.graphs.groups
         graphs = [list(each) for each in zip(*ranks, strict=True)]
         if not self.partitioned:
-            return [run.outputs for run in simulate(*graphs, inputs, groups)]
+            (joints,) = graphs
+            return [run.outputs for run in simulate(joints, inputs, groups)]
+        forwards, backwards = graphs
         shards = 2 * len(self.graphs.recipe.params)
         return simulate_halves(
-            *graphs,
+            forwards,
+            backwards,
             inputs,
             groups,
             outputs=self.graphs.traced[0].outputs,

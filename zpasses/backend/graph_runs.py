@@ -86,7 +86,7 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def _reduce_us(reductions: ReductionPart, target: Target) -> float:
-    return step_time([reductions.start.graph, reductions.end.graph], target).ring_collective_us
+    return step_time([reductions.start.graph, reductions.end.graph], target).collective_us
 
 
 def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
@@ -96,7 +96,7 @@ def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
     gather_us = reduce_us = 0.0
     reduced_bytes = 0
     if hoisted.gathers is not None:
-        gather_us = step_time([hoisted.gathers.graph.graph], target).ring_collective_us
+        gather_us = step_time([hoisted.gathers.graph.graph], target).collective_us
     if hoisted.reductions is not None:
         reduce_us = _reduce_us(hoisted.reductions, target)
         sent = hoisted.reductions.start.graph.find_nodes(op="placeholder")

@@ -46,6 +46,7 @@ def snapshot_lines(
     if base is not None and order != [node.id for node in base.nodes]:
         head["order"] = order
     head["live_bytes"] = list(snapshot.live_bytes)
+    head["spans"] = snapshot.spans
     head["sources"] = [
         _full({"file": each.file, "line": each.line, "text": each.text, "module": each.module})
         for each in sources

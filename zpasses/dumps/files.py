@@ -302,6 +302,19 @@ class Record:
             raise self.fail(key, "a list of integers >= 0")
         return tuple(value)
 
+    def spans(self, key: str) -> tuple[tuple[float, float], ...]:
+        """A list of [start, end]."""
+        value = self.items(key)
+        for item in value:
+            if not (
+                isinstance(item, list)
+                and len(item) == 2
+                and all(type(each) in (int, float) for each in item)
+                and 0 <= item[0] <= item[1] < _MOST
+            ):
+                raise self.fail(key, "a list of [start, end] with 0 <= start <= end")
+        return tuple((float(start), float(end)) for start, end in value)
+
     def sizes(self, key: str) -> tuple[int | str, ...]:
         value = self.items(key)
         if not all(

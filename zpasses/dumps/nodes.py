@@ -227,6 +227,10 @@ class Snapshot:
     nodes: tuple[Node, ...]
     live_bytes: tuple[int, ...]
     """Bytes alive while each node runs, in graph order, by the model of `zpasses.cost.memory`."""
+    spans: tuple[tuple[float, float], ...]
+    """Start and end of each node in microseconds, in graph order; see
+    `zpasses.cost.time.step_time.Timeline.spans`.
+    """
 
     @cached_property
     def by_id(self) -> dict[int, Node]:

@@ -123,12 +123,13 @@ class _SnapshotFile:
         ):
             raise self._header.fail("order", "the id of each node exactly once")
         nodes = tuple(known[id] for id in order)
-        live = self._header.integers("live_bytes")
-        if len(live) != len(nodes):
-            raise DamagedDumpError(
-                f"{self.where}, line 1: 'live_bytes' has {len(live)} entries; expected one "
-                f"for each of {len(nodes)} nodes."
-            )
+        live, spans = self._header.integers("live_bytes"), self._header.spans("spans")
+        for name, entries in (("live_bytes", live), ("spans", spans)):
+            if len(entries) != len(nodes):
+                raise DamagedDumpError(
+                    f"{self.where}, line 1: '{name}' has {len(entries)} entries; expected one "
+                    f"for each of {len(nodes)} nodes."
+                )
         for node in nodes:
             buffers = {at for buffer in node.buffers for at in (buffer.first, buffer.last)}
             waits = node.collective.waits if node.collective else ()
@@ -138,7 +139,7 @@ class _SnapshotFile:
                     f"{self.where}: node {node.id} ({node.name!r}) refers to node {missing[0]}, "
                     "which is not in the graph."
                 )
-        return Snapshot(self.number, nodes, live)
+        return Snapshot(self.number, nodes, live, spans)
 
     def _node(self, record: Record) -> Node:
         id = record.integer("id")

@@ -251,7 +251,7 @@ def test_optional_fields_may_be_missing(original, dump):
     ("version", "advice"),
     [
         (1, r"Run the program again with this zpasses, or read the dump with zpasses 9\.9"),
-        (3, r"Update zpasses \(pip install -U"),
+        (4, r"Update zpasses \(pip install -U"),
     ],
 )
 def test_a_dump_of_another_version_is_refused_with_advice(dump, version, advice):
@@ -260,7 +260,7 @@ def test_a_dump_of_another_version_is_refused_with_advice(dump, version, advice)
         json.dumps({**header, "version": version, "zpasses": "9.9"})
     )
     expected = (
-        rf"version {version}, written by zpasses 9\.9; this zpasses reads version 2\. {advice}"
+        rf"version {version}, written by zpasses 9\.9; this zpasses reads version 3\. {advice}"
     )
     with pytest.raises(DumpVersionError, match=expected):
         read(dump)

@@ -8,8 +8,9 @@ the same ranks (`zpasses.ranks.new_groups`) run beside the others, and so do tho
 that only the model uses, as for tensor parallelism. Two that are in flight on the same links take
 twice as long each. A
 kernel takes its roofline time, and longer while a collective that needs compute units runs beside
-it. A collective takes longer while kernels run beside it. The model ignores fusion, the CPU and the
-optimizer. It compares forms of one step, and does not predict real durations.
+it. A collective takes longer while kernels run beside it. An op of the dialect is a collective that
+is awaited at once. The model ignores fusion, the CPU and the optimizer. It compares forms of one
+step, and does not predict real durations.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class StepTime:
     compute_us: float
     """Sum of the kernels' durations with nothing running beside them, and of the time that starting
     collectives takes on the device that computes."""
-    ring_collective_us: float
+    collective_us: float
     """Sum of the collectives' durations with nothing running beside them."""
     waited_us: float
     """Time in which no kernel runs because a collective is awaited."""
@@ -73,7 +74,7 @@ def step_time(graphs: Iterable[fx.Graph], target: Target) -> StepTime:
 
 @dataclass(frozen=True)
 class _Event:
-    """Next step of the compute stream: kernels, the start of a collective, or a wait for one."""
+    """What a node does: kernels, the start of a collective, a wait for one, or the latter two."""
 
     work_us: float = 0.0
     starts: fx.Node | None = None
@@ -93,12 +94,12 @@ class Timeline:
 
     def __init__(self, graph: fx.Graph, target: Target, *, regrouped: Collection[str] = ()) -> None:
         self._of_graph = GraphTimings(graph, target, regrouped)
-        self._events: list[_Event] = []
+        self._events: dict[fx.Node, _Event] = {}
         self._by_engine: set[fx.Node] = set()
         self._collectives: dict[fx.Node, Collective] = {}
         self._timings: dict[tuple[fx.Node, bool], CollectiveTiming] = {}
-        nodes = tuple(graph.nodes)
-        for node, work in zip(nodes, durations_us(nodes, target), strict=True):
+        self._nodes = tuple(graph.nodes)
+        for node, work in zip(self._nodes, durations_us(self._nodes, target), strict=True):
             self._add(node, work)
 
     def run(self, engines: Collection[fx.Node] = ()) -> StepTime:
@@ -108,22 +109,60 @@ class Timeline:
             engines: collectives that copy engines execute, besides those that call `zpasses::sdma`
                 ops already.
         """
-        clock, compute, collective = Clock(), 0.0, 0.0
+        clock = Clock()
         numbers: dict[fx.Node, int] = {}
-        for event in self._events:
-            if event.starts is not None:
-                timing = self.timing(event.starts, event.starts in engines)
-                numbers[event.starts] = len(numbers)
-                clock.work(timing.issue_us)
-                clock.enqueue(numbers[event.starts], timing.duration_us, timing)
-                compute += timing.issue_us
-                collective += timing.duration_us
-            elif event.awaits is not None:
-                clock.wait(numbers[event.awaits])
-            else:
-                clock.work(event.work_us)
-                compute += event.work_us
-        return StepTime(clock.now_us, compute, collective, clock.waited_us)
+        for event in self._events.values():
+            self._advance(clock, event, numbers, engines)
+        timings = [self.timing(node, node in engines) for node in numbers]
+        work_us = sum(event.work_us for event in self._events.values())
+        return StepTime(
+            clock.now_us,
+            work_us + sum(each.issue_us for each in timings),
+            sum(each.duration_us for each in timings),
+            clock.waited_us,
+        )
+
+    def spans(self) -> list[tuple[float, float]]:
+        """Returns the start and the end of each node in microseconds, in graph order.
+
+        The span of a collective is its transfer, which may end after the graph. The spans of all
+        other nodes are on the compute stream, in order: a kernel, a wait, or an empty span.
+        """
+        clock = Clock()
+        numbers: dict[fx.Node, int] = {}
+        issued: dict[fx.Node, float] = {}
+        spans: dict[fx.Node, tuple[float, float]] = {}
+        for node in self._nodes:
+            start, waited = clock.now_us, clock.waited_us
+            if node in self._events:
+                self._advance(clock, self._events[node], numbers, ())
+            spans[node] = start, clock.now_us
+            issued[node] = clock.now_us - (clock.waited_us - waited)
+        free: dict[tuple[bool, bool], float] = {}
+        for node, number in numbers.items():
+            clock.wait(number)
+            timing = self.timing(node, False)
+            queue = timing.between_nodes, timing.second_group
+            start, end = max(issued[node], free.get(queue, 0.0)), clock.done_us[number]
+            spans[node] = start, end
+            free[queue] = end
+        return list(spans.values())
+
+    def _advance(
+        self,
+        clock: Clock,
+        event: _Event,
+        numbers: dict[fx.Node, int],
+        engines: Collection[fx.Node],
+    ) -> None:
+        if event.starts is not None:
+            timing = self.timing(event.starts, event.starts in engines)
+            numbers[event.starts] = len(numbers)
+            clock.work(timing.issue_us)
+            clock.enqueue(numbers[event.starts], timing.duration_us, timing)
+        if event.awaits is not None:
+            clock.wait(numbers[event.awaits])
+        clock.work(event.work_us)
 
     def timing(self, node: fx.Node, by_engine: bool) -> CollectiveTiming:
         """Returns the timing of a collective, by copy engines or as the graph has it."""
@@ -135,7 +174,7 @@ class Timeline:
 
     def compute_until_wait(self, started: fx.Node) -> float:
         """Returns the duration of the kernels between a collective and its first wait, in us."""
-        events = iter(self._events)
+        events = iter(self._events.values())
         for event in events:
             if event.starts is started:
                 break
@@ -151,14 +190,14 @@ class Timeline:
         if is_wait(node):
             started = started_by(node)
             if started in self._collectives:
-                self._events.append(_Event(awaits=started))
-        elif collective is not None and not is_dialect(node):
+                self._events[node] = _Event(awaits=started)
+        elif collective is not None:
             self._collectives[node] = collective
             if is_copy_engine_collective(collective):
                 self._by_engine.add(node)
-            self._events.append(_Event(starts=node))
+            self._events[node] = _Event(starts=node, awaits=node if is_dialect(node) else None)
         elif work:
-            self._events.append(_Event(work_us=work))
+            self._events[node] = _Event(work_us=work)
 
 
 def groups_of_model(graph: fx.Graph) -> frozenset[str]:
@@ -189,7 +228,7 @@ def collective_timing(
 
     Args:
         node: the collective's node.
-        collective: `collective_of(node)`, which must be no dialect op.
+        collective: `collective_of(node)`.
         target: hardware that the graph runs on.
         full_bytes: bytes of the full tensors, instead of those of the node.
         by_engine: whether copy engines execute it; None takes it as the graph has it.
@@ -251,6 +290,8 @@ class GraphTimings:
 
 def _full_bytes(node: fx.Node, collective: Collective, ranks: int) -> list[int]:
     """Returns the bytes of the full tensors that a call gathers or reduces."""
+    if is_dialect(node):
+        return [collective.nbytes]
     assert isinstance(node.target, compat.OpOverload)
     given = named_arguments(node, node.target)[node.target._schema.arguments[0].name]
     inputs = [

@@ -68,7 +68,7 @@ def test_rccl_slows_kernels_beside_it_and_a_copy_engine_does_not():
     assert by_rccl.total_us == pytest.approx(2000 + SLOWED * RCCL * (1 - 1 / 1.22))
     assert by_engine.total_us == pytest.approx(2000)
     assert by_rccl.slowed_us == pytest.approx(SLOWED * RCCL * (1 - 1 / 1.22))
-    assert by_rccl.ring_collective_us == pytest.approx(RCCL)
+    assert by_rccl.collective_us == pytest.approx(RCCL)
 
 
 @pytest.mark.parametrize(("gather", "realised"), [(GATHER, 0.315), (SDMA_ALL_GATHER, 0.72)])
