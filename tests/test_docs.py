@@ -242,6 +242,10 @@ def test_documented_commands_exist(command, pytestconfig):
         for word in words:
             option = word.startswith("--") and word[2:].replace("-", "_")
             assert option in vars(pytestconfig.option) if option else (ROOT / word).exists(), word
+    elif program == "nox":
+        drawn = (ROOT / "noxfile.py").read_text()
+        for word in words:
+            assert word in ("-p", "-t") or f'"{word.removeprefix("torch-")}"' in drawn, word
     elif program == "zpasses":
         _check_zpasses(words)
     else:

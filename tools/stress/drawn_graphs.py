@@ -153,17 +153,14 @@ class _Case:
     def _simulate(self, ranks: Sequence[tuple[fx.GraphModule, ...]]) -> Sequence[Sequence[Any]]:
         """Per rank the outputs in the order of the joint graph."""
         inputs, groups = copied(self.graphs.inputs), self.graphs.groups
-        graphs = [list(each) for each in zip(*ranks, strict=True)]
         if not self.partitioned:
-            (joints,) = graphs
-            return [run.outputs for run in simulate(joints, inputs, groups)]
-        forwards, backwards = graphs
-        shards = 2 * len(self.graphs.recipe.params)
-        return simulate_halves(
-            forwards,
-            backwards,
+            return [run.outputs for run in simulate([each[0] for each in ranks], inputs, groups)]
+        run = simulate_halves(
+            [each[0] for each in ranks],
+            [each[1] for each in ranks],
             inputs,
             groups,
             outputs=self.graphs.traced[0].outputs,
-            tangents=len(inputs[0]) - shards,
-        ).outputs
+            tangents=len(inputs[0]) - 2 * len(self.graphs.recipe.params),
+        )
+        return list(run.outputs)

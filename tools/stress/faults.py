@@ -461,8 +461,7 @@ def _equals(model: _Layers, expected: dict[str, Tensor]) -> bool:
     for name, param in model.named_parameters():
         local, full = param.detach(), expected[name]
         if isinstance(local, DTensor):
-            full = own_part(full, local)
-            local = local.to_local()
+            full, local = own_part(full, local), local.to_local()
         if local.shape != full.shape or not torch.allclose(local, full, rtol=1e-4, atol=1e-5):
             return False
     return True
