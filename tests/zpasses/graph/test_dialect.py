@@ -41,16 +41,11 @@ def test_op_passes_opcheck(op, args, single_rank_group):
 
 def test_sizes_that_depend_on_the_rank_pass_opcheck_in_a_larger_world():
     with fake_world(3, 2):
-        torch.library.opcheck(
-            UNSHARD,
-            (leaf(1, 2), 7, None, None, "0"),
-            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-        )
-        torch.library.opcheck(
-            REDUCE_GRAD,
-            (leaf(7, 2), 7, 1, F32, None, "0"),
-            test_utils=("test_schema", "test_faketensor"),
-        )
+        checks = ("test_schema", "test_faketensor")
+        read = (leaf(1, 2), 7, None, None, "0")
+        torch.library.opcheck(UNSHARD, read, test_utils=(*checks, "test_autograd_registration"))
+        reduction = (leaf(7, 2), 7, 1, F32, None, "0")
+        torch.library.opcheck(REDUCE_GRAD, reduction, test_utils=checks)
 
 
 def test_a_single_rank_gets_a_copy_of_its_rows(single_rank_group):
@@ -89,9 +84,8 @@ def test_gradient_is_the_mean_of_the_ranks_gradients():
     graphs = []
     for rank, rows in enumerate((3, 2)):
         with fake_world(2, rank):
-            graphs.append(
-                trace_joint(fn, [torch.zeros(rows, 2, requires_grad=True), torch.zeros(5, 2)])
-            )
+            shard = torch.zeros(rows, 2, requires_grad=True)
+            graphs.append(trace_joint(fn, [shard, torch.zeros(5, 2)]))
     inputs = random_inputs(graphs)
     runs = simulate(graphs, inputs)
     mean = sum(values[1] * values[2] for values in inputs) / 2
@@ -99,21 +93,14 @@ def test_gradient_is_the_mean_of_the_ranks_gradients():
 
 
 def test_gradient_of_an_averaged_gradient_is_divided_by_the_group_size():
-    """Each rank has a loss on `reduce_grad(g)`.
-
-    The mean of the losses depends on each rank's g through 1/N of the average.
-    """
-
-    def fn(grad):
-        return reduce_grad(grad, 4, 2, F32, None, "0") * 2
-
+    """The mean of losses on `reduce_grad(g)` depends on each rank's g through 1/N of it."""
     graphs = []
     for rank in range(2):
         with fake_world(2, rank):
-            graphs.append(trace_joint(fn, [torch.zeros(4, requires_grad=True)]))
+            grad = torch.zeros(4, requires_grad=True)
+            graphs.append(trace_joint(lambda g: reduce_grad(g, 4, 2, F32, None, "0") * 2, [grad]))
     tangents = [torch.tensor([2.0, 4.0]), torch.tensor([6.0, 8.0])]
-    runs = simulate(graphs, [[torch.zeros(4), tangent] for tangent in tangents])
-    for run in runs:
+    for run in simulate(graphs, [[torch.zeros(4), tangent] for tangent in tangents]):
         assert run.outputs[1].tolist() == [2, 4, 6, 8]
 
 

@@ -15,7 +15,7 @@ from zpasses.cost.time.target import Target
 from zpasses.dumps import DamagedDumpError, read
 from zpasses.inspect import open as open_dump
 from zpasses.passes import ZERO3, Overlap
-from zpasses.pipeline import predictor
+from zpasses.pipeline import predictor as predictor_module
 from zpasses.pipeline.events import Events, run_reported_passes
 from zpasses.pipeline.passes import Level
 from zpasses.pipeline.predictor import Predictor
@@ -46,23 +46,9 @@ def test_stages_could_be_faster_and_no_schedule_beats_the_bound(tmp_path, stage)
         assert found.possible_us < found.total_us
 
 
-@pytest.mark.slow(quick="test_figures_are_those_of_the_graph_after_its_passes")
-def test_a_scheduled_graph_achieves_what_is_possible(tmp_path):
-    graphs = dumped(tmp_path, "zero3", memory_budget="1MiB")
-    for name in ("forward", "backward"):
-        found = graphs[name].prediction
-        assert found.total_us == found.possible_us
-        assert found.limit_bytes == 1 << 20
-
-
 def test_figures_are_those_of_the_graph_after_its_passes():
-    graphs = capture_graphs(
-        Blocks(),
-        (X,),
-        world_size=2,
-        pipeline=",".join(str(each) for each in ZERO3.at(Level.JOINT)),
-    ).after
-    graph = graphs.backward.graph
+    pipeline = ",".join(str(each) for each in ZERO3.at(Level.JOINT))
+    graph = capture_graphs(Blocks(), (X,), world_size=2, pipeline=pipeline).after.backward.graph
     with fake_world(2):
         lean = problem_of(graph, H100)
         predictor = Predictor(H100)
@@ -74,40 +60,39 @@ def test_figures_are_those_of_the_graph_after_its_passes():
         assert found.collectives == len(lean.jobs)
 
 
-def test_predictions_are_logged_and_made_only_for_a_dump(tmp_path, caplog, monkeypatch):
-    with caplog.at_level(logging.INFO, "zpasses"):
-        dumped(tmp_path, "zero3")
-    lines = [text for text in caplog.messages if "achieved" in text]
-    assert len(lines) == 2
-    assert all(" possible within " in line and ", bound " in line for line in lines)
-    monkeypatch.setattr(predictor, "problem_of", lambda *_: pytest.fail("no dump was asked for"))
-    capture_graphs(Blocks(), (X,), world_size=2, pipeline="zero3", options={"target": "h100"})
-
-
-def test_a_model_that_fails_ends_no_compile(tmp_path, caplog, monkeypatch):
+def test_a_model_that_fails_ends_no_compile_and_only_a_dump_needs_it(tmp_path, caplog, monkeypatch):
     def fails(*_):
         raise ValueError("an odd graph")
 
-    monkeypatch.setattr(predictor, "problem_of", fails)
+    monkeypatch.setattr(predictor_module, "problem_of", fails)
+    capture_graphs(Blocks(), (X,), world_size=2, pipeline="zero3", options={"target": "h100"})
+    failed = "no prediction for a graph: ValueError: an odd graph"
+    assert failed not in caplog.text
     graphs = dumped(tmp_path, "zero3")
     assert graphs["forward"].prediction is None
-    assert "no prediction for a graph: ValueError: an odd graph" in caplog.text
+    assert failed in caplog.text
 
 
 def test_dynamic_shapes_are_dumped(tmp_path):
     options = {"target": "h100", "dump": tmp_path}
-    capture_graphs(
-        nn.Linear(8, 8), (torch.ones(4, 8),), world_size=2, pipeline="zero3", dynamic=True,
-        options=options,
-    )  # fmt: skip
+    step = {"world_size": 2, "pipeline": "zero3", "dynamic": True, "options": options}
+    capture_graphs(nn.Linear(8, 8), (torch.ones(4, 8),), **step)
     (found,) = read(tmp_path).ranks[0].compiles
     assert found.info.state == "done"
 
 
 # --- readers -------------------------------------------------------------------------------------
-def test_pages_show_predictions(tmp_path):
-    graphs = dumped(tmp_path, "zero3")
-    found = graphs["backward"].prediction
+def test_predictions_are_logged_and_pages_show_them(tmp_path, caplog):
+    """A scheduled graph achieves what is possible."""
+    with caplog.at_level(logging.INFO, "zpasses"):
+        graphs = dumped(tmp_path, "zero3", memory_budget="1MiB")
+    for name in ("forward", "backward"):
+        found = graphs[name].prediction
+        assert found.total_us == found.possible_us
+        assert found.limit_bytes == 1 << 20
+    lines = [text for text in caplog.messages if "achieved" in text]
+    assert len(lines) == 2
+    assert all(" possible within " in line and ", bound " in line for line in lines)
     dump = open_dump(tmp_path)
     overview = dump.overview()
     assert "Predicted time\ngraph       achieved" in str(overview)
@@ -122,25 +107,17 @@ def test_pages_show_predictions(tmp_path):
     first = dump.collectives("backward", 0)
     assert "Achieved" not in str(first), "the prediction is not about the graph before its passes"
     assert first.data[0]["prediction"] is None
-
-
-def test_a_dump_without_predictions_is_read(tmp_path):
-    dumped(tmp_path, "zero3")
-    (events,) = tmp_path.glob("rank0/*/events.jsonl")
-    kept = [line for line in events.read_text().splitlines() if '"prediction"' not in line]
-    events.write_text("\n".join(kept) + "\n")
-    assert "Predicted" not in str(open_dump(tmp_path).overview())
-
-
-@pytest.mark.parametrize("value", [-1.0, "fast", None])
-@pytest.mark.slow(quick="test_a_dump_without_predictions_is_read")
-def test_damaged_predictions_are_refused(tmp_path, value):
-    dumped(tmp_path, "zero3")
+    # A dump without predictions is read, and damaged ones are refused.
     (events,) = tmp_path.glob("rank0/*/events.jsonl")
     lines = [json.loads(line) for line in events.read_text().splitlines()]
-    for line in lines:
-        if line["event"] == "prediction":
-            line["bound_us"] = value
-    events.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    with pytest.raises(DamagedDumpError, match="bound_us"):
-        read(tmp_path)
+
+    def write(lines):
+        events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write(line for line in lines if line["event"] != "prediction")
+    assert "Predicted" not in str(open_dump(tmp_path).overview())
+    for value in (-1.0, "fast", None):
+        damaged = {"bound_us": value}
+        write({**line, **(damaged if line["event"] == "prediction" else {})} for line in lines)
+        with pytest.raises(DamagedDumpError, match="bound_us"):
+            read(tmp_path)

@@ -10,6 +10,7 @@ from zpasses.cost.memory.collective_moves import (
     movable_reductions,
     reduction_launches,
 )
+from zpasses.graph.queries import Editor
 from zpasses.option_values import MemoryBudget, parse_budget
 from zpasses.passes import GatherParams, ReduceGrads
 from zpasses.passes.bucket import Bucket
@@ -57,10 +58,8 @@ def test_budget_is_a_share_or_bytes(text, budget):
     "text", ["", "5", "-5%", "++1B", "-1MiB", "5 percent", "300MB", "MiB", "1e3B", "none"]
 )
 def test_wrong_budget_says_where_and_what_is_expected(text):
-    with pytest.raises(
-        OptionError,
-        match=r"pass 'x': got .*; expected how far the peak may rise \('5%' or '\+300MiB'\) or the",
-    ):
+    message = r"pass 'x': got .*; expected how far the peak may rise \('5%' or '\+300MiB'\) or the"
+    with pytest.raises(OptionError, match=message):
         parse_budget(text, "pass 'x'")
 
 
@@ -84,11 +83,8 @@ def test_a_gather_of_a_computed_value_cannot_move():
     graph = lowered(Param((6, 2)))
     (gather,) = movable_gathers(graph)
     shard = gather.source
-    with graph.inserting_before(gather.started):
-        doubled = graph.call_function(torch.ops.aten.add.Tensor, (shard, shard))
-        doubled.meta["val"] = shard.meta["val"]
-        other = graph.call_function(torch.ops.aten.add.Tensor, (shard, doubled))
-        other.meta["val"] = shard.meta["val"]
+    edit, add = Editor(graph, before=gather.started), torch.ops.aten.add.Tensor
+    other = edit.call(add, shard, edit.call(add, shard, shard))
     gather.started.replace_input_with(shard, other)
     assert movable_gathers(graph) == []
     assert gather_launches(graph) == []
@@ -97,12 +93,8 @@ def test_a_gather_of_a_computed_value_cannot_move():
 def test_a_reduction_that_the_graph_reads_cannot_move():
     graph = lowered(Param((6, 2)))
     (reduction,) = movable_reductions(graph)
-    output = graph.output_node()
-    with graph.inserting_before(output):
-        mixed = graph.call_function(
-            torch.ops.aten.add.Tensor, (reduction.wait, graph.find_nodes(op="placeholder")[0])
-        )
-        mixed.meta["val"] = reduction.wait.meta["val"]
+    output, shard = graph.output_node(), graph.find_nodes(op="placeholder")[0]
+    mixed = Editor(graph, before=output).call(torch.ops.aten.add.Tensor, reduction.wait, shard)
     output.args = ([mixed, *output.args[0]],)
     assert movable_reductions(graph) == []
     assert reduction_launches(graph) == []
@@ -113,12 +105,8 @@ def test_untagged_collectives_cannot_move():
     for node in graph.nodes:
         node.meta.pop("zpasses", None)
         node.meta.pop("custom", None)
-    assert (
-        movable_gathers(graph),
-        movable_reductions(graph),
-        gather_launches(graph),
-        reduction_launches(graph),
-    ) == ([], [], [], [])
+    for found in (movable_gathers, movable_reductions, gather_launches, reduction_launches):
+        assert found(graph) == []
 
 
 @pytest.mark.parametrize("mode", ["coalesced", "flat"])
@@ -127,17 +115,11 @@ def test_launches_include_the_parts_of_buckets(mode):
     graph = lowered(Param((7, 2)), Param((6, 2)), passes=(*LOWER, bucket))
     (gather,), (reduction,) = gather_launches(graph), reduction_launches(graph)
     parts = 2 if mode == "coalesced" else 0
-    waits = parts or 1
-    assert (len(gather.parts), len(gather.waits), len(reduction.parts), len(reduction.waits)) == (
-        parts,
-        waits,
-        parts,
-        waits,
-    )
-    assert names(gather.before) == (
-        ["constant_pad_nd"] if parts else ["constant_pad_nd", "reshape", "reshape", "cat"]
-    )
-    assert movable_gathers(graph) == ([] if parts else movable_gathers(graph))
+    for each in (gather, reduction):
+        assert (len(each.parts), len(each.waits)) == (parts, parts or 1)
+    packed = [] if parts else ["reshape", "reshape", "cat"]
+    assert names(gather.before) == ["constant_pad_nd", *packed]
+    assert not (parts and movable_gathers(graph))
     full = (9 + 6) * 2 * 4
     assert gather.nbytes >= full
     assert reduction.nbytes == full + full // 3
@@ -161,18 +143,13 @@ def test_limit_is_a_share_above_the_peak_or_bytes_but_never_below_it():
     assert MemoryCurve(graph, MemoryBudget(1)).limit_bytes == peak
 
 
-def test_reset_limit_uses_the_current_curve():
+def test_added_bytes_span_start_until_before_end_and_reset_takes_the_current_curve():
     curve = MemoryCurve(lowered(Param((6, 2))), MemoryBudget(rise=0.5))
-    curve.live_bytes[:] = [4] * len(curve.live_bytes)
+    curve.live_bytes[:] = [1, 1, 1, 1]
+    curve.add(1, 3, 3)
+    assert curve.live_bytes == [1, 4, 4, 1]
     curve.reset_limit()
     assert curve.limit_bytes == 6
-
-
-def test_added_bytes_span_start_until_before_end():
-    curve = MemoryCurve(lowered(Param((6, 2))))
-    curve.live_bytes[:] = [1, 1, 1, 1]
-    curve.add(1, 3, 4)
-    assert curve.live_bytes == [1, 5, 5, 1]
 
 
 def test_ranks_whose_rows_differ_plan_with_the_same_bytes():
@@ -181,19 +158,13 @@ def test_ranks_whose_rows_differ_plan_with_the_same_bytes():
     One parameter has a cast, whose input and output differ in size between ranks.
     """
     for form in ("all_reduce", "reduce_scatter"):
-        params = [
-            Param((4, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-            Param((4, 3)),
-        ]
+        cast = Param((4, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        params = [cast, Param((4, 3))]
         curves = []
         for rank in range(3):
             graph = lowered(*params, rank=rank, passes=(GatherParams(), ReduceGrads(form)))
             curve = MemoryCurve(graph)
             collective = [*gather_launches(graph), *reduction_launches(graph)]
-            curves.append(
-                (
-                    curve.limit_bytes,
-                    [curve.live_bytes[curve.position[each.started]] for each in collective],
-                )
-            )
+            live = [curve.live_bytes[curve.position[each.started]] for each in collective]
+            curves.append((curve.limit_bytes, live))
         assert curves[0] == curves[1] == curves[2], form

@@ -1,6 +1,6 @@
 """Steps of several graphs: how far ahead gathers start."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -27,9 +27,9 @@ def test_one_graph_ahead_hides_gathers_that_are_shorter_than_compute():
 
 
 def test_long_gathers_before_short_graphs_need_more_than_one():
-    short = dataclasses.replace(FORWARD, compute_us=10.0, gather_us=10.0)
-    long = dataclasses.replace(FORWARD, compute_us=10.0, gather_us=100.0)
-    runs = [dataclasses.replace(FORWARD, compute_us=100.0), short, short, long] * 4
+    short = replace(FORWARD, compute_us=10.0, gather_us=10.0)
+    long = replace(FORWARD, compute_us=10.0, gather_us=100.0)
+    runs = [replace(FORWARD, compute_us=100.0), short, short, long] * 4
     assert plan_prefetch(runs, None).ahead > 1
 
 
@@ -41,9 +41,8 @@ def test_memory_counts_what_is_saved_gathered_and_reduced():
 
 
 def test_gathers_of_the_next_forward_wait_for_the_optimizer():
-    assert (
-        step_cost([BACKWARD, FORWARD], 4).peak_bytes == step_cost([BACKWARD, FORWARD], 0).peak_bytes
-    )
+    far, near = (step_cost([BACKWARD, FORWARD], ahead).peak_bytes for ahead in (4, 0))
+    assert far == near
 
 
 def test_a_limit_takes_the_fastest_step_that_fits_or_the_leanest():
@@ -53,55 +52,40 @@ def test_a_limit_takes_the_fastest_step_that_fits_or_the_leanest():
     assert plan_prefetch(STEP, 1) == least
 
 
-TURNING = dataclasses.replace(BACKWARD, turn_us=50.0, turn_peak_bytes=4)
+TURNING = replace(BACKWARD, turn_us=50.0, turn_peak_bytes=4)
 
 
 def test_gradients_are_in_memory_until_the_next_turning_point():
     # What is gathered, what the body needs, and the gradients of the backward before.
     assert step_cost([BACKWARD] * 3, 1).peak_bytes == 20 + 7 + 8
     assert step_cost([TURNING] * 3, 1).peak_bytes == 20 + 4 + 8
-    late = dataclasses.replace(TURNING, gathers_at_turn=True)
+    late = replace(TURNING, gathers_at_turn=True)
     assert step_cost([late] * 3, 1).peak_bytes == 20 + 7
 
 
 def test_gathers_that_start_at_the_turning_point_arrive_in_time_or_are_waited_for():
-    late = dataclasses.replace(TURNING, gathers_at_turn=True)
+    late = replace(TURNING, gathers_at_turn=True)
     assert step_cost([late] * 4, 1).waited_us == step_cost([TURNING] * 4, 1).waited_us == 60 + 50
-    slow = dataclasses.replace(late, gather_us=180.0)
+    slow = replace(late, gather_us=180.0)
     assert step_cost([slow] * 4, 1).waited_us == 180 + 3 * (50 + 180 - 200) + 50
 
 
 def test_reductions_are_waited_for_at_the_turning_point():
-    slow = dataclasses.replace(TURNING, gather_us=0.0, reduce_us=70.0)
+    slow = replace(TURNING, gather_us=0.0, reduce_us=70.0)
     assert step_cost([slow] * 3, 1).waited_us == 2 * (70 - 50) + 70
     # One more graph ahead leaves one more reduction in flight.
     assert step_cost([slow] * 3, 2).waited_us == 70
 
 
-sizes = st.integers(0, 100)
-graphs = st.builds(
-    GraphRun,
-    st.just("forward"),
-    st.just(False),
-    sizes,
-    sizes,
-    st.just(0.0),
-    sizes,
-    st.just(0),
-    sizes,
-    sizes,
-)
+sizes, no = st.integers(0, 100), st.just(0)
+kind = st.just("forward"), st.just(False)
+graphs = st.builds(GraphRun, *kind, sizes, sizes, no, sizes, no, sizes, sizes)
 
 
 @given(st.lists(graphs, min_size=1, max_size=6), st.integers(0, 500))
 def test_chosen_steps_are_never_slower_than_without_prefetching(forwards, limit):
-    runs = [
-        *forwards,
-        *(
-            dataclasses.replace(each, is_backward=True, reduce_us=each.gather_us)
-            for each in forwards[::-1]
-        ),
-    ]
+    backward = {"is_backward": True}
+    runs = forwards + [replace(f, reduce_us=f.gather_us, **backward) for f in forwards[::-1]]
     chosen = plan_prefetch(runs, limit)
     costs = [step_cost(runs, ahead) for ahead in range(MOST_AHEAD + 1)]
     if any(each.peak_bytes <= limit for each in costs):

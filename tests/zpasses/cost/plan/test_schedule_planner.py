@@ -74,13 +74,7 @@ def problem_of(graph, target=H100, **options):
     return schedule_problem(graph, items, lambda item: bucket_key(item, "auto"), target, **options)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        40,
-        pytest.param(700, marks=pytest.mark.slow(quick="the same with 3,000 nodes")),
-    ],
-)
+@pytest.mark.parametrize("params", [40, 700])
 @pytest.mark.slow(quick="the other tests of test_schedule_planner.py")
 def test_the_work_of_planning_grows_no_faster_than_the_graph(params):
     calls = 0
@@ -107,8 +101,7 @@ def test_the_work_of_planning_grows_no_faster_than_the_graph(params):
 
 
 @pytest.mark.parametrize("target", [H100, TARGETS["mi300x"], TARGETS["cpu"]])
-@pytest.mark.parametrize("kernels", [0, 1, 4])
-@pytest.mark.parametrize("second_group", [False, True])
+@pytest.mark.parametrize(("kernels", "second_group"), [(0, False), (1, True), (4, True)])
 def test_no_plan_beats_the_bound(target, kernels, second_group):
     with fake_world(RANKS), use_target(target):
         problem = problem_of(step(8, kernels), target, second_group=second_group)

@@ -1,4 +1,3 @@
-import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -45,16 +44,13 @@ def test_latency_counts_the_hops_of_a_ring(kind, ranks, us):
 
 def test_bytes_take_time_on_the_slowest_link():
     moved = 8e6
-    assert ring_collective_us("all_gather", 8_000_000, 8, T) == pytest.approx(
-        17 + 7 / 8 * moved / 1e5
-    )
-    assert ring_collective_us("all_reduce", 8_000_000, 8, T) == pytest.approx(
-        24 + 2 * 7 / 8 * moved / 1e5
-    )
-    # Each of the 8 ranks of a node has a network adapter of 10 GB/s.
-    assert ring_collective_us("all_gather", 8_000_000, 16, T) == pytest.approx(
-        124 + 15 / 16 * moved / 8e4
-    )
+    for kind, ranks, expected in [
+        ("all_gather", 8, 17 + 7 / 8 * moved / 1e5),
+        ("all_reduce", 8, 24 + 2 * 7 / 8 * moved / 1e5),
+        # Each of the 8 ranks of a node has a network adapter of 10 GB/s.
+        ("all_gather", 16, 124 + 15 / 16 * moved / 8e4),
+    ]:
+        assert ring_collective_us(kind, 8_000_000, ranks, T) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["h100", "mi300x"])
@@ -83,13 +79,10 @@ def test_a_group_with_one_rank_on_each_node_has_one_adapter_and_only_hops_of_the
     assert strided == pytest.approx(710 + 7 / 8 * 8e6 / 1e4)
     assert strided > ring_collective_us("all_gather", 8_000_000, 8, T, nodes=1)
     fast = replace(T, network_gb_s=1000.0)  # links within the nodes are the slowest
-    assert ring_collective_us("all_gather", 8_000_000, 8, fast, nodes=2) == pytest.approx(
-        latency_us("all_gather", 8, fast, nodes=2) + 7 / 8 * 8e6 / 1e5
-    )
-    # No link within a node is used.
-    assert ring_collective_us("all_gather", 8_000_000, 8, fast, nodes=8) == pytest.approx(
-        710 + 7 / 8 * 8e6 / 1e6
-    )
+    within = latency_us("all_gather", 8, fast, nodes=2) + 7 / 8 * 8e6 / 1e5
+    assert ring_collective_us("all_gather", 8_000_000, 8, fast, nodes=2) == pytest.approx(within)
+    between = 710 + 7 / 8 * 8e6 / 1e6  # no link within a node is used
+    assert ring_collective_us("all_gather", 8_000_000, 8, fast, nodes=8) == pytest.approx(between)
 
 
 def test_a_part_of_a_node_has_a_part_of_the_links_where_there_is_no_switch():
@@ -109,19 +102,17 @@ def test_collectives_of_one_rank_are_free():
 
 
 def test_torch_and_c10d_names_of_a_collective_have_the_same_cost():
-    assert ring_collective_us("_allreduce_base", MIB, 4, T) == ring_collective_us(
-        "all_reduce_coalesced", MIB, 4, T
-    )
-    assert ring_collective_us("all_gather", MIB, 4, T) < ring_collective_us("all_reduce", MIB, 4, T)
+    names = ("_allreduce_base", "all_reduce_coalesced", "all_reduce", "all_gather")
+    base, coalesced, reduce, gather = (ring_collective_us(each, MIB, 4, T) for each in names)
+    assert base == coalesced == reduce > gather
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=str)
 def test_one_large_collective_is_cheaper_than_two_halves_on_every_target(target):
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-        assert ring_collective_us(kind, 2 * MIB, 8, target) < 2 * ring_collective_us(
-            kind, MIB, 8, target
-        )
-        assert ring_collective_us(kind, MIB, 8, target) > latency_us(kind, 8, target)
+        one, two = (ring_collective_us(kind, size, 8, target) for size in (MIB, 2 * MIB))
+        assert two < 2 * one
+        assert one > latency_us(kind, 8, target)
 
 
 def test_a_copy_reads_and_writes_each_byte():
@@ -141,25 +132,16 @@ def graph_of(target, *shapes):
     return call
 
 
-def test_a_large_matmul_is_compute_bound():
-    assert compute_us(graph_of(aten.mm.default, (1000, 1000), (1000, 1000)), T) == pytest.approx(
-        2e9 / 1e6
-    )
-
-
-def test_a_thin_matmul_is_memory_bound():
-    read_and_written = 4 * (1000 * 1000 + 1000 + 1000)
-    quick = Target.parse("h100,memory_gb_s=1,tflops=1000,kernel_us=1")
-    assert compute_us(graph_of(aten.mm.default, (1000, 1000), (1000, 1)), quick) == pytest.approx(
-        read_and_written / 1e3
-    )
-
-
-def test_a_pointwise_call_is_memory_bound_and_takes_at_least_a_kernel():
-    assert compute_us(graph_of(aten.add.Tensor, (1000, 1000), (1000, 1000)), T) == pytest.approx(
-        12e6 / 1e6
-    )
-    assert compute_us(graph_of(aten.add.Tensor, (2,), (2,)), T) == T.kernel_us
+def test_calls_take_the_time_of_compute_or_of_memory_and_at_least_a_kernel():
+    mm, add, large = aten.mm.default, aten.add.Tensor, (1000, 1000)
+    memory = Target.parse("h100,memory_gb_s=1,tflops=1000,kernel_us=1")
+    for target, shapes, device, expected in [
+        (mm, (large, large), T, 2e9 / 1e6),
+        (mm, (large, (1000, 1)), memory, 4 * (1000 * 1000 + 1000 + 1000) / 1e3),
+        (add, (large, large), T, 12e6 / 1e6),
+        (add, ((2,), (2,)), T, T.kernel_us),
+    ]:
+        assert compute_us(graph_of(target, *shapes), device) == pytest.approx(expected)
 
 
 def test_views_inputs_and_communication_have_no_compute_time():
@@ -196,26 +178,24 @@ ENGINE = RouteFigures(latency_us=20, gb_s=100, compute_slowdown=1.0, copied_full
 
 def test_route_time_is_latency_plus_bytes_plus_copies():
     moved = 20 + 7 / 8 * 8e6 / 1e5
-    assert collective_on_route_us(
-        dataclasses.replace(ENGINE, copied_full=0.0), "all_gather", 8_000_000, 8, T
-    ) == pytest.approx(moved)
-    assert collective_on_route_us(ENGINE, "all_gather", 8_000_000, 8, T) == pytest.approx(
-        moved + copy_us(8_000_000, T)
-    )
-    parts = dataclasses.replace(ENGINE, copied_full=0.0, copied_parts=1.0)
-    assert collective_on_route_us(parts, "all_gather", 8_000_000, 8, T) == pytest.approx(
-        moved + copy_us(1_000_000, T)
-    )
+    uncopied = replace(ENGINE, copied_full=0.0)
+    for engine, copied in [
+        (uncopied, 0),
+        (ENGINE, copy_us(8_000_000, T)),
+        (replace(uncopied, copied_parts=1.0), copy_us(1_000_000, T)),
+    ]:
+        took = collective_on_route_us(engine, "all_gather", 8_000_000, 8, T)
+        assert took == pytest.approx(moved + copied)
     assert collective_on_route_us(ENGINE, "all_gather", MIB, 1, T) == 0
 
 
 def test_several_tensors_are_packed_and_large_gathers_are_split():
+    def launch(*sizes):
+        return copy_engine_launch_us(ENGINE, "all_gather", list(sizes), 8, T)
+
     one = collective_on_route_us(ENGINE, "all_gather", 8 * MIB, 8, T)
-    assert copy_engine_launch_us(ENGINE, "all_gather", [8 * MIB], 8, T) == one
-    assert copy_engine_launch_us(ENGINE, "all_gather", [4 * MIB] * 2, 8, T) == pytest.approx(
-        one + copy_us(9 * MIB, T)
-    )
+    assert launch(8 * MIB) == one
+    assert launch(4 * MIB, 4 * MIB) == pytest.approx(one + copy_us(9 * MIB, T))
     large = 8 * 65 * MIB
-    assert copy_engine_launch_us(ENGINE, "all_gather", [large], 8, T) == pytest.approx(
-        collective_on_route_us(ENGINE, "all_gather", large, 8, T) + 20
-    )
+    split = collective_on_route_us(ENGINE, "all_gather", large, 8, T) + 20
+    assert launch(large) == pytest.approx(split)

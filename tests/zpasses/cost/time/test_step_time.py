@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from zpasses import compat
 from zpasses.cost.time.step_time import collective_timing, groups_of_model, step_time
 from zpasses.cost.time.target import Target
-from zpasses.graph.queries import collective_of
+from zpasses.graph.queries import collective_of, collectives
 from zpasses.graph.tags import Tag, add_tag
 from zpasses.sdma.ops import SDMA_ALL_GATHER
 from zpasses.testing import fake_world
@@ -24,10 +24,20 @@ GB/s.
 PART = 1_000_000
 
 
-def graph_of(gather, products, wait_first=False):
-    """Returns a graph with a gather of 8 MB, matmuls of 2e9 operations (2 ms) each, and the wait.
+def traced(fn, *shapes):
+    """Returns the graph of a function of byte tensors (sizes) and float tensors (pairs)."""
+    mode = compat.FakeTensorMode()
+    with mode:
+        inputs = [
+            torch.empty(each, dtype=torch.uint8 if isinstance(each, int) else torch.float32)
+            for each in shapes
+        ]
+    return compat.trace_aten(fn, inputs).graph
 
-    The wait comes before the matmuls or after them.
+
+def graph_of(gather, products, wait_first=False):
+    """Returns a graph with a gather of 8 MB, matmuls of 2e9 operations (2 ms) each, and the wait,
+    which comes before the matmuls or after them.
     """
 
     def fn(shard, x):
@@ -38,10 +48,7 @@ def graph_of(gather, products, wait_first=False):
             x = torch.mm(x, x)
         return (full if wait_first else FUNCTIONAL.wait_tensor(started)), x
 
-    mode = compat.FakeTensorMode()
-    with mode:
-        inputs = [torch.empty(PART, dtype=torch.uint8), torch.empty(1000, 1000)]
-    return compat.trace_aten(fn, inputs).graph
+    return traced(fn, PART, (1000, 1000))
 
 
 def times(*args, **kwargs):
@@ -97,13 +104,9 @@ def test_collectives_of_all_routes_share_the_links(other, took):
         started = [GATHER(a, 8, "0"), other(b, 8, "0")]
         return [FUNCTIONAL.wait_tensor(each) for each in started]
 
-    mode = compat.FakeTensorMode()
     with fake_world(8):
-        with mode:
-            inputs = [torch.empty(PART, dtype=torch.uint8) for _ in range(2)]
-        assert step_time([compat.trace_aten(fn, inputs).graph], TARGET).waited_us == pytest.approx(
-            RCCL + took
-        )
+        found = step_time([traced(fn, PART, PART)], TARGET)
+    assert found.waited_us == pytest.approx(RCCL + took)
 
 
 @pytest.mark.parametrize(("ranks_per_node", "beside"), [(8, False), (4, True)])
@@ -113,7 +116,6 @@ def test_groups_share_links_only_at_the_same_level(ranks_per_node, beside):
     Either all are on one node, or the first group spans two nodes and the second is within one.
     """
     target = replace(TARGET, ranks_per_node=ranks_per_node)
-    mode = compat.FakeTensorMode()
     with fake_world(8):
         part = dist.new_group([0, 1, 2, 3]).group_name
 
@@ -125,9 +127,7 @@ def test_groups_share_links_only_at_the_same_level(ranks_per_node, beside):
                 ]
                 return [FUNCTIONAL.wait_tensor(each) for each in started]
 
-            with mode:
-                inputs = [torch.empty(PART, dtype=torch.uint8) for _ in groups]
-            return step_time([compat.trace_aten(fn, inputs).graph], target).waited_us
+            return step_time([traced(fn, *[PART] * len(groups))], target).waited_us
 
         separately = times_of((8, "0")), times_of((4, part))
         both = times_of((8, "0"), (4, part))
@@ -149,7 +149,6 @@ def two_group_times(mesh_size, of_model, products=0):
         of_model: whether the all-reduce is one of the model, else it is for a parameter.
         products: matmuls of 2 ms between the waits.
     """
-    mode = compat.FakeTensorMode()
     with fake_world(mesh_size[0] * mesh_size[1]):
         mesh = init_device_mesh("cpu", mesh_size, mesh_dim_names=("dp", "tp"))
         dp, tp = (mesh.get_group(name).group_name for name in ("dp", "tp"))
@@ -161,26 +160,14 @@ def two_group_times(mesh_size, of_model, products=0):
                 summed = torch.mm(summed, summed)
             return FUNCTIONAL.wait_tensor(gathered), summed
 
-        with mode:
-            inputs = [
-                torch.empty(16 * PART // mesh_size[0], dtype=torch.uint8),
-                torch.empty(1000, 1000),
-            ]
-        graph = compat.trace_aten(fn, inputs).graph
-        gather, reduce = (
-            node for node in graph.nodes if compat.parent_group(group_in(node)) in (dp, tp)
-        )
+        graph = traced(fn, 16 * PART // mesh_size[0], (1000, 1000))
+        gather, reduce = (node for node, _ in collectives(graph))
         add_tag(gather, Tag("gather", ("w",)))
         if not of_model:
             add_tag(reduce, Tag("reduce", ("v",)))
         assert groups_of_model(graph) == ({tp} if of_model else set())
         parts = [collective_timing(node, collective_of(node), H100) for node in (gather, reduce)]
         return [*parts, step_time([graph], H100).waited_us]
-
-
-def group_in(node):
-    collective = collective_of(node)
-    return collective.group if collective is not None else ""
 
 
 @pytest.mark.parametrize("of_model", [False, True])

@@ -49,9 +49,10 @@ def test_text_of_a_target_round_trips(text):
         ("h100,routes=mori", r"cannot read 'routes=mori'"),
         ("h100,link_gb_s=fast", r"target 'h100', 'link_gb_s': got 'fast' \(str\); expected float"),
         ("h100,ranks_per_node=2.5", r"'ranks_per_node': got '2.5' \(str\); expected int"),
-        ("h100,launch_us=0", r"launch_us must be greater than 0, got 0"),
-        ("h100,launch_us=-1", r"launch_us must be greater than 0, got -1"),
-        ("h100,launch_us=nan", r"launch_us must be greater than 0, got nan"),
+        *(
+            (f"h100,launch_us={n}", f"launch_us must be greater than 0, got {n}")
+            for n in (0, -1, "nan")
+        ),
     ],
 )
 def test_wrong_text_says_what_is_wrong(text, message):
@@ -78,34 +79,21 @@ def test_devices_are_recognised_by_what_they_report(device, architecture, name):
 
 @pytest.mark.parametrize(
     ("units", "gib", "name"),
-    [
-        (304, 192, "mi300x"),
-        (304, 256, "mi325x"),
-        (228, 128, "mi300a"),
-        (80, 192, "mi308x"),
-        (0, 0, "mi300x"),
-    ],
-)
+    [(304, 192, "mi300x"), (304, 256, "mi325x"), (228, 128, "mi300a"), (80, 192, "mi308x"),
+     (0, 0, "mi300x")],
+)  # fmt: skip
 def test_gfx942_devices_are_distinguished_without_a_name(units, gib, name):
     assert target_of("AMD Radeon Graphics", "gfx942:sramecc+:xnack-", units, gib << 30).name == name
 
 
 def test_targets_say_which_copy_engine_routes_they_have():
     assert zpasses.Target is Target
-    assert (
-        TARGETS["mi300x"].routes
-        == TARGETS["mi308x"].routes
-        == TARGETS["mi355x"].routes
-        == ("mori", "symm_mem")
-    )
-    assert TARGETS["h100"].routes == ("symm_mem",)
-    assert TARGETS["cpu"].routes == ()
-    assert [TARGETS[name].architecture for name in ("mi300a", "mi325x", "mi355x", "h100")] == [
-        "gfx942",
-        "gfx942",
-        "gfx950",
-        "sm90",
-    ]
+    for name in ("mi300x", "mi308x", "mi355x"):
+        assert TARGETS[name].routes == ("mori", "symm_mem")
+    assert (TARGETS["h100"].routes, TARGETS["cpu"].routes) == (("symm_mem",), ())
+    names = ("mi300a", "mi325x", "mi355x", "h100")
+    architectures = [TARGETS[name].architecture for name in names]
+    assert architectures == ["gfx942", "gfx942", "gfx950", "sm90"]
 
 
 def test_environment_names_the_target(monkeypatch):
