@@ -391,10 +391,10 @@ def test_the_timeline_and_memory_show_equal_layers_once(page):
 def test_a_fold_of_collectives_keeps_selection_order_and_heading(page):
     shown = page(LAYERED, "0/forward/0/collectives//sort=params&down=1")
     shown.execute_script(
-        "window.heading = document.querySelector('.grid-head button'); window.compared = 0;"
+        "window.heading = document.querySelector('.grid-head button'); window.sortCalls = 0;"
         "const old = String.prototype.localeCompare;"
         "String.prototype.localeCompare = function (...given) {"
-        "window.compared += 1; return old.apply(this, given); };"
+        "window.sortCalls += 1; return old.apply(this, given); };"
     )
     one(shown, '[aria-label="Fold by module"]').click()
     wait_for(shown, "document.querySelectorAll('.grid-row').length === 1")
@@ -404,12 +404,15 @@ def test_a_fold_of_collectives_keeps_selection_order_and_heading(page):
     assert "bytes: 32 B each" in one(shown, ".grid-row").get_attribute("title")
     one(shown, ".grid-row").click()
     wait_for(shown, f"document.querySelectorAll('.grid-row').length > {LAYERS // 2}")
-    assert shown.execute_script("return [window.heading.isConnected, window.compared]") == [True, 0]
+    assert shown.execute_script("return [window.heading.isConnected, window.sortCalls]") == [
+        True,
+        0,
+    ]
     all_of(shown, ".grid-row")[2].click()
     assert one(shown, ".detail h2").text == f"gather_{LAYERS - 2}"
     one(shown, ".grid-head button", "parameters").click()
     assert not shown.execute_script("return window.heading.isConnected")
-    assert shown.execute_script("return window.compared") > 0
+    assert shown.execute_script("return window.sortCalls") > 0
 
 
 def test_equal_layers_are_one_row_and_the_odd_one_is_named(page):
