@@ -31,11 +31,10 @@ def hybrid_mesh(names=NAMES):
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
 
 
-def model_on(mesh, module=None, options=(), **shard):
+def model_on(mesh, width=5, **options):
     torch.manual_seed(0)
-    model = module or nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
-    zpasses.shard(model, mesh=mesh, **shard)
-    options = {"codegen": "eager", "agreement_timeout_s": LIMIT_S, **dict(options)}
+    model = zpasses.shard(nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4)), mesh=mesh)
+    options = {"codegen": "eager", "agreement_timeout_s": LIMIT_S, **options}
     return model, torch.compile(model, backend="zpasses", options=options)
 
 
@@ -50,16 +49,10 @@ def train(step, steps=2):
         optim.step()
 
 
-def train_until_told(step):
-    for _ in range(100):  # the first ranks that shard cannot know yet
-        train(step)
-        time.sleep(0.1)
-
-
 def another_width():
     """The second replica has another model."""
-    width = 5 + 2 * (dist.get_rank() // 2)
-    train(model_on(hybrid_mesh(), nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4)))[1])
+    _, step = model_on(hybrid_mesh(), width=5 + 2 * (dist.get_rank() // 2))
+    train(step)
 
 
 def a_rank_that_dies():
@@ -111,7 +104,10 @@ def other_names():
     """Ranks 2 and 3 take the shards for the replicas."""
     names = NAMES if dist.get_rank() < 2 else NAMES[::-1]
     mesh = hybrid_mesh(names)
-    train_until_told(model_on(mesh["shard"])[1])
+    _, step = model_on(mesh["shard"])
+    for _ in range(100):  # the first ranks that shard cannot know yet
+        train(step)
+        time.sleep(0.1)
 
 
 def another_order():
@@ -133,15 +129,23 @@ def one_makes_no_mesh():
         zpasses.init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES, timeout_s=LIMIT_S)
 
 
+def other_arguments(**options):
+    torch.manual_seed(0)
+    model = zpasses.shard(nn.Sequential(nn.Linear(4, 4)), mesh=hybrid_mesh(), **options)
+    options = {"codegen": "eager", "agreement_timeout_s": LIMIT_S}
+    step = torch.compile(model, backend="zpasses", options=options)
+    for _ in range(100):  # the first rank of a group that shards cannot know yet
+        train(step)
+        time.sleep(0.1)
+
+
 def other_divide_factors():
-    factor = 3 if dist.get_rank() == 3 else 4
-    train_until_told(model_on(hybrid_mesh(), grad_divide_factor=factor)[1])
+    other_arguments(grad_divide_factor=3 if dist.get_rank() == 3 else 4)
 
 
 def other_dimensions_to_cut():
     dim = 1 if dist.get_rank() == 1 else 0
-    cut = {"shard_placement_fn": lambda param: Shard(dim) if param.dim() == 2 else None}
-    train_until_told(model_on(hybrid_mesh(), **cut)[1])
+    other_arguments(shard_placement_fn=lambda param: Shard(dim) if param.dim() == 2 else None)
 
 
 def other_start_values():
@@ -165,18 +169,29 @@ class Scaled(nn.Linear):
 def other_scalars():
     """Every rank holds the whole of a 0-dimensional parameter."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
-    train(model_on(mesh, Scaled(1.0 + dist.get_rank()))[1])
+    torch.manual_seed(0)
+    model = zpasses.shard(Scaled(1.0 + dist.get_rank()), mesh=mesh)
+    options = {"codegen": "eager", "agreement_timeout_s": LIMIT_S}
+    train(torch.compile(model, backend="zpasses", options=options))
 
 
 def consecutive(size):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     backend = mesh.get_group()._get_backend(torch.device("cpu"))
     backend._set_default_timeout(timedelta(seconds=LIMIT_S))
-    return model_on(mesh, options={"zero_stage": 3}, reshard_after_forward=size)[1]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    zpasses.shard(model, mesh=mesh, reshard_after_forward=size)
+    options = {"codegen": "eager", "agreement_timeout_s": LIMIT_S, "zero_stage": 3}
+    return torch.compile(model, backend="zpasses", options=options)
 
 
 def other_numbers_to_gather_from():
     train(consecutive(2 if dist.get_rank() < 3 else 3))
+
+
+def one_gathers_from_all():
+    train(consecutive(2 if dist.get_rank() != 1 else None))
 
 
 def one_never_shards():
@@ -184,9 +199,21 @@ def one_never_shards():
         train(consecutive(2))
 
 
+def a_rank_that_dies_between_forward_and_backward():
+    step = consecutive(2)
+    train(step)
+    loss = step(batch()).sum()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    loss.backward()
+    train(step)
+
+
 FAULTS = {
     other_numbers_to_gather_from: "AAAAAA",
+    one_gathers_from_all: "AAAA",
     one_never_shards: "A-AA",
+    a_rank_that_dies_between_forward_and_backward: "A-AA",
     another_width: "AAAA",
     other_shapes: "AAAA",
     one_makes_no_mesh: "AA-A",
@@ -218,7 +245,10 @@ def timed(fault):
 SAID = {
     other_numbers_to_gather_from: r"group '0' \(mesh dimension 'data', ranks 0, 1, 2, 3, 4, 5\)"
     "(?=.*reshard_after_forward=2)(?=.*reshard_after_forward=3)",
+    one_gathers_from_all: r"group '0' \(mesh dimension 'data', ranks 0, 1, 2, 3\)"
+    "(?=.*reshard_after_forward=2)(?=.*reshard_after_forward=None)",
     one_never_shards: r"rank 1 of group '0' \(mesh dimension 'data'.* did not reach shard\(",
+    a_rank_that_dies_between_forward_and_backward: "rank 1",
     another_width: r"group '\d' \(mesh dimension 'replicate', ranks \d, \d\) have different "
     r"models: the shard of parameter 0.weight has the shape \[\d, 4\] on rank [01], but \[\d, 4\] ",
     other_shapes: r"rank 0 calls init_device_mesh\('cpu', \(2, 2\).*"
@@ -252,7 +282,11 @@ SAID = {
 """What every rank with an AgreementError is told."""
 
 
-QUICK = (other_shapes, other_names, a_replica_that_fails_in_a_window)
+QUICK = (
+    other_shapes,
+    other_names,
+    a_replica_that_fails_in_a_window,
+)
 other_fault = pytest.mark.slow(quick="the other faults")
 
 
