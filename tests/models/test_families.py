@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from tests.models.families import Family, cases, train
+from tests.on_ranks import on_ranks
 from zpasses.testing import run_in_fresh_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
@@ -436,7 +437,7 @@ were of use when they were new: `make test-all` runs them."""
 
 
 @pytest.mark.parametrize(("name", "stages"), cases(FAMILIES, QUICK))
-@pytest.mark.ranks(2, timeout_s=600)
+@on_ranks(2, timeout_s=600)
 def test_a_module_trains_as_it_does_unsharded(name, stages):
     train(FAMILIES[name], *stages)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.models.families import Family, cases, train
+from tests.on_ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
@@ -282,6 +283,6 @@ FAMILIES = {
 # Each takes half a minute of processor time or more.
 @pytest.mark.slow(quick="test_a_module_trains_as_it_does_unsharded of test_families.py")
 @pytest.mark.parametrize(("name", "stages"), cases(FAMILIES, {"fnet": 3}))
-@pytest.mark.ranks(2, timeout_s=600)
+@on_ranks(2, timeout_s=600)
 def test_a_model_trains_as_it_does_unsharded(name, stages):
     train(FAMILIES[name], *stages)

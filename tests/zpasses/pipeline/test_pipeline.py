@@ -263,6 +263,11 @@ class Voting(Nameless):
         return True
 
 
+class Unsimulatable(Nothing):
+    name = "unsimulatable"
+    simulatable = False
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -270,6 +275,7 @@ class Voting(Nameless):
         (GatherParams, r"got .*GatherParams.*\(ABCMeta\); expected instances of Pass"),
         (Nameless(), "pass class Nameless has no name"),
         (Voting(), r"class Voting has an attribute 'votes', .* facts = Facts\(votes=...\)"),
+        (Unsimulatable(), r"attribute 'simulatable', .* facts = Facts\(simulatable=...\)"),
         (Unplaced(), "pass unplaced has no level, .* set Unplaced.level to one of Level.CAPTURED"),
     ],
 )
