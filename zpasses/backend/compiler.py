@@ -15,10 +15,10 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
+from zpasses.backend.aot_callbacks import compile_captured
 from zpasses.backend.cache.stored_graph import from_cache
 from zpasses.backend.captured import Capture, capture
-from zpasses.backend.compile import Compile, open_events, report
-from zpasses.backend.compile_steps import compile_captured
+from zpasses.backend.compile_job import CompileJob, open_events, report
 from zpasses.backend.tuning import with_tried_options
 from zpasses.cost.time.target import Target, current_target, use_target
 from zpasses.errors import AgreementError, OptionError
@@ -93,7 +93,7 @@ def zpasses_backend(
     ):
         events = open_events(captured, example_inputs, chosen, pipeline, target)
         with _sending_failures(events):
-            begun = Compile.begin(captured, chosen, pipeline, target, events, result_hook)
+            begun = CompileJob.begin(captured, chosen, pipeline, target, events, result_hook)
             job, compiled = from_cache(begun, example_inputs)
             if compiled is None:
                 compiled = compile_captured(job)
@@ -166,7 +166,7 @@ def _sending_failures(events: Events) -> Iterator[None]:
         raise
 
 
-def _with_local_shards(job: Compile, compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _with_local_shards(job: CompileJob, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the code of the captured graph so that it takes the inputs that Dynamo gave."""
     options, shards = job.options, job.captured.shards
     if options.backwards_per_step > 1 or options.agreement is True:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.compile import Compile
+from zpasses.backend.compile_job import CompileJob
 from zpasses.backend.levels import run_level
 from zpasses.backend.partition import PartitionPolicy, partition_step
 from zpasses.cost.plan.kept_params import Repetition
@@ -22,7 +22,7 @@ from zpasses.pipeline.passes import Level
 log = logging.getLogger("zpasses")
 
 
-def inductor_patches(job: Compile) -> dict[str, Any]:
+def inductor_patches(job: CompileJob) -> dict[str, Any]:
     """Returns the settings of Inductor for a compile, with the partitioner among them."""
     run = functools.partial(partition_joint, job)
     partitioner = _InductorPartitioner(run, job.decided.pipeline.digest())
@@ -30,7 +30,7 @@ def inductor_patches(job: Compile) -> dict[str, Any]:
 
 
 def partition_joint(
-    job: Compile, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    job: CompileJob, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Run the joint passes on a joint graph and partition it: torch's partitioner for a compile.
 
@@ -65,7 +65,7 @@ def partition_joint(
             gm,
             joint_inputs,
             policy,
-            events=job.events,
+            events=job.listeners,
             fallback_cost=pipeline.fallback_cost,
             **kwargs,
         )
@@ -78,7 +78,7 @@ def partition_joint(
         log.info("graph %s: %s", job.name, partitioned.note)
         for each in pipeline:
             if each.facts.regathers:
-                job.events.send(RuntimeNote(each.name, partitioned.note))
+                job.listeners.send(RuntimeNote(each.name, partitioned.note))
     return partitioned.graphs
 
 

@@ -20,7 +20,7 @@ from zpasses.backend.cache.entry import (
     BackwardFacts,
     ForwardFacts,
 )
-from zpasses.backend.compile import Codegen, Compile, Compiled
+from zpasses.backend.compile_job import Codegen, Compiled, CompileJob
 from zpasses.backend.graph_runs import (
     add_turning_point,
     agreed_prefetch,
@@ -108,7 +108,7 @@ class Template:
 
 
 # --- graphs ---------------------------------------------------------------------------------------
-def forward_code(job: Compile, template: Template, facts: ForwardFacts) -> Compiled:
+def forward_code(job: CompileJob, template: Template, facts: ForwardFacts) -> Compiled:
     """Returns the code of a forward or inference graph whose collectives ranks agreed on."""
     if not facts.slots:
         return _variant(job, template, None)
@@ -122,7 +122,7 @@ def forward_code(job: Compile, template: Template, facts: ForwardFacts) -> Compi
     )
 
 
-def backward_code(job: Compile, template: Template, facts: BackwardFacts) -> Compiled:
+def backward_code(job: CompileJob, template: Template, facts: BackwardFacts) -> Compiled:
     """Returns the code of a backward graph.
 
     The collectives of a graph without deferrable gradients have been agreed on. Variants are
@@ -147,7 +147,7 @@ def backward_code(job: Compile, template: Template, facts: BackwardFacts) -> Com
     return boxed(warn_if_always_reduced(code, job.name, left, order)) if left else code
 
 
-def agree(job: Compile, gm: fx.GraphModule, kind: str) -> None:
+def agree(job: CompileJob, gm: fx.GraphModule, kind: str) -> None:
     """Compares what a graph communicates with the other ranks.
 
     Raises:
@@ -155,18 +155,18 @@ def agree(job: Compile, gm: fx.GraphModule, kind: str) -> None:
     """
     asks = _asks(job)
     if asks:
-        with job.events.report_errors("agreement"):
+        with job.listeners.report_errors("agreement"):
             compare_collectives(gm.graph, job.name, job.options.agreement_timeout_s)
-    job.events.collectives_compared(kind, gm.graph, asks)
+    job.listeners.collectives_compared(kind, gm.graph, asks)
 
 
-def agree_on(job: Compile, sequences: Sequences) -> None:
+def agree_on(job: CompileJob, sequences: Sequences) -> None:
     """The same for a graph of the compile cache."""
     if _asks(job):
         compare_sequences(sequences, job.name, job.options.agreement_timeout_s)
 
 
-def preload(job: Compile, kind: str, variant: ForwardVariant | None) -> None:
+def preload(job: CompileJob, kind: str, variant: ForwardVariant | None) -> None:
     """Loads the code of a variant from the compile cache, if it is stored.
 
     Raises:
@@ -179,22 +179,22 @@ def preload(job: Compile, kind: str, variant: ForwardVariant | None) -> None:
         job.decided.preloaded = repr((kind, variant)), stored, code
 
 
-def _asks(job: Compile) -> bool:
+def _asks(job: CompileJob) -> bool:
     return bool(job.options.agreement) and dist.is_initialized()
 
 
-def _lowering(job: Compile) -> Lowering:
+def _lowering(job: CompileJob) -> Lowering:
     """Returns how reductions that a backward deferred are run."""
     codegen: Codegen = eager_codegen
     if job.options.codegen == "inductor":
         patches = inductor_patches(job)
         codegen = functools.partial(compat.inductor_codegen_standalone, patches=patches)
-    return GraphLowering(job.decided.pipeline, codegen, job.events, verify=job.options.verify)
+    return GraphLowering(job.decided.pipeline, codegen, job.listeners, verify=job.options.verify)
 
 
 # --- variants -------------------------------------------------------------------------------------
 def _variant(
-    job: Compile, template: Template, variant: ForwardVariant | BackwardVariant | None
+    job: CompileJob, template: Template, variant: ForwardVariant | BackwardVariant | None
 ) -> Compiled:
     loaded = _load(job, template, variant)
     if loaded is not None:
@@ -209,7 +209,7 @@ def _variant(
         slots = param_slots if isinstance(variant, ForwardVariant) else grad_slots
         params = [slot.param for slot in slots(template.graph().graph)]
         given, kept = ([params[i] for i in sorted(each)] for each in (variant.given, done))
-        job.events.send(VariantBuilt(template.kind, given, kept, gm.graph))
+        job.listeners.send(VariantBuilt(template.kind, given, kept, gm.graph))
         if isinstance(variant, BackwardVariant):
             agree(job, gm, template.kind)
             sequences = call_sequences(gm.graph) if job.artifacts is not None else {}
@@ -218,7 +218,7 @@ def _variant(
     hoisted = _hoist(job, gm, template.kind)
     whole = replace_gloo_collectives(gm)
     strides: list[tuple[int, ...] | None] = []
-    with template.state.restored(strides), job.events.report_errors(what):
+    with template.state.restored(strides), job.listeners.report_errors(what):
         if hoisted is None:
             code = template.codegen(whole, inputs)
         else:
@@ -232,7 +232,7 @@ def _variant(
 
 
 def _keep_output_strides(
-    job: Compile, template: Template, strides: Sequence[tuple[int, ...] | None]
+    job: CompileJob, template: Template, strides: Sequence[tuple[int, ...] | None]
 ) -> None:
     """The first variant of a forward graph chooses the strides that all return."""
     if template.kind == "backward" or job.decided.output_strides:
@@ -244,7 +244,7 @@ def _keep_output_strides(
 
 
 def _load(
-    job: Compile, template: Template, variant: ForwardVariant | BackwardVariant | None
+    job: CompileJob, template: Template, variant: ForwardVariant | BackwardVariant | None
 ) -> Compiled | None:
     if job.artifacts is None or not job.artifacts.loaded:
         return None
@@ -276,7 +276,7 @@ def _load(
     return _checked(job, code, events, stored.collectives, kind, hoisted)
 
 
-def _hoist(job: Compile, gm: fx.GraphModule, kind: str) -> HoistedGraph | None:
+def _hoist(job: CompileJob, gm: fx.GraphModule, kind: str) -> HoistedGraph | None:
     """Returns the parts of a graph whose collectives may leave it."""
     if not job.options.prefetch:
         return None
@@ -289,7 +289,7 @@ def _hoist(job: Compile, gm: fx.GraphModule, kind: str) -> HoistedGraph | None:
 
 
 def _checked(
-    job: Compile,
+    job: CompileJob,
     code: Compiled,
     events: Mapping[str, RunEvent],
     names: Sequence[str],
@@ -331,15 +331,15 @@ def _checked(
     return with_run_check(code, events, name, timeout_s, every_run=every_run, report=job.report)
 
 
-def _part(job: Compile, gm: fx.GraphModule, names: Sequence[str], kind: str) -> Compiled:
+def _part(job: CompileJob, gm: fx.GraphModule, names: Sequence[str], kind: str) -> Compiled:
     """Returns code of gathers before a graph, or of reductions after it."""
     code = eager_codegen(replace_gloo_collectives(gm), ())
     return with_part_range(code, names, collective_names(gm.graph), job.name, kind)
 
 
-def _plan_prefetch(job: Compile, runs: Sequence[GraphRun], groups: Sequence[str]) -> int:
+def _plan_prefetch(job: CompileJob, runs: Sequence[GraphRun], groups: Sequence[str]) -> int:
     options = job.options
-    with job.events.report_errors("prefetch"):
+    with job.listeners.report_errors("prefetch"):
         return agreed_prefetch(
             runs, options.memory_budget, job.free_bytes, groups, options.agreement_timeout_s
         )

@@ -52,19 +52,19 @@ class Decisions:
 
 
 @dataclass(frozen=True)
-class Compile:
+class CompileJob:
     """One compile of one captured graph."""
 
     name: str
     """Dynamo's id of the compile."""
     captured: Capture
     options: Options
-    pipeline: Pipeline
-    """The passes before they get the bytes of the memory budget "auto", which differ from start to
-    start."""
+    cache_pipeline: Pipeline
+    """The passes as the compile cache's key has them, without the bytes of the memory budget
+    "auto", which differ from start to start. `decided.pipeline` is what runs."""
     target: Target
     """Hardware to plan for."""
-    events: Events
+    listeners: Events
     result_hook: ResultHook
     free_bytes: int | None
     """What the memory budget "auto" stands for."""
@@ -86,7 +86,7 @@ class Compile:
         target: Target,
         events: Events,
         result_hook: ResultHook,
-    ) -> Compile:
+    ) -> CompileJob:
         """Find the memory budget, for which the ranks vote if it is "auto".
 
         Raises:

@@ -10,7 +10,10 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.code import (
+from zpasses.backend.compile_job import Codegen, Compiled, CompileJob
+from zpasses.backend.levels import run_level
+from zpasses.backend.split import inductor_patches, partition_joint
+from zpasses.backend.variant_code import (
     Template,
     agree,
     backward_code,
@@ -18,9 +21,6 @@ from zpasses.backend.code import (
     forward_code,
     forward_facts,
 )
-from zpasses.backend.compile import Codegen, Compile, Compiled
-from zpasses.backend.levels import run_level
-from zpasses.backend.split import inductor_patches, partition_joint
 from zpasses.garbage import no_garbage_collection
 from zpasses.graph.queries import returned_values
 from zpasses.graph.regathers import remove_regathers
@@ -29,7 +29,7 @@ from zpasses.runtime.codegen import boxed, eager_codegen
 from zpasses.runtime.forward_variants import is_cached_param, saved_params, unmark_returned
 
 
-def compile_captured(job: Compile) -> Callable[..., Any]:
+def compile_captured(job: CompileJob) -> Callable[..., Any]:
     """Run all passes on the captured graph and make code of it, for the inputs of the graph."""
     job.decided.in_call = True
     try:
@@ -39,7 +39,7 @@ def compile_captured(job: Compile) -> Callable[..., Any]:
         job.decided.in_call = False
 
 
-def _compile(job: Compile) -> Callable[..., Any]:
+def _compile(job: CompileJob) -> Callable[..., Any]:
     with job.recording_answers():
         run_level(job, job.captured.gm, Level.CAPTURED, "captured")
         if job.options.codegen == "eager":
@@ -53,7 +53,7 @@ def _compile(job: Compile) -> Callable[..., Any]:
     return compiled
 
 
-def _compile_eager(job: Compile) -> Callable[..., Any]:
+def _compile_eager(job: CompileJob) -> Callable[..., Any]:
     compiled: Callable[..., Any] = compat.aot_compile(
         job.captured.gm,
         job.captured.inputs,
@@ -65,7 +65,7 @@ def _compile_eager(job: Compile) -> Callable[..., Any]:
     return compiled
 
 
-def _compile_with_inductor(job: Compile) -> tuple[Callable[..., Any], bytes | None]:
+def _compile_with_inductor(job: CompileJob) -> tuple[Callable[..., Any], bytes | None]:
     """Returns the code, and what AOTAutograd made of the graph for the compile cache."""
     patches = inductor_patches(job)
 
@@ -89,7 +89,7 @@ def _compile_with_inductor(job: Compile) -> tuple[Callable[..., Any], bytes | No
 
 # --- the compilers of AOTAutograd -----------------------------------------------------------------
 def _forward(
-    job: Compile,
+    job: CompileJob,
     codegen: Codegen,
     gm: fx.GraphModule,
     inputs: Sequence[Any],
@@ -123,7 +123,7 @@ def _forward(
 
 
 def _backward(
-    job: Compile, codegen: Codegen, gm: fx.GraphModule, inputs: Sequence[Any]
+    job: CompileJob, codegen: Codegen, gm: fx.GraphModule, inputs: Sequence[Any]
 ) -> Compiled:
     if not job.decided.in_call:
         with no_garbage_collection(), job.compiling_late():
@@ -148,7 +148,7 @@ def _backward(
 
 
 def _compile_backward(
-    job: Compile, codegen: Codegen, gm: fx.GraphModule, inputs: Sequence[Any]
+    job: CompileJob, codegen: Codegen, gm: fx.GraphModule, inputs: Sequence[Any]
 ) -> Compiled:
     with job.recording_answers():
         run_level(job, gm, Level.BACKWARD, "backward")
