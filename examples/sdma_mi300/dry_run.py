@@ -95,7 +95,7 @@ def describe(what: str, each: StepTime) -> str:
             each.compute_us,
             each.slowed_us,
             each.waited_us,
-            each.ring_collective_us,
+            each.collective_us,
         )
     )
     parts = f"kernels {kernels:.1f}, slowed by {slowed:.1f}, waiting {waiting:.1f}"
