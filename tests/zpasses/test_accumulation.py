@@ -23,7 +23,7 @@ import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
 from tests.zpasses.models import assert_same, full_gradients, integers, with_integer_weights
-from zpasses import AgreementError, Level, Pass, Pipeline
+from zpasses import AgreementError, Level, Pass, Pipeline, compat
 from zpasses.runtime.windows import grad_state_of
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 from zpasses.tools.bench.measure import traffic
@@ -488,3 +488,24 @@ def test_training_with_windows_equals_the_unsharded_model(tmp_path):
                 param.zero_()
         load(state, checkpoint_id=folder)
         model.load_state_dict(state)
+
+
+def _keys(steps):
+    """Count the keys in the store after each of some windows."""
+    model = zpasses.shard(nn.Linear(4, 3), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 3, **EAGER})
+    counts = []
+    for _ in range(steps):
+        with zpasses.coalesce_grad_reduction(model, timeout_s=200):
+            for _ in range(2):
+                step(torch.ones(1, 4)).sum().backward()
+        dist.barrier()
+        counts.append(compat.default_store().num_keys())
+        dist.barrier()
+    return counts
+
+
+@pytest.mark.slow(quick="test_a_rank_that_never_comes_is_waited_for_a_limited_time")
+def test_barriers_leave_no_keys_in_the_store():
+    counts, _ = run_on_ranks(_keys, 6)
+    assert len(set(counts[1:])) == 1

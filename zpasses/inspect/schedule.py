@@ -108,11 +108,6 @@ class Schedule:
         return sum(span.end_us - span.start_us for span in self.compute)
 
     @property
-    def starts_us(self) -> float:
-        """Time for which the starts of collectives keep the device from computing."""
-        return max(0.0, self.total_us - self.compute_us - self.exposed_us)
-
-    @property
     def communication_us(self) -> float:
         return sum(span.time_us for span in self.collectives)
 

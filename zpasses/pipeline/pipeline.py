@@ -20,7 +20,16 @@ from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass, vote_key_suffix
 from zpasses.pipeline.runner import run_passes
 
-_FACTS = (*(field.name for field in fields(Facts)), "is_cacheable", "is_simulatable")
+_FACT_OF = {
+    "is_cacheable": "cacheable",
+    "is_simulatable": "simulatable",
+    "with_memory_budget": "plans_within",
+}
+
+_FACTS = (
+    *(field.name for field in fields(Facts)),
+    *_FACT_OF,
+)
 """What a pass class must not have as attributes, because nothing reads them there."""
 
 
@@ -61,7 +70,7 @@ class Pipeline(compat.CustomGraphPass):
                 if hasattr(kind, name):
                     raise OptionError(
                         f"pass class {kind.__name__} has an attribute {name!r}, which is read from "
-                        f"its facts: facts = Facts({name.removeprefix('is_')}=...)."
+                        f"its facts: facts = Facts({_FACT_OF.get(name, name)}=...)."
                     )
 
     @classmethod

@@ -49,7 +49,7 @@ def eager_codegen(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[A
 
 def eager_module(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a graph, as it runs without a compiler."""
-    gm = compat.clone_graph_module(gm)  # observers and variants use the original graph
+    gm = compat.clone_graph_module(gm)  # listeners and variants use the original graph
     for node in reinplaceable_all_reduces(gm.graph):
         node.target = _IN_PLACE[node.target]
     gm.graph.set_codegen(compat.BOXED_CODEGEN())

@@ -94,7 +94,7 @@ def replace_gloo_collectives(gm: fx.GraphModule) -> fx.GraphModule:
     """
     if not _replaceable(gm.graph):
         return gm
-    gm = compat.clone_graph_module(gm)  # observers and variants use the original graph
+    gm = compat.clone_graph_module(gm)  # listeners and variants use the original graph
     for node in _replaceable(gm.graph):
         node.target = _REPLACEMENTS[node.target]
         *arguments, group = node.args

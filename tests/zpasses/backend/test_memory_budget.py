@@ -21,7 +21,9 @@ from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
 from zpasses.runtime.gloo import STARTED
 from zpasses.testing import (
+    assert_step_equals_reference,
     capture_graphs,
+    capture_ranks,
     fake_world,
     run_in_fresh_ranks,
     world_mesh,
@@ -68,6 +70,56 @@ def regathered(capture):
 def test_percentage_counts_from_the_least_peak_with_overlap_and_more_memory_gathers_less():
     gathered = [regathered(captured(budget)) for budget in ("0%", "60%", "100MiB")]
     assert gathered[0] > gathered[1] >= gathered[2] == 0
+
+
+@pytest.fixture(scope="module")
+def lean_peak():
+    return peak(captured("0%"))
+
+
+@pytest.mark.slow(
+    quick="test_percentage_counts_from_the_least_peak_with_overlap_and_more_memory_gathers_less"
+)
+def test_peak_stays_within_every_budget_and_more_memory_gathers_less(lean_peak):
+    budgets = [int(lean_peak * factor) for factor in (0.8, 1.1, 3.0)]
+    found = [captured(f"{budget}B") for budget in budgets]
+    for budget, capture in zip(budgets, found, strict=True):
+        assert peak(capture) <= budget
+    gathered = [regathered(capture) for capture in found]
+    assert gathered == sorted(gathered, reverse=True)
+    assert gathered[0] > 0
+    assert gathered[-1] == 0
+
+
+@pytest.mark.slow(quick="test_auto_trains")
+def test_little_memory_recomputes_activations(lean_peak):
+    def operations(capture):
+        nodes = capture.after.backward.graph.nodes
+        return sum(node.target == torch.ops.aten.addmm.default for node in nodes)
+
+    assert operations(captured(f"{int(lean_peak * 0.85)}B")) > operations(captured("100MiB"))
+
+
+@pytest.mark.slow(quick="test_auto_trains")
+def test_a_step_below_the_lean_peak_equals_the_dialect(lean_peak):
+    captures = capture_ranks(
+        Blocks(),
+        (X,),
+        world_size=3,  # rows are uneven, so ranks would decide differently without a vote
+        pipeline=SCHEDULED,
+        options={**TARGET, "memory_budget": f"{int(lean_peak * 0.75)}B"},
+    )
+    assert_step_equals_reference(captures)
+
+
+@pytest.mark.slow(quick="test_kept_parameters_are_noted_in_the_graph_and_the_log")
+def test_keep_nothing_gathers_everything_again():
+    pipeline = "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=%s}"
+    found = [
+        regathered(capture_graphs(Blocks(), (X,), world_size=2, pipeline=pipeline % keep))
+        for keep in ("fitting", "nothing")
+    ]
+    assert found[0] < found[1]
 
 
 def test_too_small_budget_says_what_is_missing_and_what_holds_the_memory():

@@ -268,6 +268,13 @@ class Unsimulatable(Nothing):
     simulatable = False
 
 
+class Budgeted(Nothing):
+    name = "budgeted"
+
+    def with_memory_budget(self, budget):
+        return self
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -275,6 +282,7 @@ class Unsimulatable(Nothing):
         (GatherParams, r"got .*GatherParams.*\(ABCMeta\); expected instances of Pass"),
         (Nameless(), "pass class Nameless has no name"),
         (Voting(), r"class Voting has an attribute 'votes', .* facts = Facts\(votes=...\)"),
+        (Budgeted(), r"attribute 'with_memory_budget', .* facts = Facts\(plans_within=...\)"),
         (Unsimulatable(), r"attribute 'simulatable', .* facts = Facts\(simulatable=...\)"),
         (Unplaced(), "pass unplaced has no level, .* set Unplaced.level to one of Level.CAPTURED"),
     ],
