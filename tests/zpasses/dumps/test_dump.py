@@ -268,11 +268,11 @@ def test_unusable_dump_folders_are_refused_with_advice(tmp_path):
     )
     (tmp_path / "older").mkdir()
     (tmp_path / "older" / "zpasses-dump.json").write_text(
-        '{"format": "zpasses-dump", "version": 1}'
+        '{"format": "zpasses-dump", "version": 2}'
     )
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "zpasses-dump.json").write_text(
-        '{"format": "zpasses-dump", "version": 2}'
+        '{"format": "zpasses-dump", "version": 3}'
     )
     (tmp_path / "linked" / "rank0").symlink_to(tmp_path / "full")
     (tmp_path / "elsewhere").mkdir()
@@ -285,7 +285,7 @@ def test_unusable_dump_folders_are_refused_with_advice(tmp_path):
         ("file/below", DumpPathError, "is a file or is below a file"),
         ("full", NotADumpError, r"contains 'thesis.tex' and no dump"),
         ("newer", DumpVersionError, "version 99"),
-        ("older", DumpVersionError, "version 1; this zpasses writes version 2"),
+        ("older", DumpVersionError, "version 2; this zpasses writes version 3"),
         ("linked", DumpPathError, "symbolic link"),
     ]:
         with pytest.raises(Exception, match=text) as caught:

@@ -4,7 +4,6 @@ nothing from a dump is executed.
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from tests.zpasses.inspect.graphs import (
     dump_of,
     graph_of,
     node,
+    replace,
     small_dump,
     snapshot,
     two_gathers,
@@ -107,7 +107,6 @@ def test_diff_is_side_by_side_and_folds_unchanged_nodes(page):
 
 
 def retagged(graph, at):
-    from dataclasses import replace
 
     nodes = list(graph.nodes)
     nodes[at] = replace(nodes[at], tag=Tag("full", ("w",)))

@@ -2,8 +2,6 @@
 a table explains itself.
 """
 
-from dataclasses import replace
-
 import pytest
 
 from tests.zpasses.inspect.browsing import (
@@ -18,6 +16,7 @@ from tests.zpasses.inspect.graphs import (
     gather,
     graph_of,
     node,
+    replace,
     small_dump,
     snapshot,
     wait,

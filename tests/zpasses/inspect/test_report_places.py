@@ -1,7 +1,5 @@
 """Tests of the page: what it says where, at every width, and that its address keeps the view."""
 
-from dataclasses import replace
-
 import pytest
 
 from tests.cases import some_quick
@@ -17,6 +15,7 @@ from tests.zpasses.inspect.graphs import (
     gather,
     graph_of,
     node,
+    replace,
     small_dump,
     snapshot,
     two_gathers,
@@ -388,7 +387,7 @@ def test_names_in_memory_have_two_lines_at_most(at_width, width):
 @pytest.mark.parametrize("view", ["diff", "compare"])
 def test_a_narrow_page_has_both_sides_in_one_list(at_width, view):
     nodes = list(two_gathers().nodes)
-    nodes[5] = replace(nodes[5], args=(Ref(4), Ref(4)), inputs=(4,))
+    nodes[5] = replace(nodes[5], args=(Ref(4), Ref(4)))
     after = snapshot(*nodes[:-1], node(20, "extra"), nodes[-1])
     graph = graph_of("forward", (None, two_gathers()), ("p", after))
     shown = at_width(Inspection(dump_of(graph)), f"0/forward/1/{view}/", 390)

@@ -1,7 +1,5 @@
 """Tests of the inspector's pages and figures."""
 
-from dataclasses import replace
-
 import expecttest
 import pytest
 from hypothesis import given
@@ -13,6 +11,7 @@ from tests.zpasses.inspect.graphs import (
     gather,
     graph_of,
     node,
+    replace,
     small_dump,
     snapshot,
     two_gathers,
