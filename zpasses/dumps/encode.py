@@ -35,7 +35,7 @@ def snapshot_lines(
         for node in snapshot.nodes
         if (old := known.get(node.id)) is None or not (old is node or old == node)
     ]
-    sources: dict[Source | None, int] = {}
+    sources: dict[Source, int] = {}
     for node in written:
         if node.source is not None:
             sources.setdefault(node.source, len(sources))
@@ -50,9 +50,11 @@ def snapshot_lines(
             base=None if base is None else base.number,
             written=len(written),
             live_bytes=tuple(snapshot.live_bytes),
-            sources=tuple(each for each in sources if each is not None),
+            sources=tuple(sources),
             order=None if same else order,
         )
     )
     for node in written:
-        yield json_line(structs.replace(node, source=sources.get(node.source)))
+        if node.source is not None:
+            node = structs.replace(node, source=None, source_index=sources[node.source])
+        yield json_line(node)

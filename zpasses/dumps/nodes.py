@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr
@@ -63,14 +63,14 @@ class Repr(Record, frozen=True):
 class Items(Record, frozen=True):
     """An argument that is a dictionary or a slice. Its keys are texts."""
 
-    items: Mapping[str, Argument] = field(name="map")
+    items: Mapping[str, Any] = field(name="map")
+    """Key -> argument."""
 
 
-if TYPE_CHECKING:
-    Argument = bool | int | float | str | Ref | Repr | Items | tuple["Argument", ...] | None
-else:
-    Argument = Any  # files contain JSON here, of which `resolve` makes arguments
-"""Lists of the graph are tuples here."""
+Argument = Union[None, bool, int, float, str, Ref, Repr, Items, "tuple[Argument, ...]"]
+"""Lists of the graph are tuples here. Fields of arguments are declared as Any, because files have
+JSON there, of which `Node.resolve` makes arguments.
+"""
 
 
 def references(argument: Argument) -> Iterator[int]:
@@ -163,12 +163,6 @@ class Source(Record, frozen=True):
     """Path of the module: "layers.3.mlp"."""
 
 
-if TYPE_CHECKING:
-    Place = Source | None
-else:
-    Place = Count | None  # files contain an index into `SnapshotHeader.sources`
-
-
 class Buffer(Record, frozen=True):
     """A block of memory that a node allocates, according to `zpasses.cost.memory`. It is alive from
     node `first` to node `last`, both included.
@@ -235,8 +229,8 @@ class Node(Record, frozen=True, dict=True):
     """ "placeholder", "call_function", "get_attr", "call_method", "call_module" or "output"."""
     target: str
     """The op ("aten.mm.default"), or the name of an input, attribute or method."""
-    args: tuple[Argument, ...] = ()
-    kwargs: Mapping[str, Argument] = {}
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
     vals: tuple[Value, ...] = ()
     """All tensors and numbers that it produces."""
     params: tuple[str, ...] = ()
@@ -244,8 +238,10 @@ class Node(Record, frozen=True, dict=True):
     tag: Tag | None = None
     mark: RecomputeMark | None = None
     """The recompute policy. None leaves the choice to the partitioner."""
-    source: Place = None
+    source: Source | None = None
     """None if torch recorded no source location."""
+    source_index: Count | None = None
+    """Index in `SnapshotHeader.sources`, which stands for `source` in files; None elsewhere."""
     buffers: tuple[Buffer, ...] = ()
     """Memory that it allocates. Empty for views, and for memory that the caller holds."""
     cost_us: Micros = 0.0
@@ -271,12 +267,12 @@ class Node(Record, frozen=True, dict=True):
         if self.kwargs:
             kwargs = {key: _argument(item) for key, item in self.kwargs.items()}
             force_setattr(self, "kwargs", kwargs)
-        if isinstance(self.source, int):
-            if self.source >= len(sources):
-                raise ValueError(
-                    f"'source' is {self.source}; expected a number below {len(sources)}"
-                )
-            force_setattr(self, "source", sources[self.source])
+        if self.source_index is not None:
+            if self.source_index >= len(sources):
+                found = f"'source_index' is {self.source_index}"
+                raise ValueError(f"{found}; expected a number below {len(sources)}")
+            force_setattr(self, "source", sources[self.source_index])
+            force_setattr(self, "source_index", None)
 
     @property
     def nbytes(self) -> int:

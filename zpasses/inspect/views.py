@@ -35,6 +35,7 @@ class _NodeValues:
         if id(node) not in self._known:
             # The node is kept, so that its id() is not reused.
             values = {**to_json_value(node), "inputs": list(node.inputs)}
+            del values["source_index"]
             self._known[id(node)] = (node, values)
         return self._known[id(node)][1]
 

@@ -390,4 +390,4 @@ def test_ranks_that_disagree_have_no_line_that_raised(error, raised):
 
     with pytest.raises(error) as caught:
         raise error("wrong")
-    assert bool(writer._failure(caught.value, "somewhere")["raised"]) is raised
+    assert bool(writer._failure(caught.value, "somewhere").raised) is raised

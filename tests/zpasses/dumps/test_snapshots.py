@@ -173,7 +173,7 @@ def test_copy_engine_gathers_have_the_route_and_the_times_that_the_pass_compared
         (lambda rows: rows[0].update(order=[0, 0]), "each node exactly once"),
         (lambda rows: rows[1].update(id=-1), r"line 2: 'id': expected `int` >= 0"),
         (lambda rows: rows[1].update(id=rows[2]["id"]), "expected unique ids"),
-        (lambda rows: rows[1].update(source=5000), "a number below"),
+        (lambda rows: rows[1].update(source_index=5000), "a number below"),
         (lambda rows: rows[1].update(tag={"role": "full", "params": [1]}), r"'tag.params\[0\]'"),
         (lambda rows: rows[1].update(args=[{"node": 4711}]), "refers to node 4711"),
         (lambda rows: rows[1].update(args=[{"node": 1, "more": 2}]), "is invalid"),
