@@ -43,7 +43,7 @@ from tqdm import tqdm
 
 import zpasses
 import zpasses.inspect
-from zpasses.graph.nodes import collectives
+from zpasses.graph.queries import collectives
 from zpasses.pipeline.events import ObservedGraph, observe_graphs
 
 BYTES = 256

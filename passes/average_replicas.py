@@ -31,8 +31,9 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.memory import gloo_packs
-from zpasses.graph.nodes import (
+from zpasses.cost.memory.liveness import gloo_packs
+from zpasses.graph.dialect import AVERAGE_GRAD, group_size
+from zpasses.graph.queries import (
     Editor,
     calls,
     collective_of,
@@ -41,7 +42,6 @@ from zpasses.graph.nodes import (
     replace_node,
     value_of,
 )
-from zpasses.graph.ops import AVERAGE_GRAD, group_size
 from zpasses.graph.tags import REDUCE_ROLES, Tag, add_tag, tag_of
 from zpasses.pipeline.passes import Level, Pass
 

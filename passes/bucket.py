@@ -33,16 +33,16 @@ from typing import ClassVar, Literal
 
 from torch import fx
 
-from zpasses.cost.bucket_keys import bucket_key, compatibility_key, gloo_ranks
-from zpasses.cost.bucket_planner import BucketKey, Mode, PlannedBucket, plan_buckets
-from zpasses.cost.collective_moves import (
+from zpasses.cost.memory.collective_moves import (
     MemoryCurve,
     SchedulableCollective,
     movable_gathers,
     movable_reductions,
 )
-from zpasses.cost.memory import NOTABLE_BYTES
-from zpasses.cost.target import current_target
+from zpasses.cost.memory.liveness import NOTABLE_BYTES
+from zpasses.cost.plan.bucket_keys import bucket_key, compatibility_key, gloo_ranks
+from zpasses.cost.plan.bucket_planner import BucketKey, Mode, PlannedBucket, plan_buckets
+from zpasses.cost.time.target import current_target
 from zpasses.errors import OptionError
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.reduction_groups import replicate_groups
@@ -166,7 +166,7 @@ def _summary(
     buckets = [
         (mode, members)
         for mode, members in adopted
-        if (members[0].tag.role == "gather") == (what == "gathers")
+        if (members[0].is_gather) == (what == "gathers")
     ]
     modes = ", ".join(dict.fromkeys(mode for mode, _ in buckets)) or "none"
     merged = sum(len(members) for _, members in buckets)

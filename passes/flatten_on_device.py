@@ -39,7 +39,7 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost import device_memory
+from zpasses.cost.memory import device_memory
 from zpasses.errors import OptionError, PassError
 from zpasses.graph.tags import add_tag, tag_of
 from zpasses.passes.writers.flatten_patterns import find_flattenings

@@ -28,8 +28,8 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph.nodes import Editor, calls, nbytes, replace_node, value_of
-from zpasses.graph.ops import UNSHARD, group_size, rows_per_rank
+from zpasses.graph.dialect import UNSHARD, group_size, rows_per_rank
+from zpasses.graph.queries import Editor, calls, nbytes, replace_node, value_of
 from zpasses.graph.tags import Tag, add_tag, tag_of
 from zpasses.pipeline.passes import Level, Pass
 

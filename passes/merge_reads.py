@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from zpasses.graph.nodes import Editor, calls, nbytes, replace_node, value_of
-from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD
+from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD
+from zpasses.graph.queries import Editor, calls, nbytes, replace_node, value_of
 from zpasses.graph.tags import Tag, add_tag, tag_of
 from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass

@@ -29,7 +29,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from zpasses.cost.collective_moves import Launch, gather_launches, reduction_launches
+from zpasses.cost.memory.collective_moves import Launch, gather_launches, reduction_launches
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.pipeline.passes import Level, Pass
 

@@ -23,8 +23,8 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph.nodes import Editor, calls, nbytes, replace_node, value_of
-from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, group_size, rows_per_rank
+from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, group_size, rows_per_rank
+from zpasses.graph.queries import Editor, calls, nbytes, replace_node, value_of
 from zpasses.graph.tags import Reduction, Tag, add_tag, retag, tag_of
 from zpasses.pipeline.passes import Level, Pass
 

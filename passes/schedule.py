@@ -15,7 +15,7 @@ Before                                      After
 
 Contract: the order of all other nodes stays. Results stay equal bit for bit. The graph's peak
 memory stays within the budget, as modelled by `zpasses.cost.memory`. The plan is the fastest that
-`zpasses.cost.schedule_planner` finds for the target. By the model, it is never slower than the
+`zpasses.cost.plan.schedule_planner` finds for the target. By the model, it is never slower than the
 graph was, nor than `bucket` and `overlap` in the same memory. All ranks use the plan of the first
 rank, so the order of collectives is the same on all of them. With `reduction_group=own`, gradient
 reductions move to a second process group of the same ranks.
@@ -33,15 +33,15 @@ from typing import Any, ClassVar, Literal
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.bucket_keys import compatibility_key
-from zpasses.cost.collective_moves import MemoryCurve
-from zpasses.cost.memory import NOTABLE_BYTES
-from zpasses.cost.schedule_evaluation import Action, Evaluation, Plan, one_ahead_plan
-from zpasses.cost.schedule_planner import Planned, memory_limit, plan_schedule
-from zpasses.cost.schedule_problem import ScheduleProblem, problem_of
-from zpasses.cost.target import current_target
-from zpasses.graph.nodes import collective_of, is_dialect, is_wait
+from zpasses.cost.memory.collective_moves import MemoryCurve
+from zpasses.cost.memory.liveness import NOTABLE_BYTES
+from zpasses.cost.plan.bucket_keys import compatibility_key
+from zpasses.cost.plan.schedule_evaluation import Action, Evaluation, Plan, one_ahead_plan
+from zpasses.cost.plan.schedule_planner import Planned, memory_limit, plan_schedule
+from zpasses.cost.plan.schedule_problem import ScheduleProblem, problem_of
+from zpasses.cost.time.target import current_target
 from zpasses.graph.patterns import tag_foreign_gathers
+from zpasses.graph.queries import collective_of, is_dialect, is_wait
 from zpasses.graph.reduction_groups import regroup_reductions, replicate_groups
 from zpasses.option_values import MemoryBudget, parse_budget
 from zpasses.passes.writers.exact_plans import fastest_one_ahead
@@ -50,7 +50,7 @@ from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.ranks.agree import adopt
-from zpasses.ranks.reduction_groups import reduction_group
+from zpasses.ranks.new_groups import reduction_group
 
 _MIB = float(1 << 20)
 _log = logging.getLogger("zpasses")

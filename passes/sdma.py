@@ -32,13 +32,13 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.routes import route_figures
-from zpasses.cost.step_time import Timeline
-from zpasses.cost.target import Target, current_target
+from zpasses.cost.time.route_figures import route_figures
+from zpasses.cost.time.step_time import Timeline
+from zpasses.cost.time.target import Target, current_target
 from zpasses.errors import OptionError
-from zpasses.graph.nodes import Collective, collective_of, named_arguments, nbytes, value_of
 from zpasses.graph.patterns import tag_foreign_gathers
-from zpasses.graph.tags import Tag, add_tag, retag, tag_of
+from zpasses.graph.queries import Collective, collective_of, named_arguments, nbytes, value_of
+from zpasses.graph.tags import Tag, add_tag, params_of, retag, tag_of
 from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.ranks.agree import adopt
@@ -243,7 +243,7 @@ def _agree_on_decisions(decisions: list[Decision], options: str) -> list[Decisio
             (
                 str(decision.node.target),
                 [str(value.dtype) for value in _inputs(decision.node)],
-                _params(decision),
+                params_of(decision.node),
             )
             for decision in own
         ]
@@ -273,11 +273,6 @@ def _apply_vote(decision: Decision, all_would_replace: bool) -> Decision:
             reason=f"as in an earlier compile of these gathers; this compile: {decision}",
         )
     return decision
-
-
-def _params(decision: Decision) -> tuple[str, ...]:
-    tag = tag_of(decision.node)
-    return tag.params if tag is not None else ()
 
 
 # --- rewriting ------------------------------------------------------------------------------------

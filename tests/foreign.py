@@ -5,6 +5,8 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.nn.utils import parametrize
 
+from zpasses.testing import capture_graphs, fake_world
+
 
 class Gather(nn.Module):
     def __init__(self, group, dtype=None):
@@ -36,3 +38,13 @@ def simple_fsdp(mesh, dtype=None, activation=nn.ReLU):
 
 def already_sharded(model, mesh):
     """For `capture_graphs(shard=...)`: the model is already sharded."""
+
+
+def captured_ranks(pipeline, dtype=None):
+    """Returns the captured steps of a SimpleFSDP model on both of two ranks."""
+    captures = []
+    for rank in range(2):
+        with fake_world(2, rank) as mesh:
+            model, x = simple_fsdp(mesh, dtype), torch.ones(2, 6, dtype=dtype)
+            captures.append(capture_graphs(model, (x,), shard=already_sharded, pipeline=pipeline))
+    return captures

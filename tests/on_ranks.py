@@ -12,8 +12,8 @@ def on_ranks(ranks, **options):
     """Run the body of a test function on `ranks` ranks: `@on_ranks(2)`, or with other options of
     `run_on_ranks`, `@on_ranks(2, timeout_s=600)`.
 
-    pytest's process makes the parameters and fixtures, and pickles them. What belongs to one
-    process, such as `monkeypatch`, a body makes for itself.
+    The test gets the mark `processes`. pytest's process makes the parameters and fixtures, and
+    pickles them. What belongs to one process, such as `monkeypatch`, a body makes for itself.
     """
 
     def decorate(body):
@@ -21,7 +21,7 @@ def on_ranks(ranks, **options):
         def test(**values):
             run_on_ranks(_body, test, values, ranks=ranks, **options)
 
-        return test
+        return pytest.mark.processes(test)
 
     return decorate
 

@@ -1,7 +1,7 @@
 """Writes graphs in the dump format and reads them back: the result must be equal."""
 
-from zpasses.cost.memory import liveness
-from zpasses.cost.target import TARGETS
+from zpasses.cost.memory.liveness import liveness
+from zpasses.cost.time.target import TARGETS
 from zpasses.dumps.describe import Describer
 from zpasses.dumps.encode import snapshot_lines
 from zpasses.dumps.format import StepEvent

@@ -4,7 +4,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zpasses.graph.nodes import Editor
+from zpasses.graph.queries import Editor
 from zpasses.graph.verifier.order import find_races, own_stream
 from zpasses.testing.stream_graphs import record_streams
 

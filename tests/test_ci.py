@@ -26,12 +26,9 @@ def machine(tmp_path):
             path = programs / name.replace("_", "-")
             path.write_text(f"#!{BASH}\n{text}\n")
             path.chmod(0o755)
+        environment = {"PATH": str(programs)}
         done = subprocess.run(
-            [BASH, INSTALL],
-            env={"PATH": str(programs)},
-            capture_output=True,
-            text=True,
-            check=False,
+            [BASH, INSTALL], env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
         calls = programs / "calls"
@@ -87,7 +84,4 @@ def test_skipped_tests_are_counted_by_reason():
     terminal = SimpleNamespace(stats={"skipped": skipped}, write_line=lines.append)
     conftest.pytest_terminal_summary(terminal)
     assert lines == ["skipped 2: needs Chromium", "skipped 1: needs a GPU"]
-
-
-def test_a_run_without_skips_has_no_line_for_them():
     conftest.pytest_terminal_summary(SimpleNamespace(stats={}))

@@ -6,6 +6,7 @@ resolved, and of other commands only `--help` is run, which must know the docume
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -141,11 +142,8 @@ def _run_snippets_with_trainers(name, snippets, folder):
 def _run_snippets(name, snippets):
     compile_ = torch.compile
     namespace = {"__name__": "snippets"}
-    with mock.patch.object(
-        torch,
-        "compile",
-        lambda *args, **kwargs: _without_code_generation(compile_, *args, **kwargs),
-    ):
+    replaced = functools.partial(_without_code_generation, compile_)
+    with mock.patch.object(torch, "compile", replaced):
         for snippet in snippets:
             exec(compile(snippet, name, "exec"), namespace)
 
@@ -165,12 +163,8 @@ def _run_snippets(name, snippets):
 )
 def test_snippets_run_on_two_ranks(page, tmp_path):
     snippets = blocks(page, "python")
-    if page == README:
-        snippets = [
-            README_SETUP,
-            *snippets[1:],
-            README_CHECK,
-        ]  # the quickstart has a test of its own
+    if page == README:  # the quickstart has a test of its own
+        snippets = [README_SETUP, *snippets[1:], README_CHECK]
     snippets = _at_their_lines(page, snippets)
     if page.name == "trainers.md":
         for package in ("accelerate", "lightning", "peft", "transformers"):
@@ -248,6 +242,10 @@ def test_documented_commands_exist(command, pytestconfig):
         for word in words:
             option = word.startswith("--") and word[2:].replace("-", "_")
             assert option in vars(pytestconfig.option) if option else (ROOT / word).exists(), word
+    elif program == "nox":
+        drawn = (ROOT / "noxfile.py").read_text()
+        for word in words:
+            assert word in ("-p", "-t") or f'"{word.removeprefix("torch-")}"' in drawn, word
     elif program == "zpasses":
         _check_zpasses(words)
     else:
@@ -322,16 +320,6 @@ def test_links_lead_to_pages_and_their_headings(page):
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_names_in_code_spans_resolve(page):
-    for name in {
-        name
-        for text in texts_of_code(page)
-        for name in re.findall(r"(?<![\w./])zpasses(?:\.[A-Za-z_]\w*)+", text)
-    }:
-        assert _resolves(name), name
-
-
 def _resolves(name):
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
@@ -344,7 +332,10 @@ def _resolves(name):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_in_code_spans_exist(page):
+def test_names_files_and_options_in_code_exist(page):
+    for text in texts_of_code(page):
+        for name in re.findall(r"(?<![\w./])zpasses(?:\.[A-Za-z_]\w*)+", text):
+            assert _resolves(name), name
     known = {
         path.name
         for folder in ("zpasses", "passes", "tools", "tests", "examples", "docs")
@@ -359,6 +350,8 @@ def test_files_in_code_spans_exist(page):
             assert (ROOT / span).exists(), span
         elif re.fullmatch(r"[\w/]+\.py", span) and "/" not in span:
             assert span in known | READERS_FILES, span
+        elif re.fullmatch(r"[a-z-]+\{[^.{}]*(\.\d[^.{}]*)*\}", span):
+            Pipeline.parse(span)
 
 
 def test_environment_variables_are_read_somewhere():
@@ -370,13 +363,6 @@ def test_environment_variables_are_read_somewhere():
     for page in PAGES:
         for variable in re.findall(r"\bZPASSES_[A-Z_]+", page.read_text()):
             assert variable in source, f"{name_of(page)}: {variable}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_passes_in_code_spans_have_these_options(page):
-    for span in code_spans(page):
-        if re.fullmatch(r"[a-z-]+\{[^.{}]*(\.\d[^.{}]*)*\}", span):
-            Pipeline.parse(span)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -403,17 +389,13 @@ def test_every_pass_has_a_section():
             assert f"<!-- generated: pass {name} -->" in text
 
 
-@pytest.mark.parametrize(
-    ("page", "function"),
-    [
+def test_every_argument_is_documented():
+    for page, function in (
         ("sharding.md", zpasses.shard),
         ("accumulation.md", zpasses.coalesce_grad_reduction),
         ("copy-engines.md", zpasses.sdma.init),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_every_argument_is_documented(page, function):
-    text = (DOCS / page).read_text()
-    for argument in inspect.signature(function).parameters:
-        if argument != "model" or "| `model` |" in text:
-            assert re.search(rf"[|(,] ?`?{argument}\b", text), argument
+    ):
+        text = (DOCS / page).read_text()
+        for argument in inspect.signature(function).parameters:
+            if argument != "model" or "| `model` |" in text:
+                assert re.search(rf"[|(,] ?`?{argument}\b", text), argument

@@ -35,10 +35,10 @@ def package(tmp_path_factory):
     return folder, installed
 
 
-def run_tests(package, *options):
+def run_tests(package):
     """Runs pytest in the package. Returns the outcomes of its tests and what it printed."""
     folder, installed = package
-    words = ["-m", "pytest", "-p", "no:cacheprovider", "-v", "--color=no", *options]
+    words = ["-m", "pytest", "-p", "no:cacheprovider", "-v", "--color=no"]
     (done,) = run_program(
         *words, cwd=folder, variables={"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
     )
@@ -46,22 +46,14 @@ def run_tests(package, *options):
     return dict(found), done.stdout
 
 
-TESTS = {
+TESTS = (
     "test_listing",
     "test_step_keeps_its_bits[1]",
     "test_step_keeps_its_bits[3]",
     "test_drawn_graphs_keep_their_bits",
     "test_gradients_on_real_ranks",
-}
-
-
-def names_without(words):
-    return {name for name in TESTS if not any(word in name for word in words.split())}
-
-
-def selected(left_out):
-    """pytest's options that leave out tests with these words in their names."""
-    return ["-k", " and ".join(f"not {word}" for word in left_out.split())] if left_out else []
+)
+slow = pytest.mark.slow(quick="test_the_worked_pass_runs_and_prints_what_the_page_shows")
 
 
 def test_the_page_shows_all_files():
@@ -69,37 +61,16 @@ def test_the_page_shows_all_files():
     assert {line.split()[0] for line in tree[1].splitlines()} == set(files_of_the_page())
 
 
-@pytest.mark.parametrize(
-    "left_out",
-    [
-        pytest.param(
-            "real_ranks",
-            id="simulated",
-            marks=pytest.mark.slow(
-                quick="test_the_worked_pass_runs_and_prints_what_the_page_shows"
-            ),
-        ),
-        # The package's session imports torch once more, for its pool of ranks.
-        pytest.param("", id="all", marks=pytest.mark.slow(quick="simulated")),
-    ],
-)
+@slow
 @pytest.mark.processes
-def test_the_tests_of_the_package_pass(package, left_out):
-    outcomes, shown = run_tests(package, *selected(left_out))
-    assert outcomes == dict.fromkeys(names_without(left_out), "PASSED"), shown
+def test_the_tests_of_the_package_pass(package):
+    outcomes, shown = run_tests(package)
+    assert outcomes == dict.fromkeys(TESTS, "PASSED"), shown
 
 
-@pytest.mark.parametrize(
-    "left_out",
-    [
-        pytest.param("real_ranks drawn 3", id="simulated"),
-        # Hypothesis looks for the smallest failing example.
-        pytest.param("", id="all", marks=pytest.mark.slow(quick="simulated")),
-    ],
-)
+@slow
 @pytest.mark.processes
-@pytest.mark.slow(quick="test_the_worked_pass_runs_and_prints_what_the_page_shows")
-def test_the_tests_of_a_broken_pass_fail(package, left_out):
+def test_the_tests_of_a_broken_pass_fail(package):
     """The pass doubles gradients, which no static check finds."""
     _, installed = package
     path = installed / "precise_grads" / "__init__.py"
@@ -115,8 +86,8 @@ def test_the_tests_of_a_broken_pass_fail(package, left_out):
     assert broken.count("Editor") == 2
     path.write_text(broken)
     try:
-        outcomes, shown = run_tests(package, *selected(left_out))
+        outcomes, shown = run_tests(package)
     finally:
         path.write_text(right)
-    assert outcomes == dict.fromkeys(names_without(left_out), "FAILED"), shown
+    assert outcomes == dict.fromkeys(TESTS, "FAILED"), shown
     assert "pytest tests/test_passes.py::test_listing --update-listings" in shown

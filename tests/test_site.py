@@ -138,19 +138,10 @@ def test_sections_of_docstrings_are_rendered(site):
 
 @pytest.mark.skipif(find_browser() is None, reason="needs Chromium (Debian: apt install chromium)")
 def test_search_works_without_a_server(site, tmp_path):
-    command = [
-        find_browser(),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--disable-background-networking",
-        "--no-first-run",
-        f"--user-data-dir={tmp_path / 'browser'}",
-        "--virtual-time-budget=20000",
-        "--dump-dom",
-        f"{(site / 'index.html').as_uri()}?q=coalesce_grad_reduction",
-    ]
+    flags = "headless no-sandbox disable-gpu disable-dev-shm-usage disable-background-networking"
+    flags += f" no-first-run virtual-time-budget=20000 dump-dom user-data-dir={tmp_path}/browser"
+    page = f"{(site / 'index.html').as_uri()}?q=coalesce_grad_reduction"
+    command = [find_browser(), *(f"--{each}" for each in flags.split()), page]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert "accumulation.html" in "".join(
         re.findall(r'class="md-search-result__link".*', done.stdout)

@@ -32,20 +32,32 @@ import torch
 import torch.distributed as dist
 
 from zpasses import compat, sdma
-from zpasses.cost.routes import FORMAT, machine_key
+from zpasses.cost.time.route_figures import FORMAT, machine_key
 from zpasses.dumps.errors import DumpError
+from zpasses.errors import OptionError
 from zpasses.sdma.lifecycle import available_routes
 from zpasses.sdma.mori_route import installed_version
 from zpasses.sdma.platform import platform_of
 from zpasses.sdma.routes import Route
-from zpasses.tools.calibrate_trace import target_from_run
+from zpasses.tools.calibrate_trace import fit_line, target_from_run
+from zpasses.tools.config_options import add_options, config_of
 
 __all__ = ["Sample", "fit", "main", "measure", "write"]
 
 SMALLEST = 64 << 10
 """Bytes of the smallest full tensor."""
-LARGEST = 1 << 30
-"""Bytes of the largest full tensor."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the command measures."""
+
+    largest_mib: int = 1024
+    """Largest full tensor, in MiB; the smallest has 64 KiB."""
+    repeat: int = 10
+    """Number of runs, of which the median counts."""
+    matrix: int = 4096
+    """Rows and columns of the matrices that are multiplied in parallel."""
 
 
 @dataclass(frozen=True)
@@ -96,25 +108,16 @@ def fit(samples: Sequence[Sample]) -> dict[str, float]:
     Raises:
         ValueError: for samples of fewer than two sizes.
     """
-    if len({sample.full_bytes for sample in samples}) < 2:
-        raise ValueError(
-            f"fit: got samples of {len({sample.full_bytes for sample in samples})} size; expected "
-            "at least two."
-        )
-    rows = torch.tensor([[1.0, sample.moved_bytes] for sample in samples], dtype=torch.float64)
-    times = torch.tensor([sample.gather_us for sample in samples], dtype=torch.float64)
-    scale = torch.tensor([1.0, float(rows[:, 1].max())], dtype=torch.float64)
-    solution = (
-        torch.linalg.lstsq(rows / scale / times[:, None], torch.ones_like(times)[:, None]).solution[
-            :, 0
-        ]
-        / scale
+    sizes = len({sample.full_bytes for sample in samples})
+    if sizes < 2:
+        raise ValueError(f"fit: got samples of {sizes} size; expected at least two.")
+    latency, us_per_byte = fit_line(
+        [sample.moved_bytes for sample in samples], [sample.gather_us for sample in samples]
     )
-    latency, us_per_byte = max(float(solution[0]), 0.0), max(float(solution[1]), 1e-12)
     large = sorted(samples, key=lambda sample: sample.full_bytes)[-3:]
     return {
-        "latency_us": round(latency, 3),
-        "gb_s": round(1e-3 / us_per_byte, 4),
+        "latency_us": round(max(latency, 0.0), 3),
+        "gb_s": round(1e-3 / max(us_per_byte, 1e-12), 4),
         "compute_slowdown": round(statistics.median(sample.slowdown for sample in large), 4),
         "collective_slowdown": round(
             statistics.median(sample.collective_slowdown for sample in large), 4
@@ -285,21 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=Path("calibration.json"),
         help="file to write; an existing file keeps its other machines",
     )
-    parser.add_argument(
-        "--largest-mib",
-        type=int,
-        default=LARGEST >> 20,
-        help="largest full tensor, in MiB; the smallest has 64 KiB",
-    )
-    parser.add_argument(
-        "--repeat", type=int, default=10, help="number of runs, of which the median counts"
-    )
-    parser.add_argument(
-        "--matrix",
-        type=int,
-        default=4096,
-        help="rows and columns of the matrices that are multiplied in parallel",
-    )
+    add_options(parser, Settings)
     parser.add_argument(
         "--measured",
         type=Path,
@@ -324,8 +313,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.trace:
         parser.error("--trace needs --measured DIR, the dump of the run")
-    if options.largest_mib < 1 or options.repeat < 1 or options.matrix < 1:
-        parser.error("--largest-mib, --repeat and --matrix must be at least 1")
+    try:
+        settings = config_of(Settings, vars(options))
+    except OptionError as error:
+        parser.error(str(error))
     if "RANK" not in os.environ:
         parser.error(
             "start the command on all devices of a node: torchrun --nproc-per-node 8 -m "
@@ -340,10 +331,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sizes = [
             SMALLEST << shift
             for shift in range(0, 32, 2)
-            if SMALLEST << shift <= options.largest_mib << 20
+            if SMALLEST << shift <= settings.largest_mib << 20
         ]
         samples = measure(
-            compat.group_name(dist.group.WORLD), device, sizes, options.repeat, options.matrix
+            compat.group_name(dist.group.WORLD), device, sizes, settings.repeat, settings.matrix
         )
         if dist.get_rank() == 0:
             platform = platform_of(device.type)

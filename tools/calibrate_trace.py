@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zpasses.cost.target import TARGETS, Target
+import numpy as np
+
+from zpasses.cost.time.target import TARGETS, Target
 from zpasses.dumps.format import Node, Snapshot
 from zpasses.inspect import Limits
 from zpasses.inspect import open as open_dump
@@ -23,7 +25,14 @@ from zpasses.inspect.measured import Measured
 
 log = logging.getLogger(__name__)
 
-__all__ = ["TraceCollective", "TraceFigures", "fit_target", "read_figures", "target_from_run"]
+__all__ = [
+    "TraceCollective",
+    "TraceFigures",
+    "fit_line",
+    "fit_target",
+    "read_figures",
+    "target_from_run",
+]
 
 _LEAST_HOP_US = 0.001
 """A target's times must be positive."""
@@ -167,13 +176,22 @@ def fit_target(base: Target, figures: TraceFigures) -> Target:
     return replace(base, **rounded)
 
 
+def fit_line(
+    moved_bytes: Sequence[float], times_us: Sequence[float], hops_us: Sequence[float] | float = 0.0
+) -> tuple[float, float]:
+    """The latency and the time per byte that minimise the relative errors of times.
+
+    Args:
+        hops_us: the part of each time that neither explains.
+    """
+    times = np.asarray(times_us, dtype=np.float64)
+    slope, latency = np.polyfit(np.asarray(moved_bytes), times - hops_us, 1, w=1 / times)
+    return float(latency), float(slope)
+
+
 def _line(collectives: Sequence[TraceCollective], hop_us: float) -> tuple[float, float]:
-    """Latency and time per byte that minimise the relative errors, beside hops of a given time."""
-    one = xs = ys = xx = xy = 0.0
-    for each in collectives:
-        weight = 1 / each.time_us**2
-        x, y = each.moved_bytes, each.time_us - each.rounds * hop_us
-        one, xs, ys = one + weight, xs + weight * x, ys + weight * y
-        xx, xy = xx + weight * x * x, xy + weight * x * y
-    slope = (one * xy - xs * ys) / (one * xx - xs * xs)
-    return (ys - slope * xs) / one, slope
+    return fit_line(
+        [each.moved_bytes for each in collectives],
+        [each.time_us for each in collectives],
+        [each.rounds * hop_us for each in collectives],
+    )

@@ -42,7 +42,6 @@ def run_limited(
     log: Path,
     timeout_s: float,
     finished: Callable[[], bool] | None = None,
-    folder: Path | None = None,
 ) -> tuple[str | None, str]:
     """Run a program until it ends, its time is over, or it has done what is wanted.
 
@@ -52,7 +51,6 @@ def run_limited(
         log: file for its output.
         timeout_s: seconds after which it is killed.
         finished: whether it has done what is wanted; it is killed then.
-        folder: where it runs; None for the current folder.
 
     Returns:
         What went wrong (None if nothing), and the last lines of the output.
@@ -65,7 +63,6 @@ def run_limited(
             process = subprocess.Popen(
                 list(command),
                 env=dict(environment),
-                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zpasses.checkpoint.safetensors_reader import load_safetensors
     from zpasses.checkpoint.safetensors_writer import save_safetensors
     from zpasses.checkpoint.training_state import load_training_state, training_state
-    from zpasses.cost.target import Target
+    from zpasses.cost.time.target import Target
     from zpasses.errors import (
         AgreementError,
         MemoryBudgetError,
@@ -78,7 +78,7 @@ _HOMES = {
     "PassRecord": "zpasses.pipeline",
     "Pipeline": "zpasses.pipeline",
     "ShardingError": "zpasses.errors",
-    "Target": "zpasses.cost.target",
+    "Target": "zpasses.cost.time.target",
     "ZpassesError": "zpasses.errors",
     "clip_grad_norm_": "zpasses.sharding.clipping",
     "coalesce_grad_reduction": "zpasses.accumulation",
@@ -127,4 +127,4 @@ _MODULES = (
 
 if "torch" in sys.modules:
     # Code from a warm compile cache may call the dialect's ops, so register them now.
-    importlib.import_module("zpasses.graph.ops")
+    importlib.import_module("zpasses.graph.dialect")

@@ -30,8 +30,6 @@ from zpasses.runtime.windows import (
 )
 from zpasses.sharding.module import sharded_parameters
 
-__all__ = ["GradientWindow", "coalesce_grad_reduction"]
-
 log = logging.getLogger("zpasses")
 
 

@@ -6,8 +6,6 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-__all__ = ["PausedCollection", "no_garbage_collection"]
-
 
 class PausedCollection:
     """A time without cyclic garbage collection."""

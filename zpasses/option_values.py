@@ -18,8 +18,6 @@ import torch
 
 from zpasses.errors import OptionError, suggestion
 
-__all__ = ["build_dataclass", "field_types", "format_value", "parse_budget", "parse_value"]
-
 T = typing.TypeVar("T")
 
 

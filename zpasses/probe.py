@@ -16,20 +16,6 @@ from typing import Any, TypeVar
 
 from zpasses.errors import OptionError
 
-__all__ = [
-    "ENVIRONMENT_VARIABLE",
-    "BisectTrial",
-    "MeasureRequest",
-    "Request",
-    "TuningRequest",
-    "all_reported",
-    "is_probed",
-    "read_reports",
-    "requested",
-    "write_report",
-    "write_request",
-]
-
 ENVIRONMENT_VARIABLE = "ZPASSES_PROBE"
 
 

@@ -23,14 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
-from zpasses.cost.routes import route_figures
-from zpasses.cost.step_time import StepTime, step_time
-from zpasses.cost.target import Target, use_target
+from zpasses.cost.time.route_figures import route_figures
+from zpasses.cost.time.step_time import StepTime, step_time
+from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO3_SDMA
 from zpasses.pipeline.events import ObservedGraph, observe_graphs
 from zpasses.testing import copy_graph, fake_world
-from zpasses.testing.capture import capture_step
+from zpasses.testing.step_graphs import capture_step
 
 SHARES = (1.0, 0.5, 0.25)
 """Fractions of the data sheet's peak operations per second. The fraction that matrix products reach
@@ -95,7 +95,7 @@ def describe(what: str, each: StepTime) -> str:
             each.compute_us,
             each.slowed_us,
             each.waited_us,
-            each.ring_collective_us,
+            each.collective_us,
         )
     )
     parts = f"kernels {kernels:.1f}, slowed by {slowed:.1f}, waiting {waiting:.1f}"

@@ -13,11 +13,11 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.bucket_keys import row_shape
-from zpasses.cost.bucket_planner import Mode
-from zpasses.cost.collective_moves import SchedulableCollective
-from zpasses.graph.nodes import Editor, collective_of, is_wait, nbytes, value_of
-from zpasses.graph.ops import group_size
+from zpasses.cost.memory.collective_moves import SchedulableCollective
+from zpasses.cost.plan.bucket_keys import row_shape
+from zpasses.cost.plan.bucket_planner import Mode
+from zpasses.graph.dialect import group_size
+from zpasses.graph.queries import Editor, collective_of, is_wait, nbytes, value_of
 from zpasses.graph.tags import Role, Tag, add_tag, retag, tag_of
 
 __all__ = ["LaunchNodes", "merge_collectives"]
@@ -60,7 +60,7 @@ def merge_collectives(
         origin: name of the pass, for tags.
     """
     writer = _BucketWriter(graph, items, number, origin)
-    _WRITERS[items[0].tag.role == "gather", mode](writer)
+    _WRITERS[items[0].is_gather, mode](writer)
     made = writer.made
     split = next((at for at, node in enumerate(made) if is_wait(node)), len(made))
     waits = made[split:] or [item.wait for item in items]
@@ -281,7 +281,7 @@ class _BucketWriter:
         after = self.items[0].wait
         for at, item in enumerate(self.items):
             part = edit.call(operator.getitem, started, at)
-            role: Role = "gathered" if item.tag.role == "gather" else "reduced"
+            role: Role = "gathered" if item.is_gather else "reduced"
             add_tag(part, Tag(role, item.tag.params, 0, self._number, self._origin))
             item.wait.replace_input_with(item.started, part)
             if tag_of(item.wait) is not None:

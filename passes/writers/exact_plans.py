@@ -12,13 +12,13 @@ from typing import Literal
 
 from torch import fx
 
-from zpasses.cost.bucket_keys import bucket_key
-from zpasses.cost.bucket_planner import BucketKey, plan_buckets
-from zpasses.cost.collective_moves import MemoryCurve, SchedulableCollective
-from zpasses.cost.schedule_evaluation import Action, Evaluation, Plan
-from zpasses.cost.schedule_problem import ScheduleProblem
-from zpasses.cost.target import Target
-from zpasses.graph.nodes import collective_of, is_wait
+from zpasses.cost.memory.collective_moves import MemoryCurve, SchedulableCollective
+from zpasses.cost.plan.bucket_keys import bucket_key
+from zpasses.cost.plan.bucket_planner import BucketKey, plan_buckets
+from zpasses.cost.plan.schedule_evaluation import Action, Evaluation, Plan
+from zpasses.cost.plan.schedule_problem import ScheduleProblem
+from zpasses.cost.time.target import Target
+from zpasses.graph.queries import collective_of, is_wait
 from zpasses.graph.tags import is_resident
 from zpasses.option_values import MemoryBudget
 from zpasses.passes.overlap import overlap_launches

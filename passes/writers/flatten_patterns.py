@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zpasses.graph.nodes import value_of
+from zpasses.graph.queries import value_of
 from zpasses.graph.tags import tag_of
 
 __all__ = ["Flattening", "Piece", "device_source", "find_flattenings", "is_view_op"]

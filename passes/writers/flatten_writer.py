@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph.nodes import Editor, erase_dead, nbytes, replace_node, value_of
-from zpasses.graph.ops import group_size
+from zpasses.graph.dialect import group_size
+from zpasses.graph.queries import Editor, erase_dead, nbytes, replace_node, value_of
 from zpasses.graph.tags import Tag, add_tag
 from zpasses.passes.writers.flatten_patterns import Flattening, Piece, device_source, is_view_op
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from torch import fx
 
-from zpasses.cost.collective_moves import MemoryCurve, SchedulableCollective
-from zpasses.cost.schedule_evaluation import Action, Evaluation, Plan
-from zpasses.cost.schedule_problem import ScheduleProblem
-from zpasses.cost.step_time import Timeline
-from zpasses.cost.target import Target
+from zpasses.cost.memory.collective_moves import MemoryCurve, SchedulableCollective
+from zpasses.cost.plan.schedule_evaluation import Action, Evaluation, Plan
+from zpasses.cost.plan.schedule_problem import ScheduleProblem
+from zpasses.cost.time.step_time import Timeline
+from zpasses.cost.time.target import Target
 from zpasses.passes.writers.bucket_writer import LaunchNodes, merge_collectives
 
 __all__ = ["copied", "exact_cost", "merged_launches", "place_launches", "write_plan"]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fake_mori import installed
 from tests.programs import run_program
 from zpasses.testing import run_on_ranks
-from zpasses.testing.fake_mori import installed
 
 FOLDER = Path(__file__).parents[2] / "examples" / "sdma_mi300"
 

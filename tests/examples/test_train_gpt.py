@@ -54,17 +54,9 @@ def train(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("stage", "forked"),
-    [
-        pytest.param(1, True, marks=pytest.mark.slow(quick="stage 3")),
-        pytest.param(2, True, marks=pytest.mark.slow(quick="stage 3")),
-        (3, True),
-        pytest.param(3, False, marks=pytest.mark.slow(quick="stage 3 in forks")),
-    ],
-)
-def test_sharded_training_equals_unsharded(tmp_path: Path, stage: int, forked: bool) -> None:
-    options = ("--zero-stage", stage, "--steps", 4)
+@forked_or_started
+def test_sharded_training_equals_unsharded(tmp_path: Path, forked: bool) -> None:
+    options = ("--zero-stage", 3, "--steps", 4)
     done, result = train(tmp_path / "out.json", *options, forked=forked)
     assert done.returncode == 0, done.stdout + done.stderr
     assert result["largest_difference"] <= 1e-5
@@ -78,14 +70,7 @@ def test_sharded_training_equals_unsharded(tmp_path: Path, stage: int, forked: b
 def test_report_is_complete_and_counts_what_ran(tmp_path: Path) -> None:
     dump = tmp_path / "dump"
     done, result = train(
-        tmp_path / "out.json",
-        "--no-compare",
-        "--steps",
-        3,
-        "--dump",
-        dump,
-        "--pipeline",
-        PIPELINE,
+        tmp_path / "out.json", "--no-compare", "--steps", 3, "--dump", dump, "--pipeline", PIPELINE
     )
     assert done.returncode == 0, done.stdout
     check_dump(dump, done.stdout)
@@ -95,20 +80,15 @@ def test_report_is_complete_and_counts_what_ran(tmp_path: Path) -> None:
     assert len(result["usage"]) == 2
     parameters = 256 * 32 * 2 + 16 * 32 + 12 * 32 * 32 + 3 * 32
     for usage in result["usage"]:
-        assert usage["resting_bytes"] == pytest.approx(
-            3 * 4 * parameters / 2, rel=0.01
-        )  # shards and two AdamW moments
+        # shards and two AdamW moments
+        assert usage["resting_bytes"] == pytest.approx(3 * 4 * parameters / 2, rel=0.01)
         assert usage["peak_bytes"] > 0
         planned = sum(each["calls"] for each in result["collectives"])
         assert sum(usage["counted"].values()) == planned + 1  # and the norm of the gradient
-    gathered = sum(
-        each["calls"] * each["nbytes"]
-        for each in result["collectives"]
-        if "all_gather" in each["op"]
-    )
-    assert (
-        parameters * 4 / 2 <= gathered <= 2 * parameters * 4 / 2
-    )  # in forward, and most again in backward
+    gathers = [each for each in result["collectives"] if "all_gather" in each["op"]]
+    gathered = sum(each["calls"] * each["nbytes"] for each in gathers)
+    # in forward, and most again in backward
+    assert parameters * 4 / 2 <= gathered <= 2 * parameters * 4 / 2
     for heading in ("tokens/s", "peak of a step", "all_gather_into_tensor", "together"):
         assert heading in done.stdout
 
@@ -203,56 +183,43 @@ def test_failing_rank_ends_the_run(tmp_path: Path) -> None:
     assert "rank 1 failed first, with exit status 1; the others were stopped." in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--width", 30, "--heads", 4],
-            "--width 30 is not divisible by --heads 4; use --width 28 or 32.",
-        ),
-        (["--steps", 0], "--steps 0; expected 1 or more."),
-        (["--lr", "nan"], "--lr nan; expected a number above 0."),
-        (
-            ["--ranks", 8, "--batch", 4],
-            "--batch 4 is not divisible by the number of ranks, 8; use --batch 8.",
-        ),
-        (["--text", "missing.txt"], "--text missing.txt: there is no such file."),
-        (
-            ["--seq", 10_000_000],
-            "--seq 10000000 needs 10000001 or more. Use a longer text or a smaller --seq.",
-        ),
-        (["--json", "missing/out.json"], "there is no folder missing to write it to."),
-        (["--zero-stage", 4], "invalid choice: 4"),
-    ],
-)
+REFUSED: list[tuple[list[object], str]] = [
+    (
+        ["--width", 30, "--heads", 4],
+        "--width 30 is not divisible by --heads 4; use --width 28 or 32.",
+    ),
+    (["--steps", 0], "--steps 0; expected 1 or more."),
+    (["--lr", "nan"], "--lr nan; expected a number above 0."),
+    (
+        ["--ranks", 8, "--batch", 4],
+        "--batch 4 is not divisible by the number of ranks, 8; use --batch 8.",
+    ),
+    (["--text", "missing.txt"], "--text missing.txt: there is no such file."),
+    (
+        ["--seq", 10_000_000],
+        "--seq 10000000 needs 10000001 or more. Use a longer text or a smaller --seq.",
+    ),
+    (["--json", "missing/out.json"], "there is no folder missing to write it to."),
+    (["--zero-stage", 4], "invalid choice: 4"),
+]
+
+
 def test_bad_options_are_refused_before_any_process_starts(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[object],
-    message: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
     import train_gpt
 
     monkeypatch.setattr(train_gpt, "launch", lambda args: pytest.fail("started processes"))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *map(str, options)])
-    with pytest.raises(SystemExit) as stop:
-        train_gpt.main()
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_ranks_and_torchrun_must_agree(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
-    import train_gpt
-
+    for options, message in REFUSED:
+        monkeypatch.setattr(sys, "argv", ["train_gpt.py", *map(str, options)])
+        with pytest.raises(SystemExit) as stop:
+            train_gpt.main()
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(SystemExit):
         train_gpt.parse_args(["--ranks", "2"])
-    assert (
-        "--ranks 2, but torchrun started 4; leave --ranks out under torchrun."
-        in capsys.readouterr().err
-    )
+    said = "--ranks 2, but torchrun started 4; leave --ranks out under torchrun."
+    assert said in capsys.readouterr().err

@@ -1,15 +1,16 @@
 """Unmodified Hugging Face models train on two ranks as they do unsharded."""
 
 import copy
-import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import zpasses
 from tests.on_ranks import on_ranks
-from zpasses.testing import run_on_ranks, world_mesh
+from zpasses.pipeline.events import observe_graphs
+from zpasses.testing import world_mesh
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.processes
@@ -135,46 +136,42 @@ def _compare_gradients(model, plain):
         )
 
 
+def _compiled(model):
+    options = {"zero_stage": 3, "codegen": "eager"}
+    return torch.compile(model, backend="zpasses", options=options)
+
+
 @pytest.mark.slow(quick="test_eager_training_equals_the_unsharded_one")
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [*itertools.product(("llama", "mixtral"), (2, 3)), *(("gpt2", stage) for stage in (1, 2, 3))],
-)
 @on_ranks(2)
-def test_training_equals_the_unsharded_one(name, stage):
-    plain = _build(name)
+def test_llama_is_captured_as_one_graph_and_compiled_once():
+    plain = _build("llama")
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
-    _train(
-        plain,
-        torch.compile(model, backend="zpasses", options={"zero_stage": stage, "codegen": "eager"}),
-        model,
-    )
+    kinds = []
+    with observe_graphs(lambda logged: kinds.append(logged.kind)):
+        _train(plain, _compiled(model), model)
+    assert kinds == ["captured", "joint", "forward", "backward"]
 
 
 @pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
-def test_eager_training_equals_the_unsharded_one(name):
+def test_eager_training_equals_the_unsharded_one(name, tmp_path):
+    """Before it, the model generates the same text, and transformers saves and loads its state."""
     plain = _build(name)
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    prompt = _tokens(0, 0)[:, :4]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    for each in (plain, model):
+        each.eval()
+    assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        plain.save_pretrained(tmp_path, state_dict=state)
+    dist.barrier()
+    loaded = type(plain).from_pretrained(tmp_path)
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+    for each in (plain, model):
+        each.train()
     _train(plain, model, model, steps=2)
-
-
-def _captured_graphs():
-    from zpasses.pipeline.events import observe_graphs
-
-    model, kinds = zpasses.shard(_build("llama"), mesh=world_mesh()), []
-    run = torch.compile(
-        model, backend="zpasses", options={"zero_stage": 3, "codegen": "eager"}, fullgraph=True
-    )
-    with observe_graphs(lambda logged: kinds.append(logged.kind)):
-        for step in range(2):
-            _loss(run, _tokens(step, dist.get_rank())).backward()
-    return kinds
-
-
-@pytest.mark.slow(quick="test_eager_training_equals_the_unsharded_one")
-def test_llama_is_captured_as_one_graph_and_compiled_once():
-    assert run_on_ranks(_captured_graphs) == [["captured", "joint", "forward", "backward"]] * 2
 
 
 @pytest.mark.slow(quick="test_eager_training_equals_the_unsharded_one")
@@ -184,47 +181,14 @@ def test_llama_with_gradient_checkpointing_equals_the_one_without(compiled):
     plain = _build("llama")
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    run = (
-        torch.compile(model, backend="zpasses", options={"zero_stage": 3, "codegen": "eager"})
-        if compiled
-        else model
-    )
-    _train(plain, run, model, steps=2)
+    _train(plain, _compiled(model) if compiled else model, model, steps=2)
 
 
-@pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
-def test_sharded_model_generates_the_same_text(name):
-    plain = _build(name).eval()
-    prompt = _tokens(0, 0)[:, :4]
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    expected = plain.generate(prompt, **options)
-    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
-    assert torch.equal(model.generate(prompt, **options), expected)
-
-
-def _saves_and_loads(name, folder):
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    plain = _build(name)
-    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    if dist.get_rank() == 0:
-        plain.save_pretrained(folder, state_dict=state)
-    dist.barrier()
-    loaded = type(plain).from_pretrained(folder)
-    torch.testing.assert_close(dict(loaded.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_full_state_dict_is_saved_and_loaded_by_transformers(name, tmp_path):
-    run_on_ranks(_saves_and_loads, name, str(tmp_path))
-
-
-def _initialises(name):
-    plain = _build(name)
+def test_llama_is_built_on_meta_and_filled_after_sharding():
+    plain = _build("llama")
     with torch.device("meta"):
-        model = MODELS[name]()
+        model = _llama()
     zpasses.shard(model, mesh=world_mesh())
     model.to_empty(device="cpu")
     model.load_state_dict(plain.state_dict())
@@ -233,7 +197,3 @@ def _initialises(name):
             module._buffers[buffer] = value.clone()  # not part of the state dict
     model.train()
     _train(plain, model, model, steps=1)
-
-
-def test_llama_is_built_on_meta_and_filled_after_sharding():
-    run_on_ranks(_initialises, "llama")

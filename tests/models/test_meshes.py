@@ -15,16 +15,10 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 import zpasses
 from examples.capture_llama import tensor_parallel
-from tests.models.simulated_training import (
-    SimulatedTraining,
-    joined,
-    places_of,
-    scales_of,
-    shards_of,
-)
 from tests.models.test_huggingface import MODELS, VOCABULARY
+from tests.on_ranks import on_ranks
 from tests.zpasses.parallel_models import whole
-from zpasses.testing import assert_step_equals_reference, capture_ranks, run_on_ranks
+from zpasses.testing import assert_step_equals_reference, capture_ranks
 from zpasses.tools.bench.model import GPT, ModelSize, ParallelBlock, parallelize
 
 transformers = pytest.importorskip("transformers")
@@ -102,7 +96,8 @@ class DispatchedExperts(nn.Module):
 
 
 def _sharded(model, kind, rows, columns=2):
-    """Shards over a mesh of `rows` x `columns`.
+    """Shards over a mesh of `rows` x `columns`: "tp" and "ep" have tensor and expert parallelism
+    over the columns, "hybrid" shards over the columns, and "experts" does that for experts only.
 
     Returns:
         The place of this rank among those that see different data, and their number.
@@ -143,49 +138,6 @@ class _Loss(nn.Module):
 
     def forward(self, tokens):
         return _loss(self.model, tokens)
-
-
-def _train(name, kind, stage, windows, dtype=torch.float32, exact=False):
-    """Trains by SGD, and compares losses, gradients and parameters with the unsharded model.
-
-    Sums over ranks are exact where the unsharded model adds in the same order: the gradients of
-    each rank's batches, then those of the ranks of a replica, then those of the replicas. What is
-    left is what other kernels round: of operators that AOTAutograd decomposes, of products that
-    tensor parallelism splits, and of experts that compute the tokens of several ranks at once.
-
-    Args:
-        exact: compare bit for bit. The other model then runs the operators of AOTAutograd, too,
-            and has the same tensor parallelism. Otherwise an error may be 1e-6, or 1.5 times that
-            of the unsharded model in fp32, against double precision.
-    """
-    torch.manual_seed(0)
-    plain = BUILDERS[name]().train().to(dtype)
-    model = copy.deepcopy(plain)
-    row, rows = _sharded(model, kind, 2)
-    options = {"zero_stage": stage, "codegen": "eager", "backwards_per_step": windows}
-    run = torch.compile(model, backend="zpasses", options=options)
-    parallel = _parallel_mesh(plain, rows) if exact and kind == "tp" else None
-    other = torch.compile(plain, backend="aot_eager") if exact else plain
-    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
-    errors = _Errors(dtype)
-    for step in range(STEPS):
-        tokens = _tokens(step, windows, rows)
-        for part in tokens:
-            loss = _loss(run, part[row])
-            (loss / windows).backward()
-            errors.add("losses", loss, _loss(other, part[row]))
-        if parallel is None:
-            _average(other, tokens)
-        else:
-            _average_over(parallel["dp"], other, tokens[:, row])
-        for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
-            errors.add("gradients", mine.grad, expected.grad)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        errors.add("parameters", mine, expected)
-    errors.check(0.0 if exact else 1.0, lambda: _rounding(name, rows, windows))
 
 
 def _parallel_mesh(model, rows):
@@ -287,136 +239,86 @@ def _sum(grads):
     return [functools.reduce(torch.add, each) for each in zip(*grads, strict=True)]
 
 
-@pytest.mark.slow(quick="test_experts_as_plain_parameters")
-def test_hybrid_sharding_of_experts():
-    run_on_ranks(_train, "mixtral", "hybrid", 3, 1, ranks=4)
+STAGES = ((1, 1), (2, 1), (3, 2))
+"""ZeRO stages, and the backwards per step."""
+
+EXACT = [
+    pytest.param(name, kind, *each, torch.float32, True, id=f"{name}-{kind}-exact-{each[0]}")
+    for kind in ("hybrid", "tp")
+    for name in BUILDERS
+    for each in STAGES
+]
+NEAR = [
+    *((name, "tp", 3, 2, torch.float32, False) for name in BUILDERS),
+    *(
+        ("mixtral", kind, *each, torch.float32, False)
+        for kind in ("ep", "experts")
+        for each in STAGES
+    ),
+    ("gpt", "tp", 3, 2, torch.float64, False),  # differences are rounding errors
+]
 
 
 @pytest.mark.slow(quick="test_experts_as_plain_parameters")
-@pytest.mark.parametrize(("stage", "windows"), [(1, 1), (2, 1), (3, 2)])
-@pytest.mark.parametrize("name", BUILDERS)
-def test_hybrid_sharding(name, stage, windows):
-    run_on_ranks(_train, name, "hybrid", stage, windows, torch.float32, True, ranks=4)
+@pytest.mark.parametrize(("name", "kind", "stage", "windows", "dtype", "exact"), [*EXACT, *NEAR])
+@on_ranks(4)
+def test_training_equals_the_unsharded_model_on_four_ranks(
+    name, kind, stage, windows, dtype, exact
+):
+    """Trains by SGD, and compares losses, gradients and parameters with the unsharded model.
 
+    Sums over ranks are exact where the unsharded model adds in the same order: the gradients of
+    each rank's batches, then those of the ranks of a replica, then those of the replicas. What is
+    left is what other kernels round: of operators that AOTAutograd decomposes, of products that
+    tensor parallelism splits, and of experts that compute the tokens of several ranks at once.
 
-@pytest.mark.slow(quick="test_training_equals_the_unsharded_model of test_tensor_parallel.py")
-@pytest.mark.parametrize(("stage", "windows"), [(1, 1), (2, 1), (3, 2)])
-@pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize("exact", [False, True])
-def test_tensor_parallelism(name, stage, windows, exact):
-    run_on_ranks(_train, name, "tp", stage, windows, torch.float32, exact, ranks=4)
-
-
-@pytest.mark.slow(quick="test_experts_as_plain_parameters")
-@pytest.mark.parametrize("kind", ["hybrid", "tp"])
-def test_differences_are_rounding_errors(kind):
-    run_on_ranks(_train, "gpt", kind, 3, 2, torch.float64, ranks=4)
-
-
-@pytest.mark.slow(quick="test_training_equals_the_unsharded_model of test_hybrid.py")
-def test_hybrid_sharding_is_exact_where_sums_are():
-    run_on_ranks(_train, "gpt", "hybrid", 3, 1, torch.float32, True, ranks=4)
-
-
-@pytest.mark.slow(quick="test_experts_as_plain_parameters of zpasses/sharding")
-def test_expert_parallelism():
-    run_on_ranks(_train, "mixtral", "ep", 3, 1, ranks=4)
-
-
-@pytest.mark.slow(quick="test_experts_as_plain_parameters")
-@pytest.mark.parametrize(("stage", "windows"), [(1, 1), (2, 1), (3, 2)])
-def test_expert_parallelism_of_all_stages(stage, windows):
-    run_on_ranks(_train, "mixtral", "ep", stage, windows, ranks=4)
-
-
-@pytest.mark.slow(quick="test_experts_as_plain_parameters")
-@pytest.mark.parametrize(("stage", "windows"), [(1, 1), (2, 1), (3, 2)])
-def test_experts_on_a_mesh_of_their_own(stage, windows):
-    run_on_ranks(_train, "mixtral", "experts", stage, windows, ranks=4)
-
-
-# --- simulated ranks ------------------------------------------------------------------------------
-def _train_simulated(name, kind, ranks, stage, windows):
-    """As `_train`, on simulated ranks: two columns of the mesh, and as many rows as ranks allow.
-
-    Hybrid sharding is compared bit for bit.
+    Args:
+        exact: compare bit for bit. The other model then runs the operators of AOTAutograd, too,
+            and has the same tensor parallelism. Otherwise an error may be 1e-6, or 1.5 times that
+            of the unsharded model in fp32, against double precision.
     """
-    exact = kind == "hybrid"
     torch.manual_seed(0)
-    plain = BUILDERS[name]().train()
-    params = {f"model.{each}": param for each, param in plain.named_parameters()}
-    placed, shards, places, scales = [], [], [], {}
-
-    def shard(loss, _):
-        placed.append(_sharded(loss.model, kind, ranks // 2))
-        places.append(places_of(loss))
-        shards.append(shards_of(loss, places[-1], params))
-        scales.update(scales_of(loss))
-
-    captures = capture_ranks(
-        _Loss(plain),
-        [torch.zeros(2, 8, dtype=torch.long)],
-        world_size=ranks,
-        shard=shard,
-        pipeline=f"zero{stage}",
-    )
-    training = SimulatedTraining(captures, shards, plain.buffers(), scales)
-    rows, optim = placed[0][1], torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain = BUILDERS[name]().train().to(dtype)
+    model = copy.deepcopy(plain)
+    row, rows = _sharded(model, kind, 2)
+    options = {"zero_stage": stage, "codegen": "eager", "backwards_per_step": windows}
+    run = torch.compile(model, backend="zpasses", options=options)
+    parallel = _parallel_mesh(plain, rows) if exact and kind == "tp" else None
     other = torch.compile(plain, backend="aot_eager") if exact else plain
-    errors = _Errors()
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    errors = _Errors(dtype)
     for step in range(STEPS):
         tokens = _tokens(step, windows, rows)
-        held = None
-        for number, part in enumerate(tokens, 1):
-            given = [part[row] for row, _ in placed]
-            losses, held = training.backward(given, 1 / windows, held, number == windows)
-            for loss, own in zip(losses, given, strict=True):
-                errors.add("losses", loss, _loss(other, own))
-        training.step(held, 0.1)
-        _average(other, tokens)
-        for each, param in params.items():
-            errors.add("gradients", joined(held, places, each, param), param.grad)
-        optim.step()
-    for each, param in params.items():
-        errors.add("parameters", joined(shards, places, each, param), param)
+        for part in tokens:
+            loss = _loss(run, part[row])
+            (loss / windows).backward()
+            errors.add("losses", loss, _loss(other, part[row]))
+        if parallel is None:
+            _average(other, tokens)
+        else:
+            _average_over(parallel["dp"], other, tokens[:, row])
+        for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            errors.add("gradients", mine.grad, expected.grad)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        errors.add("parameters", mine, expected)
     errors.check(0.0 if exact else 1.0, lambda: _rounding(name, rows, windows))
 
 
-@pytest.mark.slow(quick="test_training_equals_the_unsharded_model of test_hybrid.py")
-def test_training_on_simulated_ranks():
-    _train_simulated("gpt", "hybrid", 8, 3, 2)
-
-
 @pytest.mark.timeout(1800)
 @pytest.mark.slow(quick="test_training_equals_the_unsharded_model of test_hybrid.py")
-@pytest.mark.parametrize(("ranks", "stage", "windows"), [(8, 1, 2), (8, 2, 1), (16, 3, 2)])
 @pytest.mark.parametrize("kind", ["hybrid", "tp"])
 @pytest.mark.parametrize("name", BUILDERS)
-def test_training_on_more_simulated_ranks(name, kind, ranks, stage, windows):
-    _train_simulated(name, kind, ranks, stage, windows)
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.slow(quick="test_experts_as_plain_parameters")
-@pytest.mark.parametrize(("ranks", "stage", "windows"), [(8, 1, 2), (8, 2, 1), (16, 3, 2)])
-def test_expert_parallelism_on_simulated_ranks(ranks, stage, windows):
-    _train_simulated("mixtral", "ep", ranks, stage, windows)
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.slow(quick="test_training_equals_the_unsharded_model of test_hybrid.py")
-@pytest.mark.parametrize("ranks", [8, 16])
-@pytest.mark.parametrize("kind", ["hybrid", "tp"])
-@pytest.mark.parametrize("name", BUILDERS)
-def test_more_simulated_ranks(name, kind, ranks):
+def test_graphs_of_16_simulated_ranks_equal_the_reference(name, kind):
     torch.manual_seed(0)
     model = BUILDERS[name]().train()
-    tokens = torch.zeros(2, 8, dtype=torch.long)
     captures = capture_ranks(
         _Loss(model),
-        [tokens],
-        world_size=ranks,
-        shard=lambda loss, _: _sharded(loss.model, kind, ranks // 2),
+        [torch.zeros(2, 8, dtype=torch.long)],
+        world_size=16,
+        shard=lambda loss, _: _sharded(loss.model, kind, 8),
         pipeline="zero3",
     )
     assert_step_equals_reference(captures)

@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import zpasses
 from tests.graphs import expect_listing, few_examples
 from zpasses.errors import PassError
-from zpasses.graph.nodes import calls, collectives
-from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD
+from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD
+from zpasses.graph.queries import calls, collectives
 from zpasses.graph.tags import tag_of
 from zpasses.passes import AverageReplicas, MergeReads
 from zpasses.testing import (
@@ -25,7 +25,6 @@ from zpasses.testing.strategies import joint_recipes, pipelines
 from zpasses.testing.worlds import fake_world
 
 WORLDS = {"world_sizes": [4, 6], "replicas": [2, 3]}
-FP32, BF16 = torch.float32, torch.bfloat16
 
 
 def lowered(*params, replicas=2, world_size=4, pipeline="reduce-grads,average-replicas"):
@@ -71,37 +70,28 @@ def _reductions(gm):
             yield f"{node.target.overloadpacket.__name__} {','.join(tag.params)}"
 
 
-def test_gradients_that_are_ready_together_share_an_all_reduce():
+def test_gradients_of_a_dtype_that_are_ready_together_share_an_all_reduce():
     gm = lowered(ParamSpec((4, 2)), ParamSpec((6,)), pipeline="zero2-one-ahead")
     (started,) = operators(gm, "all_reduce")
     assert len(started.args[0]) == 2
     assert tag_of(started).params == ("p1", "p0")
-
-
-def test_dtypes_are_not_mixed():
-    params = ParamSpec((4, 2), reduce_dtype=BF16), ParamSpec((6,))
+    params = ParamSpec((4, 2), reduce_dtype=torch.bfloat16), ParamSpec((6,))
     gm = lowered(*params, pipeline="zero2-one-ahead")
     dtypes = [each.dtypes for _, each in collectives(gm.graph) if "all_reduce" in each.op]
     assert sorted(dtypes) == [("bfloat16",), ("float32",)]
 
 
-def test_a_rank_without_rows_sends_nothing():
+def test_a_rank_without_rows_and_one_replica_send_nothing():
     assert not operators(lowered(ParamSpec((1, 2))), "all_reduce")
-
-
-def test_one_replica_sends_nothing():
     with fake_world(1):
         gm = joint_graph([ParamSpec((4, 2), replicate_group="0")])
         graph = run_pipeline(gm, "reduce-grads,average-replicas").graph
     assert [each.op for _, each in collectives(graph.graph)] == ["unshard"]
 
 
-def test_sums_of_reads_are_averaged_once():
+def test_sums_of_reads_are_averaged_once_and_sums_of_averages_after_both():
     gm = lowered(ParamSpec((4, 2), reads=3), pipeline=MergeReads())
     assert len(calls(gm.graph, AVERAGE_GRAD)) == len(calls(gm.graph, REDUCE_GRAD)) == 1
-
-
-def test_a_sum_of_averages_is_computed_after_both():
     gm = lowered(ParamSpec((4,), reads=2), pipeline="average-replicas")
     gm.graph.lint()
     assert len(operators(gm, "all_reduce")) == 2
@@ -143,28 +133,23 @@ def test_a_pass_that_drops_an_average_fails():
 
 @pytest.mark.slow(quick="the other tests of test_average_replicas.py")
 def test_reductions_by_all_reduce_are_averaged_too():
-    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    names = ("replicate", "shard")
 
     def shard(model, mesh):
-        names = ("replicate", "shard")
         zpasses.shard(model, mesh=init_device_mesh("cpu", (3, 2), mesh_dim_names=names))
 
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     pipeline = "merge-reads,gather-params,reduce-grads{form=all_reduce},overlap,average-replicas"
-    captures = capture_ranks(
-        model, (torch.ones(2, 5),), world_size=6, shard=shard, pipeline=pipeline
-    )
-    assert_step_equals_reference(captures)
+    options = {"world_size": 6, "shard": shard, "pipeline": pipeline}
+    assert_step_equals_reference(capture_ranks(model, (torch.ones(2, 5),), **options))
 
 
 def test_the_note_of_schedule_says_that_averages_take_no_time_there(caplog):
-    weights = [ParamSpec((64, 64)) for _ in range(3)]
-    pipeline = "reduce-grads,schedule,average-replicas"
-    with caplog.at_level("INFO", logger="zpasses"):
-        lowered(*weights, replicas=1, pipeline=pipeline)
-        alone = [each for each in caplog.messages if "in launches" in each]
+    for replicas in (1, 2):
         caplog.clear()
-        lowered(*weights, pipeline=pipeline)
-        hybrid = [each for each in caplog.messages if "in launches" in each]
-    said = "without the averages over replicas"
-    assert {said in each for each in alone} == {False}
-    assert {said in each for each in hybrid} == {True}
+        with caplog.at_level("INFO", logger="zpasses"):
+            pipeline = "reduce-grads,schedule,average-replicas"
+            lowered(*[ParamSpec((64, 64))] * 3, replicas=replicas, pipeline=pipeline)
+        notes = [each for each in caplog.messages if "in launches" in each]
+        said = {"without the averages over replicas" in each for each in notes}
+        assert said == {replicas == 2}

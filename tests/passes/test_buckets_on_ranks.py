@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zpasses
@@ -38,18 +39,14 @@ def train(options):
     """Returns the collectives of the last of three steps. Each step is compared with the unsharded
     model on the batches of all ranks.
     """
-    import torch.distributed as dist
-
     torch._dynamo.reset()
     reference, sharded = model(), model()
     zpasses.shard(sharded, mesh=world_mesh())
     step = torch.compile(sharded, backend="zpasses", fullgraph=True, options=options)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, sharded)]
     for number in range(3):
-        data = [
-            torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * number + rank))
-            for rank in range(dist.get_world_size())
-        ]
+        torch.manual_seed(number)
+        data = [torch.randn(4, 9) for _ in range(dist.get_world_size())]
         before = collectives()
         step(data[dist.get_rank()]).square().sum().backward()
         ran = [now - then for now, then in zip(collectives(), before, strict=True)]
@@ -80,8 +77,8 @@ def gathers_after_edits():
     for edit in (False, False, True, False):
         if edit:
             with torch.no_grad():
-                dict(sharded.named_parameters())["2.weight"].mul_(2)
-                reference[2].weight.mul_(2)
+                for each in (sharded, reference):
+                    each.get_parameter("2.weight").mul_(2)
         before = collectives()[0]
         torch.testing.assert_close(step(x), reference(x))
         counts.append(collectives()[0] - before)
@@ -125,11 +122,9 @@ def backward_code():
     """
     from torch._inductor.utils import run_and_get_code
 
-    zpasses.shard(
-        squares := nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))),
-        mesh=world_mesh(),
-    )
-    pipeline = "merge-reads,gather-params,reduce-grads{form=all_reduce},reshard-after-forward,bucket{mode=flat,memory_budget=1GiB}"  # noqa: E501
+    squares = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+    zpasses.shard(squares, mesh=world_mesh())
+    pipeline = "gather-params,reduce-grads{form=all_reduce},bucket{mode=flat,memory_budget=1GiB}"
     step = torch.compile(squares, backend="zpasses", options={"pipeline": pipeline})
     _, codes = run_and_get_code(lambda: step(torch.ones(8, 16)).tanh().sum().backward())
     return codes[-1]
@@ -140,11 +135,8 @@ def backward_code():
 def test_inductor_computes_gradients_into_their_slices_of_a_flat_bucket():
     code = run_on_ranks(backward_code)[0]
     (bucket,) = re.findall(r"_c10d_functional\.all_reduce_\.default\((\w+),", code)
-    slots = dict(
-        re.findall(
-            rf"(\w+) = reinterpret_tensor\({bucket}, \(16, 16\), \(16, 1\), (\d+)\)  # alias", code
-        )
-    )
+    alias = rf"(\w+) = reinterpret_tensor\({bucket}, \(16, 16\), \(16, 1\), (\d+)\)  # alias"
+    slots = dict(re.findall(alias, code))
     assert sorted(map(int, slots.values())) == [0, 256, 512]
     for slot in slots:
         assert re.search(rf"extern_kernels\.mm\(.*out={slot}\)", code), code

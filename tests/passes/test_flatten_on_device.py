@@ -18,13 +18,14 @@ from tests.flattening import (
     rewritten,
     trace,
 )
-from tests.graphs import WORLD_SIZES, expect_listing, few_examples
+from tests.graphs import expect_listing, few_examples
 from zpasses import AgreementError, OptionError, PassError
-from zpasses.cost import device_memory
-from zpasses.graph.nodes import collectives
+from zpasses.cost.memory import device_memory
+from zpasses.graph.queries import calls, collectives
 from zpasses.passes import FlattenOnDevice
 from zpasses.passes.flatten_on_device import TIER_DECISION_KEY
 from zpasses.passes.writers.flatten_patterns import find_flattenings
+from zpasses.pipeline.events import observe_graphs
 from zpasses.ranks.vote import vote_timeout
 from zpasses.testing import assert_deterministic, copy_graph, fake_world, listing, run_on_ranks
 
@@ -40,17 +41,17 @@ def numbered(*shape, dtype=torch.float32, start=1):
 
 def host_concatenations(gm):
     """Returns the concatenations that are still on the host."""
-    return [
-        node
-        for node in gm.graph.nodes
-        if node.target is torch.ops.aten.cat.default and node.meta["val"].device.type == "cpu"
-    ]
+    found = calls(gm.graph, torch.ops.aten.cat.default)
+    return [node for node in found if node.meta["val"].device.type == "cpu"]
+
+
+def choices(gm):
+    made = [node.meta.get(TIER_DECISION_KEY) for node in gm.graph.nodes]
+    return [each for each in made if each is not None]
 
 
 def choice(gm):
-    (made,) = [
-        node.meta[TIER_DECISION_KEY] for node in gm.graph.nodes if TIER_DECISION_KEY in node.meta
-    ]
+    (made,) = choices(gm)
     return made
 
 
@@ -65,23 +66,6 @@ def padded(h, d):
 
 def two_tensors():
     return trace(padded, [numbered(2, 3), (numbered(4), "device")])
-
-
-def test_graph_before_the_pass():
-    expect_listing(
-        listing(two_tensors()),
-        """\
-h_1: f32[2, 3]
-d_1: f32[4]
-view = view(h_1, [-1])                                             # f32[6]
-_to_copy = _to_copy(d_1, device=cpu)                               # f32[4]
-view_1 = view(_to_copy, [-1])                                      # f32[4]
-cat = cat([view, view_1])                                          # f32[10]
-constant_pad_nd = constant_pad_nd(cat, [0, 2], 0.0)                # f32[12]
-_to_copy_1 = _to_copy(constant_pad_nd, dtype=bf16, device=cuda:0)  # bf16[12]
-return _to_copy_1
-""",
-    )
 
 
 def test_plain_moves_what_is_on_the_host_and_concatenates_on_the_device():
@@ -112,38 +96,30 @@ def views(a, b, c):
     return move(torch.cat([a[1:3].reshape(-1), b.t().reshape(-1), c.expand(2, 3).reshape(-1)]))
 
 
-def views_on_device(a, b, c):
-    return views(move(a, "cpu"), move(b, "cpu"), move(c, "cpu"))
-
-
 def promoting(a, b):
     return move(torch.cat([a.view(-1), b.view(-1)]), dtype=torch.float64)
 
 
 def nested(a, b, c):
     inner = torch.nn.functional.pad(torch.cat([a.view(-1), torch.zeros(3)]), (0, 1), value=-0.0)
-    return move(
-        torch.cat([inner, b.view(-1), torch.full((2,), 7.0), c.to(torch.float32).view(-1)])
-        .view(-1, 1)
-        .contiguous()
-    )
+    parts = [inner, b.view(-1), torch.full((2,), 7.0), c.to(torch.float32).view(-1)]
+    return move(torch.cat(parts).view(-1, 1).contiguous())
 
 
 def several(a, b):
     """One flat buffer per dtype, as mixed-precision trainers have."""
-    return move(torch.cat([a.view(-1), a.view(-1)])), move(
-        torch.cat([b.view(-1), b[:1].reshape(-1)])
-    )
+    return move(torch.cat([a.view(-1)] * 2)), move(torch.cat([b.view(-1), b[:1].reshape(-1)]))
 
 
 def decomposed(a, b):
     """Moves and casts in the form that Inductor's decompositions produce."""
-    flat = torch.cat(
-        [torch.ops.prims.convert_element_type.default(a, torch.float32).view(-1), b.view(-1)]
-    )
-    return torch.ops.prims.convert_element_type.default(
-        torch.ops.prims.device_put.default(flat, CUDA), torch.bfloat16
-    )
+    cast, put = torch.ops.prims.convert_element_type.default, torch.ops.prims.device_put.default
+    flat = torch.cat([cast(a, torch.float32).view(-1), b.view(-1)])
+    return cast(put(flat, CUDA), torch.bfloat16)
+
+
+def on_device(*tensors):
+    return [(each, "device") for each in tensors]
 
 
 HALF = numbered(3, 4, dtype=torch.bfloat16)
@@ -154,20 +130,17 @@ CASES = {
     "an empty part": (flatten, [numbered(0, 4), numbered(5), numbered(3, 0)]),
     "nothing at all": (lambda a: move(torch.cat([a.view(-1), a.view(-1)])), [numbered(0, 3)]),
     "tied": (lambda a, b: flatten(a, b, a), [numbered(2, 3), numbered(5)]),
-    "on the device": (flatten, [(numbered(3, 5), "device"), (numbered(7), "device")]),
+    "on the device": (flatten, on_device(numbered(3, 5), numbered(7))),
     "on both": (padded, [numbered(2, 3), (numbered(4), "device")]),
     "not contiguous": (
         flatten,
         [numbered(5, 3).t(), numbered(4, 6)[:, ::2], numbered(1, start=9).expand(4)],
     ),
-    "not contiguous on the device": (
-        flatten,
-        [(numbered(5, 3).t(), "device"), (numbered(4), "device")],
-    ),
+    "not contiguous on the device": (flatten, on_device(numbered(5, 3).t(), numbered(4))),
     "views": (views, [numbered(4, 3), numbered(2, 5), numbered(3)]),
     "views on the device": (
-        views_on_device,
-        [(numbered(4, 3), "device"), (numbered(2, 5), "device"), (numbered(3), "device")],
+        lambda *tensors: views(*(move(each, "cpu") for each in tensors)),
+        on_device(numbered(4, 3), numbered(2, 5), numbered(3)),
     ),
     "mixed dtypes": (promoting, [HALF, numbered(5, dtype=torch.int32)]),
     "nested": (nested, [numbered(3), numbered(2, 2), HALF]),
@@ -182,25 +155,22 @@ CASES = {
 def test_flat_buffer_is_the_host_form_s_bit_for_bit(case, tier):
     fn, tensors = CASES[case]
     gm = trace(fn, tensors)
-    for world_size in WORLD_SIZES if tier == "distributed" else (1,):
+    for world_size in (1, 3, 7) if tier == "distributed" else (1,):
         for graph in assert_same_flat(gm, TIERS[tier], tensors, world_size):
             assert not host_concatenations(graph)
             assert not find_flattenings(graph.graph)
 
 
-DRAWN = st.tuples(
-    st.one_of(
-        st.just(()), st.tuples(st.integers(0, 9)), st.tuples(st.integers(0, 5), st.integers(1, 4))
-    ),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
-    st.sampled_from(["as it is", "transposed", "strided", "on the device"]),
-    st.integers(0, 3),
+SHAPES = st.one_of(
+    st.just(()), st.tuples(st.integers(0, 9)), st.tuples(st.integers(0, 5), st.integers(1, 4))
 )
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
+KINDS = st.sampled_from(["as it is", "transposed", "strided", "on the device"])
 
 
 @few_examples
 @given(
-    st.lists(DRAWN, min_size=1, max_size=6),
+    st.lists(st.tuples(SHAPES, DTYPES, KINDS, st.integers(0, 3)), min_size=1, max_size=6),
     st.sampled_from([1, 2, 3]),
     st.sampled_from(sorted(TIERS)),
     st.integers(0, 4),
@@ -218,38 +188,26 @@ def test_random_lists_are_flattened_as_on_the_host(drawn, world_size, tier, padd
     def fn(*values):
         parts = []
         for value, (_, _, _, gap) in zip(values, drawn, strict=True):
-            parts += [
-                (move(value, "cpu") if value.is_cuda else value).reshape(-1),
-                torch.zeros(gap, dtype=value.dtype),
-            ]
+            on_host = move(value, "cpu") if value.is_cuda else value
+            parts += [on_host.reshape(-1), torch.zeros(gap, dtype=value.dtype)]
         return move(torch.nn.functional.pad(torch.cat(parts), (0, padding)))
 
     for graph in assert_same_flat(trace(fn, tensors), TIERS[tier], tensors, world_size):
         assert not host_concatenations(graph)
 
 
-def test_parts_of_the_ranks_are_equal_and_aligned():
+def test_a_rank_moves_only_its_own_part_which_is_equal_and_aligned():
     gm = trace(flatten, [numbered(13, dtype=torch.bfloat16)] * 3)
     for rank in range(3):
         graph = rewritten(gm, DISTRIBUTED, 3, rank).graph
         assert [each.shapes for _, each in collectives(graph)] == [((16,),)]
-
-
-def test_a_rank_moves_only_its_own_part():
     gm = trace(flatten, [numbered(100), numbered(300)])
+    with fake_world(4, 1):
+        assert_deterministic(DISTRIBUTED, gm)
     for rank in range(4):
-        graph = rewritten(gm, DISTRIBUTED, 4, rank).graph
-        moved = [
-            node
-            for node in graph.nodes
-            if node.kwargs.get("device") == CUDA and node.target is torch.ops.aten._to_copy.default
-        ]
+        copies = calls(rewritten(gm, DISTRIBUTED, 4, rank).graph, torch.ops.aten._to_copy.default)
+        moved = [node for node in copies if node.kwargs.get("device") == CUDA]
         assert sum(node.meta["val"].numel() for node in moved) == 100
-
-
-def test_all_ranks_make_the_same_graph():
-    with fake_world(3, 1):
-        assert_deterministic(DISTRIBUTED, trace(several, [numbered(3), HALF]))
 
 
 # --- unchanged graphs ---------------------------------------------------------------------------
@@ -273,8 +231,9 @@ def _taken_before_a_write(a, b):
 
 UNCHANGED = {
     "not moved": lambda a, b: torch.cat([a.view(-1), b.view(-1)]),
-    "read on the host too": lambda a, b: (lambda flat: (move(flat), flat.sum()))(
-        torch.cat([a.view(-1), b.view(-1)])
+    "read on the host too": lambda a, b: (
+        move(flat := torch.cat([a.view(-1), b.view(-1)])),
+        flat.sum(),
     ),
     "not flat": lambda a, b: move(torch.cat([a, b])),
     "one tensor": lambda a, b: move(a.view(-1)),
@@ -297,7 +256,7 @@ def test_graph_without_a_flattening_for_a_device_is_unchanged(case):
 def test_value_computed_on_the_host_is_moved_and_not_recomputed():
     gm = trace(lambda a: move(torch.cat([(a * 2).view(-1), a.view(-1)])), [numbered(2, 3)])
     (graph,) = assert_same_flat(gm, PLAIN, [numbered(2, 3)])
-    (product,) = [node for node in graph.graph.nodes if node.target is torch.ops.aten.mul.Tensor]
+    (product,) = calls(graph.graph, torch.ops.aten.mul.Tensor)
     assert product.meta["val"].device.type == "cpu"
 
 
@@ -312,49 +271,35 @@ def free_for(usable_mib):
     return math.ceil(usable_mib * MIB / 0.9)
 
 
+def flat_of_products(*tensors):
+    return flatten(*(tensor * 2 for tensor in tensors))
+
+
 @pytest.mark.parametrize(
-    ("usable_mib", "tier"),
-    # Four ranks, tensors on the host: `plain` needs the pieces and the buffer; `distributed` needs
+    ("fn", "where", "usable_mib", "tier"),
+    # Four ranks. Tensors on the host: `plain` needs the pieces and the buffer; `distributed` needs
     # the part of 1 MiB and the gathered buffer.
-    [(8, "plain"), (7.99, "distributed"), (5, "distributed"), (4.99, "host")],
-)
-def test_tier_is_the_first_that_fits(usable_mib, tier):
-    auto = FlattenOnDevice(group="0", replicated=True, free_bytes=free_for(usable_mib))
-    made = choice(rewritten(trace(flatten, HOST_TENSORS), auto, 4, 0))
-    assert made.tier == tier
-    assert made.reason.startswith("plain needs 8.0 MiB, distributed needs 5.0 MiB; ")
-
-
-@pytest.mark.parametrize(
-    ("usable_mib", "frees", "tier"),
+    [(flatten, "host", mib, tier) for mib, tier in
+     [(8, "plain"), (7.99, "distributed"), (5, "distributed"), (4.99, "host")]]
     # Tensors on the device: `plain` needs the buffer; `distributed` needs only its part if the
     # tensors are freed before the buffer is gathered.
-    [
-        (4, True, "plain"),
-        (3.99, True, "distributed"),
-        (1, True, "distributed"),
-        (0.99, True, "host"),
-        (3.99, False, "host"),
-    ],
-)
-def test_tensors_on_the_device_need_less(usable_mib, frees, tier):
-    def fn(*tensors):
-        return flatten(*(tensor * 2 if frees else tensor for tensor in tensors))
-
+    + [(flat_of_products, "device", mib, tier) for mib, tier in
+       [(4, "plain"), (3.99, "distributed"), (1, "distributed"), (0.99, "host")]]
+    + [(flatten, "device", 3.99, "host")],
+)  # fmt: skip
+def test_tier_is_the_first_that_fits(fn, where, usable_mib, tier):
     auto = FlattenOnDevice(group="0", replicated=True, free_bytes=free_for(usable_mib))
-    gm = trace(fn, [(tensor, "device") for tensor in HOST_TENSORS])
-    assert choice(rewritten(gm, auto, 4, 0)).tier == tier
+    tensors = on_device(*HOST_TENSORS) if where == "device" else HOST_TENSORS
+    made = choice(rewritten(trace(fn, tensors), auto, 4, 0))
+    assert made.tier == tier
+    if where != "device":
+        assert made.reason.startswith("plain needs 8.0 MiB, distributed needs 5.0 MiB; ")
 
 
 def test_buffers_of_one_graph_share_the_memory():
     gm = trace(lambda a, b: (flatten(a, b), flatten(b, a)), HOST_TENSORS)
-    graph = rewritten(gm, FlattenOnDevice(free_bytes=10 * MIB)).graph
-    assert [
-        node.meta[TIER_DECISION_KEY].tier for node in graph.nodes if TIER_DECISION_KEY in node.meta
-    ] == [
-        "plain",
-        "host",
-    ]
+    graph = rewritten(gm, FlattenOnDevice(free_bytes=10 * MIB))
+    assert [each.tier for each in choices(graph)] == ["plain", "host"]
 
 
 def test_without_replicated_values_nothing_is_gathered():
@@ -365,15 +310,11 @@ def test_without_replicated_values_nothing_is_gathered():
 
 
 def test_free_memory_of_the_device_is_queried(monkeypatch):
+    """If it is unknown, the host form stays."""
     asked = []
-    monkeypatch.setattr(
-        device_memory, "free_bytes", lambda device: asked.append(device) or 100 * MIB
-    )
+    monkeypatch.setattr(device_memory, "free_bytes", lambda each: asked.append(each) or 100 * MIB)
     assert choice(rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice())).tier == "plain"
     assert asked == [CUDA]
-
-
-def test_unknown_free_memory_keeps_the_host_form_with_a_reason(monkeypatch):
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: None)
     graph = rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice())
     assert choice(graph).tier == "host"
@@ -383,16 +324,13 @@ def test_unknown_free_memory_keeps_the_host_form_with_a_reason(monkeypatch):
 
 def test_tier_and_reason_are_logged(caplog):
     with caplog.at_level(logging.INFO, logger="zpasses"):
-        rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice(free_bytes=MIB))
+        gm = rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice(free_bytes=MIB))
     (message,) = caplog.messages
     assert message.startswith(
         "flatten-on-device: float32[1048576] of 2 tensors flattened as host: plain needs 8.0 MiB; "
         "943718 bytes of 1.0 MiB free are usable"
     )
-
-
-def test_host_form_is_not_planned_again():
-    gm = rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice(free_bytes=0))
+    # The host form is not planned again.
     assert choice(rewritten(gm, FlattenOnDevice(free_bytes=100 * MIB))).tier == "host"
 
 
@@ -403,30 +341,14 @@ def test_free_memory_of_the_host_is_that_of_the_machine():
     assert device_memory.free_bytes(torch.device("meta")) is None
 
 
-def test_distributed_without_equal_values_is_refused():
+def test_wrong_groups_are_refused():
     with pytest.raises(OptionError, match=r"tier=distributed .* Set group=... to name the ranks"):
         FlattenOnDevice(tier="distributed", group="0")
-
-
-def test_unknown_group_is_named():
+    gm = trace(flatten, HOST_TENSORS)
     with pytest.raises(PassError, match=r"this process has no process group '7'. Known: '0'"):
-        rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice(group="7"), 2)
-    with pytest.raises(
-        PassError, match=r"Known: none; call torch\.distributed\.init_process_group"
-    ):
-        FlattenOnDevice(group="0")(trace(flatten, HOST_TENSORS).graph)
-
-
-@pytest.mark.processes
-def test_decision_by_free_memory_is_not_shared_between_processes():
-    assert FlattenOnDevice().uuid() == FlattenOnDevice().uuid()
-    ((auto, plain), (other_auto, other_plain)) = run_on_ranks(_uuids)
-    assert auto != other_auto
-    assert plain == other_plain
-
-
-def _uuids():
-    return FlattenOnDevice().uuid(), PLAIN.uuid()
+        rewritten(gm, FlattenOnDevice(group="7"), 2)
+    with pytest.raises(PassError, match=r"Known: none; call torch\.distributed\.init_process"):
+        FlattenOnDevice(group="0")(gm.graph)
 
 
 # --- in a compile ---------------------------------------------------------------------------------
@@ -445,23 +367,17 @@ class Flattens(torch.nn.Module):
 
 @pytest.mark.parametrize("tier", ["plain", "host"])
 def test_gradients_of_a_compiled_flattening_stay_as_they_were(tier):
-    from zpasses.pipeline.events import observe_graphs
-
     model, reference, x, records = Flattens(), Flattens(), numbered(4), []
-    compiled = torch.compile(
-        model,
-        backend="zpasses",
-        options={"pipeline": f"flatten-on-device{{tier={tier}}}", "codegen": "eager"},
-    )
+    options = {"pipeline": f"flatten-on-device{{tier={tier}}}", "codegen": "eager"}
+    compiled = torch.compile(model, backend="zpasses", options=options)
     with host_as_device(), observe_graphs(lambda graph: records.extend(graph.records)):
         assert compiled(x).equal(reference(x))
     compiled(x).backward()
     reference(x).backward()
     assert model.weight.grad.equal(reference.weight.grad)
     assert model.frozen.grad is None
-    assert [record.changes for record in records if record.name == "flatten-on-device"] == [
-        int(tier == "plain")
-    ]
+    changes = [record.changes for record in records if record.name == "flatten-on-device"]
+    assert changes == [int(tier == "plain")]
 
 
 # --- the vote -------------------------------------------------------------------------------------
@@ -470,16 +386,13 @@ def _votes():
     rank, seen = dist.get_rank(), []
     gm, values = trace(flatten, HOST_TENSORS), [numbered(MIB // 4), numbered(3 * MIB // 4)]
     for free_mib in [(20, 20), (20, 7), (7, 20), (20, 1), (7, 7)]:
-        copied = copy_graph(gm)
-        with patch.object(
-            device_memory, "free_bytes", lambda device, free_mib=free_mib: int(free_mib[rank] * MIB)
-        ):
+        copied, mine = copy_graph(gm), free_mib[rank] * MIB
+        with patch.object(device_memory, "free_bytes", lambda _, mine=mine: mine):
             FlattenOnDevice(group="0", replicated=True)(copied.graph)
         seen.append(choice(copied))
         assert torch.equal(on_host(copied)(*values), torch.cat(values))
-    with pytest.raises(
-        AgreementError, match=r"rank 0 is at .*float32\[8\], but rank 1 at .*float32\[9\]"
-    ):
+    different = r"rank 0 is at .*float32\[8\], but rank 1 at .*float32\[9\]"
+    with pytest.raises(AgreementError, match=different):
         FlattenOnDevice(group="0")(trace(flatten, [torch.empty(4), torch.empty(4 + rank)]).graph)
     _compiles_on_one_rank(rank)
     dist.barrier()
@@ -490,7 +403,8 @@ def _votes():
         FlattenOnDevice(group="0")(copy_graph(gm).graph)
     if rank == 0:
         dist.barrier()
-    return [(made.tier, made.reason) for made in seen]
+    assert FlattenOnDevice().uuid() == FlattenOnDevice().uuid()
+    return [(made.tier, made.reason) for made in seen], FlattenOnDevice().uuid(), PLAIN.uuid()
 
 
 def _compiles_on_one_rank(rank):
@@ -507,21 +421,17 @@ def _compiles_on_one_rank(rank):
 
 @pytest.mark.processes
 def test_real_ranks_with_different_memory_take_the_same_tier():
-    ours, theirs = run_on_ranks(_votes)
+    (ours, auto, plain), (theirs, other_auto, other_plain) = run_on_ranks(_votes)
     assert ours == theirs
-    assert [tier for tier, _ in ours] == [
-        "plain",
-        "distributed",
-        "distributed",
-        "host",
-        "distributed",
-    ]
-    assert [reason.partition(":")[0] for _, reason in ours] == [
-        "rank 0",
-        "rank 1",
-        "rank 0",
-        "rank 1",
-        "rank 0",
+    # A decision by free memory is not shared between processes.
+    assert auto != other_auto
+    assert plain == other_plain
+    assert [(tier, reason.partition(":")[0]) for tier, reason in ours] == [
+        ("plain", "rank 0"),
+        ("distributed", "rank 1"),
+        ("distributed", "rank 0"),
+        ("host", "rank 1"),
+        ("distributed", "rank 0"),
     ]
 
 

@@ -6,13 +6,14 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.fake_mori import Settings, installed
 from tests.programs import forked_or_started, run_program
-from zpasses.cost.routes import calibrated_figures, route_figures
-from zpasses.cost.target import TARGETS
+from zpasses.cost.time.route_figures import calibrated_figures, route_figures
+from zpasses.cost.time.target import TARGETS
 from zpasses.testing import run_on_ranks
-from zpasses.testing.fake_mori import Settings, installed
-from zpasses.tools.calibrate import Sample, fit, main, write
+from zpasses.tools.calibrate import Sample, fit, main, measure, write
 
 MIB = 1 << 20
 
@@ -64,12 +65,8 @@ def test_fit_needs_two_sizes():
 def test_machines_are_stored_by_architecture_and_versions(tmp_path, monkeypatch):
     path = tmp_path / "c.json"
     samples = [sample(MIB), sample(64 * MIB)]
-    for architecture, version in (
-        ("gfx942", "1"),
-        ("gfx950", "1"),
-        ("gfx942", "2"),
-        ("gfx942", "2"),
-    ):
+    for machine in ("gfx942 1", "gfx950 1", "gfx942 2", "gfx942 2"):
+        architecture, version = machine.split()
         write(path, samples, architecture, {"torch": version})
     content = json.loads(path.read_text())
     assert list(content["machines"]) == ["gfx942 torch=1", "gfx950 torch=1", "gfx942 torch=2"]
@@ -80,10 +77,6 @@ def test_machines_are_stored_by_architecture_and_versions(tmp_path, monkeypatch)
 
 
 def measured():
-    import torch.distributed as dist
-
-    from zpasses.tools.calibrate import measure
-
     group = dist.group.WORLD.group_name
     with installed(Settings(latency_s=0.02)):
         return measure(group, torch.device("cpu"), [64 << 10, 4 * MIB], repeat=2, matrix=64)
@@ -116,13 +109,8 @@ def test_the_command_writes_a_file_that_the_cost_model_reads(tmp_path, forked):
         done = run_program(*command, ranks=2)[0]
     else:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        done = subprocess.run(
-            [sys.executable, *torchrun, *command],
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
+        words = [sys.executable, *torchrun, *command]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert set(calibrated_figures(out, "cpu")) == {"c10d"}
     assert '"gb_s"' in done.stdout
@@ -132,8 +120,8 @@ def test_the_command_writes_a_file_that_the_cost_model_reads(tmp_path, forked):
     ("arguments", "message"),
     [
         ([], "torchrun --nproc-per-node 8"),
-        (["--repeat", "0"], "must be at least 1"),
-        (["--largest-mib", "x"], "invalid int value"),
+        (["--repeat", "0"], "--repeat: got 0; expected at least 1"),
+        (["--largest-mib", "x"], "--largest-mib: got 'x' (str); expected int"),
     ],
 )
 def test_wrong_usage_is_refused_with_advice(arguments, message, capsys):

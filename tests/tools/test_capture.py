@@ -19,8 +19,8 @@ from zpasses.dumps import read
 from zpasses.dumps.runs import write
 from zpasses.errors import OptionError, PassError, ShardingError
 from zpasses.inspect.rank_agreement import rank_agreements
-from zpasses.tools.capture.meshes import MeshShape
-from zpasses.tools.capture.run import CaptureError, CaptureRequest, load, run_capture
+from zpasses.tools.capture.captured_step import CaptureError, CaptureRequest, load, run_capture
+from zpasses.tools.capture.mesh_shapes import MeshShape
 from zpasses.tools.cli.main import cli
 
 HERE = "tests.tools.test_capture"
@@ -80,24 +80,13 @@ def test_a_capture_whose_dump_could_not_be_written_fails(tmp_path, monkeypatch):
 
 def test_a_huge_model_is_captured_for_another_world_size_and_target(tmp_path):
     options = {"zero_stage": 3, "target": "mi300x"}
-    report = run_capture(
-        CaptureRequest(
-            f"{HERE}:huge",
-            tmp_path,
-            world=512,
-            ranks=(0, 511),
-            arguments={"layers": 3},
-            options=options,
-        )
-    )
+    given = {"world": 512, "ranks": (0, 511), "arguments": {"layers": 3}, "options": options}
+    report = run_capture(CaptureRequest(f"{HERE}:huge", tmp_path, **given))
     dump = read(tmp_path)
     assert list(dump.ranks) == [0, 511]
     (compiled,) = dump.ranks[511].compiles
-    assert (compiled.info.world, compiled.info.target["name"], compiled.info.codegen) == (
-        512,
-        "mi300x",
-        "eager",
-    )
+    info = compiled.info
+    assert (info.world, info.target["name"], info.codegen) == (512, "mi300x", "eager")
     assert compiled.info.parameters["2.weight"].nbytes == 4 << 32
     assert compiled.info.parameters["2.weight"].shard_bytes == 4 << 23
     gathers = [node for node in compiled.graphs["forward"].last.snapshot.nodes if node.collective]
@@ -124,25 +113,24 @@ def test_blocks_are_compiled_one_by_one(tmp_path):
 
 
 def test_loss_dtypes_and_pipeline_are_applied(tmp_path):
+    def captured(name, **given):
+        options = {"pipeline": "gather-params"}
+        request = CaptureRequest(
+            f"{HERE}:with_loss", tmp_path / name, world=4, options=options, **given
+        )
+        run_capture(request)
+        (compiled,) = read(tmp_path / name).ranks[0].compiles
+        return compiled
+
     shard = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    options = {"pipeline": "gather-params"}
-    run_capture(
-        CaptureRequest(f"{HERE}:with_loss", tmp_path / "a", world=4, shard=shard, options=options)
-    )
-    (compiled,) = read(tmp_path / "a").ranks[0].compiles
     gathers = [
         node
-        for node in compiled.graphs["joint"].last.snapshot.nodes
+        for node in captured("a", shard=shard).graphs["joint"].last.snapshot.nodes
         if node.collective and "gather" in node.collective.kind
     ]
     assert {value.dtype for node in gathers for value in node.vals} == {"bfloat16"}
-    run_capture(
-        CaptureRequest(f"{HERE}:with_loss", tmp_path / "b", world=4, options=options, train=False)
-    )
-    (compiled,) = read(tmp_path / "b").ranks[0].compiles
-    assert list(compiled.graphs) == ["captured", "inference"]
-    run_capture(CaptureRequest(f"{HERE}:with_loss", tmp_path / "c", world=4, options=options))
-    (compiled,) = read(tmp_path / "c").ranks[0].compiles
+    assert list(captured("b", train=False).graphs) == ["captured", "inference"]
+    compiled = captured("c")
     assert [step.after for step in compiled.graphs["joint"].steps] == [None, "gather-params"]
     assert any(
         node.target == "zpasses.reduce_grad.default"
@@ -255,7 +243,7 @@ def test_the_dimensions_of_a_mesh_are_those_of_the_data_and_those_of_the_model()
     assert shape.model_names == ("cp", "tp")
 
 
-def test_meshes_that_do_not_fit_the_function_are_refused(tmp_path):
+def test_meshes_and_arguments_that_do_not_fit_the_function_are_refused(tmp_path):
     with pytest.raises(CaptureError, match=r"no parameter named mesh, so nothing would use .* tp "):
         run_capture(_of_mesh("dp=4,tp=2", tmp_path, function=f"{HERE}:with_loss"))
     with pytest.raises(CaptureError, match=r"missing .* 'mesh'.* a device mesh as --mesh dp=4"):
@@ -265,11 +253,11 @@ def test_meshes_that_do_not_fit_the_function_are_refused(tmp_path):
     request = CaptureRequest(f"{HERE}:two_layers", tmp_path, mesh=MeshShape.parse("dp=2,tp=2"))
     with pytest.raises(OptionError, match=r"mesh dp=2,tp=2 has 4 ranks; expected .* 8"):
         run_capture(request)
-
-
-def test_a_refusal_of_shard_is_the_error_of_the_capture(tmp_path):
-    request = _of_mesh("dp=2,tp=2", tmp_path, shard={"param_dtype": torch.int32})
     with pytest.raises(ShardingError, match="floating-point"):
+        run_capture(_of_mesh("dp=2,tp=2", tmp_path, shard={"param_dtype": torch.int32}))
+    shard = {"param_dtype": torch.bfloat16}
+    request = _of_mesh("dp=2,tp=2", tmp_path, arguments={"shards_itself": True}, shard=shard)
+    with pytest.raises(CaptureError, match="sharded already, so param_dtype would change nothing"):
         run_capture(request)
 
 
@@ -289,15 +277,8 @@ def test_backward_gathers_again_from_the_ranks_given(tmp_path):
     assert sizes == {None: {4}, "2": {2}}
 
 
-def test_arguments_of_shard_that_the_function_leaves_no_use_for_are_refused(tmp_path):
-    shard = {"param_dtype": torch.bfloat16}
-    request = _of_mesh("dp=2,tp=2", tmp_path, arguments={"shards_itself": True}, shard=shard)
-    with pytest.raises(CaptureError, match="sharded already, so param_dtype would change nothing"):
-        run_capture(request)
-
-
 def test_a_large_dump_is_inspected_as_ones_own(tmp_path, monkeypatch):
-    command = sys.modules["zpasses.tools.capture.command"]  # loaded by the command line
+    command = sys.modules["zpasses.tools.capture.capture_command"]  # loaded by the command line
     dump = tmp_path / "my dump"
     dump.mkdir()
     (dump / "graph.jsonl").write_text("{}")
@@ -308,44 +289,16 @@ def test_a_large_dump_is_inspected_as_ones_own(tmp_path, monkeypatch):
 
 @forked_or_started
 def test_the_example_is_captured_from_the_command_line(tmp_path, forked):
-    small = [
-        "layers=2",
-        "hidden=32",
-        "intermediate=48",
-        "heads=4",
-        "kv_heads=2",
-        "vocab=64",
-        "seq=8",
-    ]
-    arguments = [word for each in small for word in ("--arg", each)]
-    command = [
-        "-m",
-        "zpasses",
-        "capture",
-        str(ROOT / "examples/capture_llama.py:llama"),
-        *arguments,
-    ]
-    options = [
-        "--world",
-        "64",
-        "--target",
-        "mi300x",
-        "--zero-stage",
-        "3",
-        "--no-train",
-        "-o",
-        str(tmp_path / "dump"),
-    ]
+    small = "layers=2 hidden=32 intermediate=48 heads=4 kv_heads=2 vocab=64 seq=8"
+    arguments = [word for each in small.split() for word in ("--arg", each)]
+    command = ["-m", "zpasses", "capture", f"{ROOT}/examples/capture_llama.py:llama", *arguments]
+    options = ["--world", "64", "--target", "mi300x", "--zero-stage", "3", "--no-train", "-o"]
+    options.append(str(tmp_path / "dump"))
     if forked:
         (done,) = run_program(*command, *options)
     else:
-        done = subprocess.run(
-            [sys.executable, *command, *options],
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
+        words = [sys.executable, *command, *options]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert f"zpasses html {tmp_path / 'dump'}" in done.stdout
     (compiled,) = read(tmp_path / "dump").ranks[0].compiles

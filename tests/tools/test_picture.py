@@ -43,19 +43,8 @@ def test_the_default_pass_runs_in_the_demo():
 @pytest.mark.parametrize("view", ["memory", "diff"])
 def test_view_is_drawn_in_the_size_asked_for(tmp_path, view):
     out = tmp_path / "view.png"
-    ran = draw(
-        real_dump()[0],
-        "-o",
-        out,
-        "--view",
-        view,
-        "--pass",
-        "bucket",
-        "--width",
-        900,
-        "--height",
-        500,
-    )
+    size = ("--width", 900, "--height", 500)
+    ran = draw(real_dump()[0], "-o", out, "--view", view, "--pass", "bucket", *size)
     assert ran.exit_code == 0, ran.output
     assert size_of(out) == (900, 500)
     assert out.stat().st_size > 10_000  # an empty page has 5 kB

@@ -7,10 +7,10 @@ from click.testing import CliRunner
 
 from zpasses.errors import OptionError
 from zpasses.inspect.view import Table
-from zpasses.tools.capture.meshes import AutoMesh, MeshShape
+from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
 from zpasses.tools.cli.main import cli
+from zpasses.tools.plan.plan_table import GraphFigures, PlanPoint, PlanTable
 from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point, shape_view
-from zpasses.tools.plan.table import GraphFigures, PlanPoint, PlanTable
 
 HERE = "tests.tools.test_plan"
 GIB = 1 << 30
@@ -68,11 +68,8 @@ def test_the_fastest_mesh_that_fits_is_chosen():
     assert found.chosen is half
     assert found.reason.endswith("replicate=4,shard=2 takes 100 us, and needs 84 GiB.")
     assert found.options == {"memory_budget": "1GiB"}
-    text = str(shape_view(found))
-    assert [line.split()[-1] for line in text.splitlines() if "replicate=" in line][:2] == [
-        "chosen",
-        "device",
-    ]
+    rows = [line for line in str(shape_view(found)).splitlines() if "replicate=" in line]
+    assert [line.split()[-1] for line in rows[:2]] == ["chosen", "device"]
     equal = ShapePoint("shard=8", plan_of(200.01, 10 * GIB), None, 2 * GIB)
     assert shapes_of(equal, half).chosen is equal  # less memory, and as fast
 
@@ -87,16 +84,16 @@ def test_nothing_fits():
     assert none.to_json()["shapes"][0]["total_bytes"] is None
 
 
-@pytest.mark.parametrize("width", [80, 100, 160])
-def test_the_table_of_shapes_fits_a_terminal(width):
+def test_the_table_of_shapes_fits_a_terminal():
     large = ShapePoint("replicate=64,shard=64", plan_of(300.0, 90 * GIB), None, GIB)
     none = ShapePoint("replicate=128,shard=32", None, "It needs 3 GiB more.", GIB)
     table = next(
         part for part in shape_view(shapes_of(large, none)).parts if isinstance(part, Table)
     )
-    shown = table.text(width=width)
-    assert max(map(len, shown.splitlines())) <= width
-    assert "no plan fits the budget" in shown
+    for width in (80, 100, 160):
+        shown = table.text(width=width)
+        assert max(map(len, shown.splitlines())) <= width
+        assert "no plan fits the budget" in shown
 
 
 def plans_of(*plans, memory=None, chosen=None):
@@ -132,15 +129,14 @@ def test_the_command_plans_every_shape():
     assert [each["chosen"] for each in found["shapes"]].count(True) == 1
 
 
-def test_auto_has_no_picture():
-    arguments = ["--mesh", "auto", "--html", "plans.html"]
-    done = CliRunner().invoke(cli, ["plan", f"{HERE}:blocks", *arguments])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "--html", "plans.html"], "--html shows the plans of one mesh"),
+        (["capture", "-o", "dump"], "cannot read 'auto'"),
+    ],
+)
+def test_auto_has_no_picture_and_no_capture(arguments, said):
+    done = CliRunner().invoke(cli, [*arguments, f"{HERE}:blocks", "--mesh", "auto"])
     assert done.exit_code == 2
-    assert "--html shows the plans of one mesh" in done.output
-
-
-def test_capture_takes_no_auto(tmp_path):
-    arguments = ["--mesh", "auto", "-o", str(tmp_path / "dump")]
-    done = CliRunner().invoke(cli, ["capture", f"{HERE}:blocks", *arguments])
-    assert done.exit_code == 2
-    assert "cannot read 'auto'" in done.output
+    assert said in done.output

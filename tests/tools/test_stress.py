@@ -7,22 +7,16 @@ from typing import ClassVar, Literal
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import fx
 
+from tests.tools.stressing import stress
 from zpasses.errors import OptionError
 from zpasses.pipeline import pipeline as pipelines
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.testing import drawing
-from zpasses.tools.stress import run
-from zpasses.tools.stress.__main__ import main
+from zpasses.tools.stress import suites as stress_suites
 from zpasses.tools.stress.cases import CaseResult, StressConfig
-from zpasses.tools.stress.run import run_suites
-from zpasses.tools.stress.suites import SUITES
-
-
-def stress(*arguments):
-    return CliRunner().invoke(main, arguments)
+from zpasses.tools.stress.suites import SUITES, run_suites
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -69,11 +63,10 @@ def test_bad_cases_fail_and_name_the_command_that_repeats_them(mine, outcome):
 
 def test_options_reach_the_suite_and_the_file(mine, tmp_path):
     path = tmp_path / "results.json"
-    done = stress(
-        "mine", "--count", "2", "--ranks", "4,5", "--case-limit", "7", "--json", str(path)
-    )
+    given = ("--ranks", "4,5", "--case-limit", "7", "--json", str(path))
+    done = stress("mine", "--count", "2", *given)
     assert done.exit_code == 0
-    assert (mine.config.ranks, mine.config.limit_s) == ((4, 5), 7.0)
+    assert (mine.config.ranks, mine.config.case_limit_s) == ((4, 5), 7.0)
     assert [each["seed"] for each in json.loads(path.read_text())["results"]] == [0, 1]
 
 
@@ -85,7 +78,7 @@ def test_time_limit_ends_the_run_and_says_what_is_left(mine):
 
 def test_time_limit_is_shared_by_the_suites(tmp_path, monkeypatch):
     clock = itertools.count()  # seconds; each look at it takes one
-    monkeypatch.setattr(run.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(stress_suites.time, "monotonic", lambda: float(next(clock)))
     seeds = dict.fromkeys("ab", range(1000))
     suites = {"a": Recorded(), "b": Recorded()}
     report = run_suites(suites, seeds, StressConfig(tmp_path), 100)
@@ -113,7 +106,7 @@ def test_a_suite_that_raises_is_reported(monkeypatch):
         (["--only", "graphs"], "expected SUITE:SEED"),
         (["--only", "grafs:1"], 'Did you mean "graphs"?'),
         (["graphs", "--only", "graphs:1"], "omit the SUITE arguments"),
-        (["--ranks", "two"], "expected numbers of ranks"),
+        (["--ranks", "two"], "--ranks: got 'two'"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments, message):
@@ -130,10 +123,8 @@ def test_pipelines_keep_results():
 
 def test_a_case_is_determined_by_its_seed():
     def details(*arguments):
-        return [
-            each.detail
-            for each in SUITES["graphs"](arguments, StressConfig(None))  # it writes no files
-        ]
+        # It writes no files.
+        return [each.detail for each in SUITES["graphs"](arguments, StressConfig(None))]
 
     assert details(9, 17)[-1] == details(17)[0]
 
@@ -168,9 +159,8 @@ def test_a_wrong_pass_is_found_with_the_command_that_repeats_it(monkeypatch):
     assert "'negate" in done.stdout or ",negate" in done.stdout
     assert "but the reference gives" in done.stdout
     assert "repeat it: python -m zpasses.tools.stress --only graphs:" in done.stdout
-    assert stress(
-        "--only", f"graphs:{done.stdout.partition('--only graphs:')[2].split()[0]}"
-    ).exit_code
+    seed = done.stdout.partition("--only graphs:")[2].split()[0]
+    assert stress("--only", f"graphs:{seed}").exit_code
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,13 @@ from collections import defaultdict
 from unittest import mock
 
 import pytest
-from click.testing import CliRunner
 
 import zpasses
+from tests.tools.stressing import stress
 from zpasses.option_values import field_types
 from zpasses.pipeline.options import Options
 from zpasses.testing.ranks import Outcome
 from zpasses.tools.stress import drawn_programs
-from zpasses.tools.stress.__main__ import main
 from zpasses.tools.stress.drawn_models import BLOCKS
 from zpasses.tools.stress.drawn_programs import (
     OPTIMIZERS,
@@ -23,10 +22,6 @@ from zpasses.tools.stress.drawn_programs import (
     run_program,
 )
 from zpasses.tools.stress.training_actions import ACTIONS, EDITS
-
-
-def stress(*arguments):
-    return CliRunner().invoke(main, arguments)
 
 
 # --- drawing --------------------------------------------------------------------------------------

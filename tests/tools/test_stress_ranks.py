@@ -4,14 +4,13 @@ import dataclasses
 import json
 
 import pytest
-from click.testing import CliRunner
 
+from tests.tools.stressing import stress
 from zpasses.testing.ranks import Outcome
 from zpasses.tools.stress import caches, faults
-from zpasses.tools.stress.__main__ import main
-from zpasses.tools.stress.cache_program import CacheResult
+from zpasses.tools.stress.caches import CacheResult
 from zpasses.tools.stress.cases import StressConfig
-from zpasses.tools.stress.fault_program import COMPILE_PLACES, ENDINGS, PLACES, RankResult
+from zpasses.tools.stress.faults import COMPILE_PLACES, ENDINGS, PLACES, RankResult
 
 AT = 1000.0
 """When the fault of the made-up results happens."""
@@ -97,7 +96,7 @@ def test_real_ranks(kind, place, outcome, tmp_path):
     assert program.window or outcome == "equal"  # a window reports the exception at once
     seed = next(n for n in range(10_000) if faults.draw(n, (2,), 5.0) == program)
     options = ["--ranks", "2", "--vote-limit", "5", "--jobs", "1", "--json", str(tmp_path / "f")]
-    done = CliRunner().invoke(main, ["--only", f"faults:{seed}", *options])
+    done = stress("--only", f"faults:{seed}", *options)
     assert done.exit_code == 0, done.output
     (result,) = json.loads((tmp_path / "f").read_text())["results"]
     assert (result["kind"], result["outcome"]) == (kind, outcome)
@@ -129,5 +128,5 @@ def test_warm_runs_are_compared_with_cold_ones(monkeypatch, tmp_path, warm, outc
 @pytest.mark.processes
 @pytest.mark.inductor
 def test_real_caches():
-    done = CliRunner().invoke(main, ["caches", "--count", "1"])
+    done = stress("caches", "--count", "1")
     assert done.exit_code == 0, done.output

@@ -1,5 +1,6 @@
 """Small models for device meshes of several dimensions, and their training steps."""
 
+import contextlib
 import copy
 
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+
+import zpasses
 
 
 class Block(nn.Module):
@@ -117,6 +120,55 @@ def assert_near(actual, expected, rtol=1e-6):
             atol=rtol * scale,
             msg=lambda s, n=name: f"{n}: {s}",
         )
+
+
+def assert_trains_as(
+    plain,
+    model,
+    batches,
+    own,
+    options,
+    *,
+    windows=1,
+    explicit=False,
+    clip=None,
+    clip_grad_norm_=nn.utils.clip_grad_norm_,
+    loss=word_loss,
+    mode=contextlib.nullcontext,
+    collect=whole,
+    rtol=1e-6,
+):
+    """Trains `model`, a sharded copy of `plain`, and compares losses, gradients and parameters.
+
+    Args:
+        batches: parts [steps, windows * ranks, ...], of which this rank trains `own` per window.
+        options: compile options; None runs the model without compiling it.
+        explicit: reduce in `coalesce_grad_reduction`.
+        mode: context of a forward and its backward.
+        collect: returns the whole of a parameter or gradient.
+    """
+    parts = batches.unflatten(1, (windows, -1))[:, :, own]
+    losses, grads, params = train_unsharded(plain, batches, clip=clip)
+    run, optim, found = model, sgd(model), []
+    if options is not None:
+        options = {"codegen": "eager", **options}
+        run = torch.compile(model, backend="zpasses", options=options, fullgraph=True)
+    for step in parts:
+        optim.zero_grad()
+        with zpasses.coalesce_grad_reduction(model) if explicit else contextlib.nullcontext():
+            for part in step:
+                with mode():
+                    mine = loss(run(part), part)
+                    (mine / windows).backward()
+                found.append(whole(mine).item())
+        if clip is not None:
+            clip_grad_norm_(model.parameters(), clip)
+        optim.step()
+    expected = torch.tensor(losses).unflatten(1, (windows, -1))[:, :, own].flatten()
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=2e-6, atol=0)
+    ours = dict(model.named_parameters())
+    assert_near({name: collect(param.grad) for name, param in ours.items()}, grads, 1e-5)
+    assert_near({name: collect(param) for name, param in ours.items()}, params, rtol)
 
 
 # --- experts --------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def compare(kind, options):
     ),
     ids=str,
 )
-@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
+@pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step")
 def test_cached_losses_over_all_ranks_train_like_ddp(kind, options):
     pytest.importorskip("sentence_transformers")
     run_on_ranks(compare, kind, options, timeout_s=240)

@@ -6,21 +6,18 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import zpasses.tools.bench as bench
 from zpasses.errors import OptionError
-from zpasses.option_values import field_types, parse_value
 from zpasses.tools.bench.compiling import CompileConfig, compile_table, run_compile
 from zpasses.tools.bench.device import DeviceConfig, device_table, run_device
 from zpasses.tools.bench.launch import RankError
-from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.overhead import OverheadConfig, overhead_table, run_overhead
 from zpasses.tools.bench.report import write_json
 from zpasses.tools.bench.schedule import ScheduleConfig, run_schedule, schedule_table
 from zpasses.tools.bench.train import TrainConfig, run_train, train_table
-from zpasses.tools.capture.meshes import MeshShape
-from zpasses.tools.docs.fields import FieldDoc, describe_fields
+from zpasses.tools.config_options import add_options, config_of
 
 __all__ = ["SUITES", "Suite", "main"]
 
@@ -31,7 +28,7 @@ class Suite:
 
     summary: str
     config: type
-    """A frozen dataclass. Fields of its `size`, the model, are options, too."""
+    """A frozen dataclass."""
     run: Callable[[Any], Any]
     """Returns a report from a config."""
     table: Callable[[Any], str]
@@ -76,17 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="suite", metavar="{" + ",".join(SUITES) + "}")
     for name, suite in SUITES.items():
         command = commands.add_parser(name, help=suite.summary, description=suite.summary)
-        for item in _options(suite.config):
-            command.add_argument(
-                _flag(item.name), dest=item.name, default=argparse.SUPPRESS, help=_help(item)
-            )
+        add_options(command, suite.config)
         command.add_argument("--json", metavar="FILE", help="Write everything measured to FILE.")
         command.set_defaults(command=command)
     options = vars(parser.parse_args(given))
     suite, command, file = options["suite"], options["command"], options["json"]
     chosen = SUITES[suite]
     try:
-        report = chosen.run(_config(chosen.config, options))
+        report = chosen.run(config_of(chosen.config, options))
     except OptionError as error:
         command.error(str(error))
     except RankError as error:
@@ -99,48 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 _FORMAT = argparse.RawDescriptionHelpFormatter
-
-
-def _options(config: type) -> list[FieldDoc]:
-    """The fields of a config, and those of the model that it does not have itself."""
-    own = {item.name: item for item in describe_fields(config)}
-    if own.pop("size", None):
-        own = {**{item.name: item for item in describe_fields(ModelSize)}, **own}
-    return list(own.values())
-
-
-def _flag(field: str) -> str:
-    return "--" + field.removesuffix("_s").replace("_", "-")
-
-
-def _help(item: FieldDoc) -> str:
-    default = ",".join(map(str, item.default)) if isinstance(item.default, tuple) else item.default
-    text = f"{item.doc} Default: {default}" if default else item.doc
-    return text.replace("%", "%%")
-
-
-def _config(cls: type, given: dict[str, Any]) -> Any:
-    """A config from the text of its options. Takes those out of `given`."""
-    types = field_types(cls)
-    values = {
-        name: _value(given.pop(name), kind, _flag(name))
-        for name, kind in types.items()
-        if name in given
-    }
-    if "size" in types:
-        values["size"] = _config(ModelSize, given)
-    return cls(**values)
-
-
-def _value(text: str, kind: Any, flag: str) -> Any:
-    if get_origin(kind) is tuple:
-        return tuple(_value(part, get_args(kind)[0], flag) for part in text.split(","))
-    if MeshShape in get_args(kind):
-        return MeshShape.parse(text)
-    value = parse_value(text, kind, flag)
-    if isinstance(value, int | float) and value < 1:
-        raise OptionError(f"{flag}: got {text}; expected at least 1.")
-    return value
 
 
 if __name__ == "__main__":

@@ -16,24 +16,22 @@ from typing import Any
 from torch import fx
 from tqdm import tqdm
 
-from zpasses import compat
 from zpasses.compat.inductor_overlap import (
     inductor_node_ms,
     schedule_blocks_by_inductor,
     schedule_by_inductor,
 )
-from zpasses.cost.bound import schedule_bound
-from zpasses.cost.clock import Clock, CollectiveTiming
-from zpasses.cost.memory import liveness
-from zpasses.cost.roofline import compute_us
-from zpasses.cost.step_time import (
-    estimate_collective_us,
-    started_by,
+from zpasses.cost.memory.liveness import liveness
+from zpasses.cost.plan.bound import schedule_bound
+from zpasses.cost.time.clock import Clock, CollectiveTiming
+from zpasses.cost.time.roofline import compute_us
+from zpasses.cost.time.step_time import (
+    collective_timing,
     step_time,
 )
-from zpasses.cost.target import Target, use_target
+from zpasses.cost.time.target import Target, use_target
 from zpasses.errors import OptionError, suggestion
-from zpasses.graph.nodes import collective_of, is_wait
+from zpasses.graph.queries import collective_of, is_wait, started_by
 from zpasses.passes import ZERO3, Bucket, Overlap, Schedule
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline
@@ -323,8 +321,7 @@ def _node_us(node: fx.Node, target: Target) -> float:
     collective = collective_of(node)
     if collective is None:
         return compute_us(node, target)
-    ranks = compat.group_ranks(collective.group)
-    return estimate_collective_us(node, collective, ranks, target)
+    return collective_timing(node, collective, target).duration_us
 
 
 def _judge(name: str, step: Step, target: Target) -> SchedulePoint:

@@ -16,10 +16,10 @@ from torch import fx
 import zpasses
 from zpasses import compat
 from zpasses.backend.step_trials import StepTrials
-from zpasses.cost.target import Target, use_target
+from zpasses.cost.time.target import Target, use_target
 from zpasses.pipeline.events import ObservedGraph, listen, observe_graphs
 from zpasses.testing import copy_graph, fake_world
-from zpasses.testing.capture import capture_step
+from zpasses.testing.step_graphs import capture_step
 
 __all__ = ["MODELS", "CapturedStep", "ModelShape", "Step", "captured_step"]
 

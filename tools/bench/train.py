@@ -18,7 +18,7 @@ from zpasses.tools.bench.measure import ResidentMemory
 from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.peers import PEERS, Peer, peer_of
 from zpasses.tools.bench.report import MIB, report_text, two_decimals
-from zpasses.tools.capture.meshes import MeshShape
+from zpasses.tools.capture.mesh_shapes import MeshShape
 
 __all__ = [
     "LOSS_TOLERANCE",

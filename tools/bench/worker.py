@@ -38,7 +38,7 @@ from zpasses.tools.bench.model import (
     parallelize,
 )
 from zpasses.tools.bench.peers import peer_of
-from zpasses.tools.capture.meshes import MeshShape
+from zpasses.tools.capture.mesh_shapes import MeshShape
 
 MEMORY_WARMUP = 3
 _BOUND_REPEATS = 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import textwrap
 from typing import Any
@@ -12,7 +11,6 @@ from torch import nn
 
 from zpasses.errors import OptionError, suggestion
 from zpasses.inspect.view import Code, Table, Text, View, table
-from zpasses.option_values import format_value
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.testing import capture_graphs, listing
@@ -128,15 +126,8 @@ def _first_sentence(entry: type[Pass]) -> str:
 def _options(entry: type[Pass]) -> list[dict[str, Any]]:
     """Name, type, default and documentation of each option of a pass."""
     return [
-        {
-            "name": field.name,
-            "type": field.type,
-            "default": "(required)"
-            if field.default is dataclasses.MISSING
-            else format_value(field.default),
-            "doc": field.doc,
-        }
-        for field in describe_fields(entry)
+        {"name": each.name, "type": each.type, "default": each.default_text, "doc": each.doc}
+        for each in describe_fields(entry)
     ]
 
 
@@ -148,21 +139,15 @@ def _example(name: str, entry: type[Pass]) -> list[tuple[str, str, str]]:
     pipeline = _pipeline_to(name)
     if pipeline is None:
         return []
-    records, after = _captured(pipeline)
-    _, before = _captured(pipeline[:-1])
-    kinds = [
-        kind
-        for kind in _kinds(entry.level)
-        if kind in after and listing(after[kind]) != listing(before[kind])
-    ]
-    return (
-        [
-            (f"{kind} graph of the example", listing(before[kind]), listing(after[kind]))
-            for kind in kinds
-        ]
-        if records
-        else []
+    before, after = (
+        {kind: listing(graph) for kind, graph in _captured(passes).items()}
+        for passes in (pipeline[:-1], pipeline)
     )
+    return [
+        (f"{kind} graph of the example", before[kind], after[kind])
+        for kind in _kinds(entry.level)
+        if kind in after and after[kind] != before[kind]
+    ]
 
 
 def _kinds(level: Level) -> tuple[str, ...]:
@@ -182,8 +167,8 @@ def _pipeline_to(name: str) -> list[Pass] | None:
     return None
 
 
-def _captured(passes: list[Pass]) -> tuple[int, dict[str, Any]]:
-    """Number of changes of the last pass, and the graphs after all passes."""
+def _captured(passes: list[Pass]) -> dict[str, Any]:
+    """The graphs of a small model on two ranks after passes."""
 
     class Example(nn.Module):
         def __init__(self) -> None:
@@ -195,13 +180,8 @@ def _captured(passes: list[Pass]) -> tuple[int, dict[str, Any]]:
                 x = self.down(self.up(x).relu())
             return x
 
-    step = capture_graphs(
+    after = capture_graphs(
         Example(), (torch.ones(2, 4),), world_size=2, pipeline=Pipeline(tuple(passes))
-    )
-    graphs = {
-        kind: getattr(step.after, kind) for kind in ("captured", "joint", "forward", "backward")
-    }
-    changes = sum(
-        record.changes for record in step.records if passes and record.name == passes[-1].name
-    )
-    return changes, {kind: graph for kind, graph in graphs.items() if graph is not None}
+    ).after
+    kinds = ("captured", "joint", "forward", "backward")
+    return {kind: graph for kind in kinds if (graph := getattr(after, kind)) is not None}

@@ -7,14 +7,16 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from zpasses.errors import OptionError, ZpassesError, suggestion
-from zpasses.inspect import Limits
+from zpasses.inspect import Inspection, Limits
+from zpasses.inspect import open as open_dump
 from zpasses.inspect.escape import printable
 from zpasses.inspect.json_text import batched, json_pieces
 from zpasses.inspect.view import View
@@ -23,8 +25,10 @@ from zpasses.tools.cli.completion import complete_compile, complete_graph
 __all__ = [
     "CommandError",
     "CommandGroup",
+    "DumpArguments",
     "as_json",
     "dump_argument",
+    "dump_command",
     "errors_as_messages",
     "graph_argument",
     "print_view",
@@ -128,6 +132,76 @@ def rank_and_compile_options(command: Command) -> Command:
     ):
         command = option(command)
     return command
+
+
+@dataclass(frozen=True)
+class DumpArguments:
+    """The dump that a command line names, and the part of it to show."""
+
+    dump: Path
+    rank: int | None
+    compile_name: str | None
+    limits: Limits | None
+
+    def open(self, dump: Path | None = None, *, rank: int | None = None) -> Inspection:
+        """Open the dump, or another one.
+
+        Args:
+            dump: None for the dump of the command line.
+            rank: None for the rank of the command line.
+        """
+        return open_dump(
+            self.dump if dump is None else dump,
+            rank=self.rank if rank is None else rank,
+            compile_name=self.compile_name,
+            limits=self.limits,
+        )
+
+
+def dump_command(
+    name: str | None = None,
+    *,
+    picks: Collection[str] = ("rank", "compile_name"),
+    prints: bool = True,
+    status: Callable[[View], int] = lambda view: 0,
+) -> Callable[[Callable[..., View | None]], click.Command]:
+    """Decorator: a command that reads a dump. Its function takes `DumpArguments`, and returns the
+    page to print.
+
+    Args:
+        name: of the command; None takes that of the function.
+        picks: which of --rank and --compile the command has.
+        prints: whether the command prints a page, also as JSON. Otherwise, the function returns
+            None.
+        status: the exit status for a page.
+    """
+    shared = click.command()(
+        dump_argument(rank_and_compile_options(trusted_option(as_json(lambda: None))))
+    )
+    names = ("dump", *picks, "limits", *(["as_json"] if prints else []))
+    first, *last = [param for param in shared.params if param.name in names]
+
+    def decorate(function: Callable[..., View | None]) -> click.Command:
+        @errors_as_messages
+        @functools.wraps(function)
+        def run(
+            dump: Path,
+            limits: Limits | None,
+            rank: int | None = None,
+            compile_name: str | None = None,
+            as_json: bool = False,
+            **given: Any,
+        ) -> None:
+            view = function(DumpArguments(dump, rank, compile_name, limits), **given)
+            if view is not None:
+                print_view(view, as_json)
+                click.get_current_context().exit(status(view))
+
+        command = click.command(name)(run)
+        command.params = [first, *command.params, *last]
+        return command
+
+    return decorate
 
 
 def print_view(view: View, as_json: bool) -> None:

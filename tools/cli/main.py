@@ -15,13 +15,18 @@ from collections.abc import Sequence
 import click
 
 from zpasses.tools.bisect.command import bisect
-from zpasses.tools.capture.command import capture
-from zpasses.tools.cli.common import CommandGroup, is_full
+from zpasses.tools.capture.capture_command import capture
+from zpasses.tools.cli.common import (
+    CommandGroup,
+    as_json,
+    errors_as_messages,
+    is_full,
+    print_view,
+)
 from zpasses.tools.cli.completion import completion
 from zpasses.tools.cli.reading import collectives, diff, hang, html, list_, memory, show, timeline
-from zpasses.tools.cli.running import passes
 from zpasses.tools.measure.command import measure
-from zpasses.tools.plan.command import plan
+from zpasses.tools.plan.plan_command import plan
 from zpasses.tools.tune.command import tune
 
 __all__ = ["cli", "main"]
@@ -39,6 +44,20 @@ def cli() -> None:
     A run writes a dump with options={"dump": DIR} or ZPASSES_DUMP=DIR. `zpasses capture` writes one
     without running the model.
     """
+
+
+@click.command()
+@click.argument("name", metavar="[PASS]", required=False)
+@as_json
+@errors_as_messages
+def passes(name: str | None, as_json: bool) -> None:
+    """List all passes, or show one pass with the graph before and after it.
+
+    This command loads torch, which takes a few seconds.
+    """
+    from zpasses.tools.cli.catalogue import all_passes_view, pass_view
+
+    print_view(pass_view(name) if name is not None else all_passes_view(), as_json)
 
 
 for _command in (

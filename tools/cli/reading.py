@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
-from zpasses.inspect import CollectiveRows, Inspection, Limits, NodeFilter
-from zpasses.inspect import open as open_dump
+from zpasses.inspect import CollectiveRows, Inspection, NodeFilter
 from zpasses.inspect.collectives_page import SORTS
 from zpasses.inspect.json_text import batched, json_pieces
 from zpasses.inspect.rank_agreement import ranks_that_differ
+from zpasses.inspect.view import View
 from zpasses.tools.cli.common import (
     CommandError,
-    as_json,
-    dump_argument,
-    errors_as_messages,
+    DumpArguments,
+    dump_command,
     graph_argument,
-    print_view,
-    rank_and_compile_options,
     trace_option,
-    trusted_option,
     write_output,
 )
 from zpasses.tools.cli.completion import complete_graph, complete_node, complete_pass
 
 __all__ = ["collectives", "diff", "hang", "html", "list_", "memory", "show", "timeline"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 _after = click.option(
     "--after",
@@ -34,70 +34,48 @@ _after = click.option(
     shell_complete=complete_pass,
     help="Graph after this pass: its name, text, or step number (0: before all passes).",
 )
-_limit = click.option(
-    "--limit",
-    type=click.IntRange(min=0),
-    default=40,
-    show_default=True,
-    help="Maximum number of lines per kind; 0 for all.",
+_output = click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help='File to write; "-" for standard output.',
 )
+_ranks = click.option("--ranks", type=(int, int), metavar="A B", help="Compare two ranks.")
 
 
-def _open(
-    path: Path, rank: int | None, compile_name: str | None, limits: Limits | None
-) -> Inspection:
-    return open_dump(path, rank=rank, compile_name=compile_name, limits=limits)
+def _limit(default: int, what: str) -> Callable[[Command], Command]:
+    return click.option(
+        "--limit",
+        type=click.IntRange(min=0),
+        default=default,
+        show_default=True,
+        help=f"Maximum number of {what}; 0 for all.",
+    )
 
 
-@click.command("list")
-@dump_argument
-@click.option(
-    "--rank",
-    type=click.IntRange(min=0),
-    help="Rank to show. Default: the lowest rank in the dump.",
-)
-@trusted_option
-@as_json
-@errors_as_messages
-def list_(dump: Path, rank: int | None, limits: Limits | None, as_json: bool) -> None:
+def _patterns(name: str, argument: str, text: str, **options: Any) -> Callable[[Command], Command]:
+    return click.option(
+        name, argument, multiple=True, metavar="PATTERN", help=f"Only nodes {text}.", **options
+    )
+
+
+@dump_command("list", picks=("rank",))
+def list_(given: DumpArguments) -> View:
     """List compiles, graphs and passes of a dump: the changes, time and failure of each pass."""
-    print_view(_open(dump, rank, None, limits).overview(), as_json)
+    return given.open().overview()
 
 
-@click.command("show")
-@dump_argument
+@dump_command()
 @graph_argument
 @_after
 @click.option("--collectives", is_flag=True, help="Only collectives and their waits.")
-@click.option(
-    "--param",
-    "params",
-    multiple=True,
-    metavar="PATTERN",
-    help="Only nodes of matching parameters: 'layers.3.*'.",
-)
-@click.option(
-    "--op",
-    "ops",
-    multiple=True,
-    metavar="PATTERN",
-    help="Only nodes with a matching op: 'mm', 'all_gather*'.",
-)
-@click.option(
-    "--node",
-    "names",
-    multiple=True,
-    metavar="PATTERN",
-    shell_complete=complete_node,
-    help="Only nodes with a matching name.",
-)
+@_patterns("--param", "params", "of matching parameters: 'layers.3.*'")
+@_patterns("--op", "ops", "with a matching op: 'mm', 'all_gather*'")
+@_patterns("--node", "names", "with a matching name", shell_complete=complete_node)
 @click.option("--full", is_flag=True, help="Show long lists completely.")
-@rank_and_compile_options
-@trusted_option
-@as_json
-@errors_as_messages
 def show(
-    dump: Path,
+    given: DumpArguments,
     graph: str | None,
     after: str | None,
     collectives: bool,
@@ -105,25 +83,15 @@ def show(
     ops: tuple[str, ...],
     names: tuple[str, ...],
     full: bool,
-    rank: int | None,
-    compile_name: str | None,
-    limits: Limits | None,
-    as_json: bool,
-) -> None:
+) -> View:
     """Show a graph as text, one line per node, with shapes, bytes and parameters.
 
     Without GRAPH, all graphs are shown. Without --after, each graph is shown after its last pass.
     """
-    print_view(
-        _open(dump, rank, compile_name, limits).show(
-            graph, after, NodeFilter(collectives, params, ops, names), full=full
-        ),
-        as_json,
-    )
+    return given.open().show(graph, after, NodeFilter(collectives, params, ops, names), full=full)
 
 
-@click.command()
-@dump_argument
+@dump_command(status=lambda view: 0 if view.data["same"] else 1)
 @click.argument("other", metavar="[GRAPH | DIR_B]", required=False, shell_complete=complete_graph)
 @click.argument("graph", metavar="[GRAPH]", required=False)
 @click.option(
@@ -138,32 +106,17 @@ def show(
     metavar="PASS",
     help="Between dumps or ranks: compare graphs after this pass. Default: after the last.",
 )
-@click.option(
-    "--ranks",
-    type=(int, int),
-    metavar="A B",
-    help="Compare two ranks of the dump.",
-)
-@_limit
-@rank_and_compile_options
-@trusted_option
-@as_json
-@errors_as_messages
-@click.pass_context
+@_ranks
+@_limit(40, "lines per kind")
 def diff(
-    ctx: click.Context,
-    dump: Path,
+    given: DumpArguments,
     other: str | None,
     graph: str | None,
     pass_name: str | None,
     after: str | None,
     ranks: tuple[int, int] | None,
     limit: int,
-    rank: int | None,
-    compile_name: str | None,
-    limits: Limits | None,
-    as_json: bool,
-) -> None:
+) -> View:
     """Show changes by node: inserted, removed, moved, rewired, retagged, recompute-changed,
     retyped or renamed.
 
@@ -180,8 +133,6 @@ def diff(
         else None
     )
     name = graph if second is not None else other
-    if ranks is not None and (second is not None or rank is not None):
-        raise CommandError("--ranks compares ranks of one dump; omit the second dump and --rank.")
     if (second is not None or ranks is not None) and pass_name is not None:
         raise CommandError(
             "--pass shows the changes of a pass in one dump; between dumps or ranks, --after "
@@ -189,23 +140,25 @@ def diff(
         )
     if second is None and ranks is None and after is not None:
         raise CommandError("--after needs two dumps or ranks; --pass shows the changes of a pass.")
-    if ranks is not None:
-        first = _open(dump, ranks[0], compile_name, limits)
-        view = first.diff_to(
-            Inspection(first.dump, ranks[1], compile_name), name, after, limit=limit
-        )
-    elif second is not None:
-        view = _open(dump, rank, compile_name, limits).diff_to(
-            _open(second, rank, compile_name, limits), name, after, limit=limit
-        )
-    else:
-        view = _open(dump, rank, compile_name, limits).diff(name, pass_name, limit=limit)
-    print_view(view, as_json)
-    ctx.exit(0 if view.data["same"] else 1)
+    first, *others = _opened(given, second, ranks)
+    if others:
+        return first.diff_to(others[0], name, after, limit=limit)
+    return first.diff(name, pass_name, limit=limit)
 
 
-@click.command()
-@dump_argument
+def _opened(
+    given: DumpArguments, other: Path | None, ranks: tuple[int, int] | None
+) -> list[Inspection]:
+    """The dump, then what to compare it with: another dump, or another rank."""
+    if ranks is None:
+        return [given.open()] if other is None else [given.open(), given.open(other)]
+    if other is not None or given.rank is not None:
+        raise CommandError("--ranks compares ranks of one dump; omit the second dump and --rank.")
+    first = given.open(rank=ranks[0])
+    return [first, Inspection(first.dump, ranks[1], given.compile_name)]
+
+
+@dump_command()
 @graph_argument
 @_after
 @click.option(
@@ -215,23 +168,13 @@ def diff(
     show_default=True,
     help="Order of the rows: of their start, or by a figure, largest first.",
 )
-@click.option(
-    "--limit",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Maximum number of rows of each graph; 0 for all.",
-)
+@_limit(0, "rows of each graph")
 @click.option("--exposed", is_flag=True, help="Only collectives for which compute waits.")
 @click.option("--source", is_flag=True, help="Show the lines that read the parameters.")
 @click.option("--module", is_flag=True, help="Show the modules of the parameters.")
 @trace_option
-@rank_and_compile_options
-@trusted_option
-@as_json
-@errors_as_messages
 def collectives(
-    dump: Path,
+    given: DumpArguments,
     graph: str | None,
     after: str | None,
     sort: str,
@@ -240,11 +183,7 @@ def collectives(
     source: bool,
     module: bool,
     trace: Path | None,
-    rank: int | None,
-    compile_name: str | None,
-    limits: Limits | None,
-    as_json: bool,
-) -> None:
+) -> View:
     """List every collective: its size, the distance to its wait, its time, and how much of it is
     exposed.
 
@@ -261,12 +200,10 @@ def collectives(
             "--trace measures the graphs that ran, after their last pass; omit --after."
         )
     show = CollectiveRows(sort, limit, exposed, source, module)
-    inspection = _open(dump, rank, compile_name, limits)
-    print_view(inspection.collectives(graph, after, show, trace), as_json)
+    return given.open().collectives(graph, after, show, trace)
 
 
-@click.command()
-@dump_argument
+@dump_command()
 @graph_argument
 @_after
 @click.option(
@@ -275,13 +212,7 @@ def collectives(
     shell_complete=complete_node,
     help="Show the buffers alive while this node runs. Default: at the peak.",
 )
-@click.option(
-    "--limit",
-    type=click.IntRange(min=0),
-    default=12,
-    show_default=True,
-    help="Maximum number of buffers, parameters and modules; 0 for all.",
-)
+@_limit(12, "buffers, parameters and modules")
 @click.option(
     "--by",
     type=click.Choice(["buffer", "module"]),
@@ -289,102 +220,50 @@ def collectives(
     show_default=True,
     help="What to list: every buffer, or sums by module, with equal layers in one row.",
 )
-@rank_and_compile_options
-@trusted_option
-@as_json
-@errors_as_messages
 def memory(
-    dump: Path,
-    graph: str | None,
-    after: str | None,
-    at: str | None,
-    limit: int,
-    by: str,
-    rank: int | None,
-    compile_name: str | None,
-    limits: Limits | None,
-    as_json: bool,
-) -> None:
+    given: DumpArguments, graph: str | None, after: str | None, at: str | None, limit: int, by: str
+) -> View:
     """Show the peak before and after each pass, the memory curve, and the buffers alive at the
     peak.
 
     Sizes follow the liveness model. They exclude what the caller holds (shards and inputs).
     """
-    inspection = _open(dump, rank, compile_name, limits)
-    print_view(inspection.memory(graph, after, at, limit=limit, by=by), as_json)
+    return given.open().memory(graph, after, at, limit=limit, by=by)
 
 
-@click.command()
-@dump_argument
+@dump_command(prints=False)
 @graph_argument
 @_after
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    required=True,
-    help='File to write; "-" for standard output.',
-)
-@rank_and_compile_options
-@trusted_option
-@errors_as_messages
-def timeline(
-    dump: Path,
-    graph: str | None,
-    after: str | None,
-    output: Path,
-    rank: int | None,
-    compile_name: str | None,
-    limits: Limits | None,
-) -> None:
+@_output
+def timeline(given: DumpArguments, graph: str | None, after: str | None, output: Path) -> None:
     """Write the estimated streams of compute and of each process group as a trace for Perfetto
     (ui.perfetto.dev).
     """
-    trace = _open(dump, rank, compile_name, limits).timeline(graph, after)
-    write_output(output, batched(json_pieces(trace, 2)))
+    write_output(output, batched(json_pieces(given.open().timeline(graph, after), 2)))
 
 
-@click.command()
-@dump_argument
+@dump_command(picks=())
 @click.argument("files", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path))
-@trusted_option
-@as_json
-@errors_as_messages
-def hang(dump: Path, files: tuple[Path, ...], limits: Limits | None, as_json: bool) -> None:
+def hang(given: DumpArguments, files: tuple[Path, ...]) -> View:
     """Show in which collective of NCCL or RCCL the ranks wait, and which rank is missing.
 
     FILE is what torch's flight recorder wrote for one rank, as JSON or as a pickle; its name ends
     in the rank. Without any, the command says where they come from, and what helps with gloo.
     """
-    print_view(_open(dump, None, None, limits).hang(*files), as_json)
+    return given.open().hang(*files)
 
 
-@click.command()
-@dump_argument
+@dump_command(prints=False)
 @click.argument("other", metavar="[DIR_B]", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    required=True,
-    help='File to write; "-" for standard output.',
-)
-@click.option(
-    "--ranks", type=(int, int), metavar="A B", help="Show two ranks of the dump side by side."
-)
+@_output
+@_ranks
 @trace_option
-@rank_and_compile_options
-@trusted_option
-@errors_as_messages
 def html(
-    dump: Path,
+    given: DumpArguments,
     other: Path | None,
     output: Path,
     ranks: tuple[int, int] | None,
     trace: Path | None,
-    rank: int | None,
-    compile_name: str | None,
-    limits: Limits | None,
 ) -> None:
     """Write the whole dump as one page that needs neither network nor server.
 
@@ -392,16 +271,9 @@ def html(
     different collectives, it shows two without being asked. With --trace, it shows measured times
     beside the predicted ones.
     """
-    if ranks is not None and (other is not None or rank is not None):
-        raise CommandError("--ranks compares ranks of one dump; omit the second dump and --rank.")
-    first = _open(dump, ranks[0] if ranks else rank, compile_name, limits)
-    if ranks is None and other is None and rank is None:
-        ranks = ranks_that_differ(first.dump)
-    others = []
-    if ranks is not None:
-        others.append(Inspection(first.dump, ranks[1], compile_name))
-    if other is not None:
-        others.append(_open(other, rank, compile_name, limits))
+    first, *others = _opened(given, other, ranks)
+    if not others and given.rank is None and (differ := ranks_that_differ(first.dump)):
+        others = [Inspection(first.dump, differ[1], given.compile_name)]
     write_output(output, first.html_pieces(*others, trace=trace))
     if str(output) != "-":
         click.echo(f"wrote {output}; open it in a browser", err=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from zpasses.tools.docs.regions import fill_regions
+from zpasses.tools.docs.tables import fill_regions
 
 __all__ = ["main"]
 

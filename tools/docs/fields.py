@@ -10,7 +10,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from zpasses.option_values import describe_type, field_types
+from zpasses.option_values import describe_type, field_types, format_value
 
 __all__ = ["FieldDoc", "describe_fields", "first_sentence"]
 
@@ -29,6 +29,12 @@ class FieldDoc:
     """The default value; `dataclasses.MISSING` if a value must be given."""
     doc: str
     """The docstring below the field on one line; "" if there is none, or no source."""
+
+    @property
+    def default_text(self) -> str:
+        """The default as pipelines write it."""
+        required = self.default is dataclasses.MISSING
+        return "(required)" if required else format_value(self.default)
 
 
 def describe_fields(cls: type) -> tuple[FieldDoc, ...]:

@@ -1,30 +1,46 @@
-"""The tables that pages can ask for, as GitHub-flavoured Markdown."""
+"""Tables of a page as GitHub-flavoured Markdown, and the regions that they fill."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import distribution
-from typing import Any
 
 from tabulate import tabulate
 
-from zpasses.cost.target import TARGETS, Target
+from zpasses.cost.time.target import TARGETS, Target
 from zpasses.errors import suggestion
-from zpasses.option_values import format_value
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.tools.docs.fields import FieldDoc, describe_fields, first_sentence
 
-__all__ = ["generate"]
+__all__ = ["fill_regions", "generate"]
+
+_START = re.compile(r"^<!-- generated: (?P<name>.+?) -->\n", re.MULTILINE)
+_END = "<!-- end -->"
 
 _OPTIONS_SHOWN = 4
 """Options of a pass in the table of all passes; the others are in the table of that pass."""
+
+
+def fill_regions(text: str) -> str:
+    """The page with every marked region replaced by what its name generates.
+
+    Raises:
+        ValueError: for a region without an end, or with a name that generates nothing.
+    """
+    parts, position = [], 0
+    for start in _START.finditer(text):
+        end = text.find(_END, start.end())
+        if end < 0 or _START.search(text, start.end(), end):
+            raise ValueError(f"region {start['name']!r} has no {_END!r} before the next region.")
+        parts += [text[position : start.end()], f"\n{generate(start['name'])}\n\n"]
+        position = end
+    return "".join([*parts, text[position:]])
 
 
 def generate(name: str) -> str:
@@ -128,7 +144,7 @@ def _pass_section(entry: type[Pass]) -> str:
 
 def _text_with_defaults(entry: type[Pass]) -> str:
     fields = describe_fields(entry)
-    options = [f"{each.name}={_default_value(each)}" for each in fields[:_OPTIONS_SHOWN]]
+    options = [f"{each.name}={each.default_text}" for each in fields[:_OPTIONS_SHOWN]]
     if len(fields) > _OPTIONS_SHOWN:
         options.append("...")
     return entry.name + (f"{{{','.join(options)}}}" if options else "")
@@ -176,10 +192,5 @@ def _choices(type_: str, code: str) -> str:
     return re.sub(r"'([^']*)'", lambda choice: code.format(choice[1]), type_)
 
 
-def _default_value(field: FieldDoc) -> str:
-    return "(required)" if field.default is dataclasses.MISSING else format_value(field.default)
-
-
 def _default_text(field: FieldDoc) -> str:
-    value: Any = _default_value(field)
-    return _code(value) if value else "empty"
+    return _code(field.default_text) if field.default_text else "empty"

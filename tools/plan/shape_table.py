@@ -8,7 +8,7 @@ from typing import Any
 
 from zpasses.inspect.units import bytes_text, time_text
 from zpasses.inspect.view import Text, View, table, text_of
-from zpasses.tools.plan.table import NOTABLY, PlanPoint, PlanTable, StepTable
+from zpasses.tools.plan.plan_table import NOTABLY, PlanPoint, PlanTable, StepTable
 
 __all__ = ["ShapePoint", "ShapeTable", "shape_point", "shape_view"]
 

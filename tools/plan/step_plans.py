@@ -8,6 +8,7 @@ that budget.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import time
@@ -25,11 +26,11 @@ from zpasses.backend.step_trials import (
     StepTrials,
     full_params,
 )
-from zpasses.cost.bound import schedule_bound
-from zpasses.cost.kept_params import KeptParam
-from zpasses.cost.target import Target, current_target, use_target
+from zpasses.cost.plan.bound import schedule_bound
+from zpasses.cost.plan.kept_params import KeptParam
+from zpasses.cost.time.target import Target, current_target, use_target
 from zpasses.errors import OptionError
-from zpasses.graph.nodes import nbytes, value_of
+from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.tags import tagged
 from zpasses.option_values import parse_budget
 from zpasses.passes.defer_reduction import DeferReduction
@@ -38,19 +39,20 @@ from zpasses.pipeline.events import Events, listen, run_reported_passes
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.passes import Level
 from zpasses.pipeline.pipeline import Pipeline
-from zpasses.pipeline.prediction import Predictor
+from zpasses.pipeline.predictor import Predictor
 from zpasses.pipeline.runner import run_passes
 from zpasses.runtime.forward_variants import (
     ForwardVariant,
     build_forward_variant,
     param_slots,
 )
-from zpasses.testing.capture import GraphProbe
-from zpasses.tools.capture.meshes import MeshShape
-from zpasses.tools.capture.run import CaptureError, CaptureRequest, run_capture
-from zpasses.tools.plan.table import GraphFigures, PlanPoint, PlanTable, not_dominated
+from zpasses.testing.step_graphs import GraphProbe
+from zpasses.tools.capture.captured_step import CaptureError, CaptureRequest, run_capture
+from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
+from zpasses.tools.plan.plan_table import GraphFigures, PlanPoint, PlanTable, not_dominated
+from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point
 
-__all__ = ["PlanRequest", "plan_step"]
+__all__ = ["PlanRequest", "plan_shapes", "plan_step"]
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,44 @@ def plan_step(
             "backward, so there is nothing to plan."
         )
     return tables[0]
+
+
+_SHAPE_POINTS = 4
+"""About how many plans of each shape to choose from, if no budget is given."""
+
+
+def plan_shapes(
+    request: PlanRequest, auto: AutoMesh, progress: Callable[[ShapePoint], object]
+) -> ShapeTable:
+    """Captures and plans a step for every shape of hybrid sharding.
+
+    Args:
+        request: what to plan, without a mesh.
+        auto: the dimensions that all shapes share.
+        progress: called with each shape that was planned.
+
+    Raises:
+        OptionError: if the ranks cannot be divided, and as `plan_step`.
+        CaptureError, ShardingError: as `plan_step`.
+    """
+    target = Target.parse(request.target) if request.target else current_target()
+    points = []
+    for shape in auto.shapes(request.world):
+        gc.collect()  # the graphs of the shape before
+        found = plan_step(replace(request, mesh=shape, points=_SHAPE_POINTS))
+        point = shape_point(str(shape), found, target.memory_bytes)
+        progress(point)
+        points.append(point)
+    return ShapeTable(
+        request.function,
+        request.world,
+        target.name,
+        request.target,
+        request.backwards_per_step,
+        request.memory,
+        target.memory_bytes,
+        tuple(points),
+    )
 
 
 def _check(request: PlanRequest) -> None:

@@ -2,181 +2,112 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 import tempfile
+import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
-import click
 from tqdm import tqdm
 
-from zpasses.errors import suggestion
+import zpasses.tools.stress as stress
+from zpasses.errors import OptionError, suggestion
+from zpasses.tools.config_options import add_options, config_of
 from zpasses.tools.stress.cases import CaseResult, StressConfig
-from zpasses.tools.stress.run import StressReport, run_suites, summary
-from zpasses.tools.stress.suites import SUITES
+from zpasses.tools.stress.suites import SUITES, StressReport, run_suites, summary
 
 __all__ = ["main"]
 
 _DETAIL_CHARS = 2000
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.argument("suites", nargs=-1, metavar="[SUITE]...")
-@click.option(
-    "--count",
-    type=click.IntRange(min=1),
-    default=100,
-    show_default=True,
-    help="Cases of each suite.",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="The first case. The cases are SEED, SEED + 1, ...",
-)
-@click.option(
-    "--only", multiple=True, metavar="SUITE:SEED", help="Only this case; may be repeated."
-)
-@click.option(
-    "--time-limit",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="SECONDS",
-    help="Start no case after this time.",
-)
-@click.option(
-    "--case-limit",
-    "limit",
-    type=click.FloatRange(min=0, min_open=True),
-    default=120.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="A case that takes longer counts as hanging.",
-)
-@click.option(
-    "--ranks",
-    default="2,3",
-    show_default=True,
-    metavar="N,...",
-    help="Numbers of real ranks to draw from, for suites that start processes.",
-)
-@click.option(
-    "--vote-limit",
-    type=click.FloatRange(min=1),
-    default=5.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="The option agreement_timeout_s of training in the suite faults.",
-)
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    default=4,
-    show_default=True,
-    help="Cases of the suite faults at a time.",
-)
-@click.option(
-    "--codegen",
-    type=click.Choice(["eager", "inductor"]),
-    default="eager",
-    show_default=True,
-    help="The option codegen of the suite programs.",
-)
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Also write all results to this file.",
-)
-@click.pass_context
-def main(
-    ctx: click.Context,
-    suites: tuple[str, ...],
-    count: int,
-    seed: int,
-    only: tuple[str, ...],
-    time_limit: float | None,
-    limit: float,
-    ranks: str,
-    vote_limit: float,
-    jobs: int,
-    codegen: Literal["eager", "inductor"],
-    json_path: Path | None,
-) -> None:
-    """Try to break zpasses with drawn cases.
-
-    SUITE is graphs, faults, caches or programs; without it, all run. Each case can be
-    repeated with --only. The exit status is 1 if a case is wrong, hangs or crashes.
-    """
-    seeds = (
-        _only(only)
-        if only
-        else {name: range(seed, seed + count) for name in SUITES if not suites or name in suites}
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run suites. Returns the exit code: 1 if a case is wrong, hangs or crashes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zpasses.tools.stress",
+        description=stress.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if only and suites:
-        raise click.UsageError("--only names its suites; omit the SUITE arguments.")
-    for name in (*suites, *seeds):
-        _check_suite(name)
-    with tempfile.TemporaryDirectory(prefix="zpasses-stress-") as folder:
-        config = StressConfig(Path(folder), _numbers(ranks), limit, vote_limit, jobs, codegen)
-        total = sum(map(len, seeds.values()))
-        with tqdm(total=total, unit="case", disable=None) as bar:
-
-            def progress(result: CaseResult) -> None:
-                bar.update()
-                if result.is_bad:
-                    bar.write(f"{result.suite}:{result.seed}: {result.outcome}", nolock=True)
-
-            report = run_suites(SUITES, seeds, config, time_limit, progress)
-    if json_path is not None:
-        json_path.write_text(json.dumps(_as_json(report), indent=1), encoding="utf-8")
-    click.echo(summary(report))
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)}; or all")
+    parser.add_argument("--count", type=int, default=100, help="Cases of each suite. Default: 100")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="The cases are SEED, SEED + 1, ... Default: 0"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="SUITE:SEED",
+        help="Only this case; may be repeated.",
+    )
+    parser.add_argument(
+        "--time-limit", type=float, metavar="SECONDS", help="Start no case after this time."
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write all results to FILE, too.")
+    add_options(parser, StressConfig)
+    options = parser.parse_args(arguments)
+    try:
+        seeds = _seeds(options)
+        with tempfile.TemporaryDirectory(prefix="zpasses-stress-") as folder:
+            config = config_of(StressConfig, vars(options), scratch=Path(folder))
+            report = _run(seeds, config, options.time_limit)
+    except OptionError as error:
+        parser.error(str(error))
+    if options.json is not None:
+        shown = {**vars(report), "results": [asdict(each) for each in report.results]}
+        options.json.write_text(json.dumps(shown, indent=1), encoding="utf-8")
+    print(summary(report))
     for result in report.bad:
-        click.echo(
-            f"\n{result.outcome}: {result.suite}:{result.seed} ({result.kind})\n"
-            f"{_indented(result.detail[:_DETAIL_CHARS])}\n"
-            f"  repeat it: python -m zpasses.tools.stress --only {result.suite}:{result.seed}"
-            f"{'' if ranks == '2,3' else f' --ranks {ranks}'}"
-            f"{'' if codegen == 'eager' else f' --codegen {codegen}'}"
-        )
-    ctx.exit(1 if report.bad else 0)
+        print(f"\n{result.outcome}: {result.suite}:{result.seed} ({result.kind})")
+        print(textwrap.indent(result.detail[:_DETAIL_CHARS], "  "))
+        print(f"  repeat it: {parser.prog} --only {result.suite}:{result.seed}{_changed(config)}")
+    return 1 if report.bad else 0
 
 
-def _only(cases: tuple[str, ...]) -> dict[str, list[int]]:
-    seeds: dict[str, list[int]] = {}
-    for case in cases:
-        name, _, number = case.partition(":")
-        if not number.isdecimal():
-            raise click.UsageError(f"--only {case}: expected SUITE:SEED, such as graphs:17.")
-        seeds.setdefault(name, []).append(int(number))
+def _seeds(options: argparse.Namespace) -> dict[str, Sequence[int]]:
+    """Suite -> its cases."""
+    seeds: dict[str, Sequence[int]] = {
+        name: range(options.seed, options.seed + options.count)
+        for name in SUITES
+        if name in options.suites or not options.suites
+    }
+    if options.only:
+        if options.suites:
+            raise OptionError("--only names its suites; omit the SUITE arguments.")
+        seeds = {}
+        for case in options.only:
+            name, _, number = case.partition(":")
+            if not number.isdecimal():
+                raise OptionError(f"--only {case}: expected SUITE:SEED, such as graphs:17.")
+            seeds[name] = [*seeds.get(name, ()), int(number)]
+    for name in (*options.suites, *seeds):
+        if name not in SUITES:
+            raise OptionError(f"there is no suite {name!r}.{suggestion(name, SUITES)}")
     return seeds
 
 
-def _check_suite(name: str) -> None:
-    if name not in SUITES:
-        raise click.UsageError(f"there is no suite {name!r}.{suggestion(name, SUITES)}")
+def _run(
+    seeds: dict[str, Sequence[int]], config: StressConfig, time_limit_s: float | None
+) -> StressReport:
+    with tqdm(total=sum(map(len, seeds.values())), unit="case", disable=None) as bar:
+
+        def progress(result: CaseResult) -> None:
+            bar.update()
+            if result.is_bad:
+                bar.write(f"{result.suite}:{result.seed}: {result.outcome}", nolock=True)
+
+        return run_suites(SUITES, seeds, config, time_limit_s, progress)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise click.UsageError(f"--ranks {text}: expected numbers of ranks, such as 2,3.")
-    return tuple(map(int, parts))
-
-
-def _as_json(report: StressReport) -> dict[str, object]:
-    return {
-        "results": [asdict(each) for each in report.results],
-        "unfinished": report.unfinished,
-        "seconds": report.seconds,
-    }
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
+def _changed(config: StressConfig) -> str:
+    """The options that determine a case besides its seed, if they are not the default."""
+    default = StressConfig(config.scratch)
+    ranks = "" if config.ranks == default.ranks else f" --ranks {','.join(map(str, config.ranks))}"
+    return ranks + ("" if config.codegen == default.codegen else f" --codegen {config.codegen}")
 
 
 if __name__ == "__main__":
-    main(prog_name="python -m zpasses.tools.stress")
+    sys.exit(main())

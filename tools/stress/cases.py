@@ -1,4 +1,4 @@
-"""What the suites share: their configuration, and the result of one case."""
+"""What the suites share: their configuration, the result of one case, and how shards compare."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-__all__ = ["BAD", "OUTCOMES", "CaseResult", "Outcome", "StressConfig", "Suite"]
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+__all__ = ["BAD", "OUTCOMES", "CaseResult", "Outcome", "StressConfig", "Suite", "own_part"]
 
 Outcome = Literal["equal", "refused", "wrong", "hang", "crash"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -22,15 +25,15 @@ class StressConfig:
     scratch: Path
     """Folder for the files of cases. It exists, and is deleted after the run."""
     ranks: tuple[int, ...] = (2, 3)
-    """Numbers of real ranks that the suites with processes draw from."""
-    limit_s: float = 120.0
+    """Numbers of real ranks to draw from, for suites that start processes."""
+    case_limit_s: float = 120.0
     """Seconds after which a case counts as hanging."""
     vote_limit_s: float = 5.0
-    """Option `agreement_timeout_s` of the runs in the suite `faults`."""
+    """The option agreement_timeout_s of training in the suite faults."""
     jobs: int = 4
-    """Cases of the suite `faults` that run at a time."""
+    """Cases of the suite faults at a time."""
     codegen: Literal["eager", "inductor"] = "eager"
-    """Option `codegen` of the runs in the suite `programs`."""
+    """The option codegen of the suite programs: eager or inductor."""
 
 
 @dataclass(frozen=True)
@@ -63,3 +66,9 @@ Suite = Callable[[Iterable[int], StressConfig], Iterator[CaseResult]]
 """(seeds, configuration) -> the result of one case or more for each seed, in order. A suite draws a
 seed only when it starts that case, so that a time limit ends the run.
 """
+
+
+def own_part(full: Tensor, like: DTensor) -> Tensor:
+    """The part of a full tensor that this rank holds, if it is sharded as `like` is."""
+    local = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+    return local.to_local()

@@ -32,7 +32,7 @@ from zpasses.testing.drawing import draw_pipeline, values_of
 from zpasses.testing.ranks import Outcome as RankOutcome
 from zpasses.testing.ranks import close_pools
 from zpasses.testing.ranks.pool import call_on_ranks
-from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig
+from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig, own_part
 from zpasses.tools.stress.drawn_models import Model, ModelChoice, draw_model
 from zpasses.tools.stress.training_actions import ACTIONS, EDITS, Edit, Rows, Side
 
@@ -378,7 +378,7 @@ class _World:
         if ours is None or theirs is None:
             return "" if ours is theirs else f"is {_short(ours)}, expected {_short(theirs)}"
         if isinstance(ours, DTensor):
-            theirs, ours = _own_part(theirs, ours), ours.to_local()
+            theirs, ours = own_part(theirs, ours), ours.to_local()
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             return f"is {_short(ours)}, expected {_short(theirs)}"
         if not ours.numel() or torch.equal(ours, theirs):
@@ -424,20 +424,8 @@ def _call_cast(model: nn.Module, dtype: torch.dtype | None, x: Tensor) -> Tensor
     """Call an unsharded model with parameters in another dtype."""
     if dtype is None:
         return model(x)  # type: ignore[no-any-return]
-    places = [
-        (module._parameters, name, param)
-        for module in model.modules()
-        for name, param in module._parameters.items()
-        if param is not None
-    ]
-    cast: dict[Tensor, Any] = {param: param.to(dtype) for param in model.parameters()}
-    try:
-        for parameters, name, param in places:
-            parameters[name] = cast[param]
-        return model(x)  # type: ignore[no-any-return]
-    finally:
-        for parameters, name, param in places:
-            parameters[name] = param
+    cast = {name: param.to(dtype) for name, param in model.named_parameters()}
+    return torch.func.functional_call(model, cast, (x,))  # type: ignore[no-any-return]
 
 
 def _compiled_call(program: Program, model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -477,17 +465,6 @@ def _pairs(sharded: Side, reference: Side) -> Iterator[tuple[str, Tensor | None,
         yield name, buffer, buffers[name]
 
 
-def _own_part(full: Tensor, like: DTensor) -> Tensor:
-    """The part of a full tensor that a rank holds."""
-    for dim, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
-            mesh = like.device_mesh
-            parts, at = full.chunk(mesh.size(dim), placement.dim), mesh.get_local_rank(dim)
-            empty = full.narrow(placement.dim, 0, 0)
-            full = parts[at] if at < len(parts) else empty
-    return full
-
-
 def _short(value: Tensor | None) -> str:
     return "None" if value is None else f"{value.dtype}{list(value.shape)}"
 
@@ -505,7 +482,9 @@ def run(seeds: Iterable[int], config: StressConfig) -> Iterator[CaseResult]:
         except OptionError as error:
             outcome, reason = "crash", f"the drawn options are not valid: {error}"
         else:
-            outcomes = call_on_ranks(run_program, (program,), {}, ranks=2, timeout_s=config.limit_s)
+            outcomes = call_on_ranks(
+                run_program, (program,), {}, ranks=2, timeout_s=config.case_limit_s
+            )
             outcome, reason = _judge(outcomes)
         if outcome != "equal":
             close_pools()  # the ranks may still hold what the program left

@@ -15,16 +15,15 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
+from zpasses.backend.aot_callbacks import compile_captured
 from zpasses.backend.cache.stored_graph import from_cache
-from zpasses.backend.capture import Capture, capture
-from zpasses.backend.compile import Compile, open_events, report
-from zpasses.backend.compile_steps import compile_captured
-from zpasses.backend.garbage import no_garbage_collection_in_compiles
+from zpasses.backend.captured import Capture, capture
+from zpasses.backend.compile_job import CompileJob, open_events, report
 from zpasses.backend.tuning import with_tried_options
-from zpasses.cost.target import Target, current_target, use_target
+from zpasses.cost.time.target import Target, current_target, use_target
 from zpasses.errors import AgreementError, OptionError
-from zpasses.garbage import no_garbage_collection
-from zpasses.pipeline.bisect import apply_bisect_limits
+from zpasses.garbage import PausedCollection, no_garbage_collection
+from zpasses.pipeline.bisection import apply_bisect_limits
 from zpasses.pipeline.events import CompileEnded, Events, Problem
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pipeline
@@ -35,12 +34,22 @@ from zpasses.runtime.forward import AccumulationOptions, with_local_shards
 from zpasses.runtime.windows import StepWindow, install_step_guard
 from zpasses.sharding.guard import with_plain_inputs
 
-__all__ = ["zpasses_backend"]
-
 log = logging.getLogger("zpasses")
 
+_paused = PausedCollection()
+
+
+def _collect_no_garbage_in_compiles() -> None:
+    """From now on, no cyclic garbage is collected while torch compiles, with Dynamo's trace.
+
+    It applies to all compiles of this process, because what runs before the backend is called does
+    not know the backend. Further calls do nothing.
+    """
+    compat.call_around_compiles(_paused.start, _paused.end)
+
+
 # torch.compile imports this module before the first trace.
-no_garbage_collection_in_compiles()
+_collect_no_garbage_in_compiles()
 
 
 def zpasses_backend(
@@ -67,7 +76,7 @@ def zpasses_backend(
             f"backend 'zpasses' has no modes (got {mode!r}); set Inductor's options with "
             f"options={{'inductor': {{...}}}}."
         )
-    no_garbage_collection_in_compiles()  # torch._dynamo.reset forgets it
+    _collect_no_garbage_in_compiles()  # torch._dynamo.reset forgets it
     given = Options.parse(options)
     captured = capture(gm, example_inputs)
     _check_accumulation(given, captured)
@@ -84,7 +93,7 @@ def zpasses_backend(
     ):
         events = open_events(captured, example_inputs, chosen, pipeline, target)
         with _sending_failures(events):
-            begun = Compile.begin(captured, chosen, pipeline, target, events, result_hook)
+            begun = CompileJob.begin(captured, chosen, pipeline, target, events, result_hook)
             job, compiled = from_cache(begun, example_inputs)
             if compiled is None:
                 compiled = compile_captured(job)
@@ -157,7 +166,7 @@ def _sending_failures(events: Events) -> Iterator[None]:
         raise
 
 
-def _with_local_shards(job: Compile, compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _with_local_shards(job: CompileJob, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the code of the captured graph so that it takes the inputs that Dynamo gave."""
     options, shards = job.options, job.captured.shards
     if options.backwards_per_step > 1 or options.agreement is True:

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from zpasses.cost import device_memory
+from zpasses.cost.memory import device_memory
 from zpasses.errors import OptionError
 from zpasses.ranks.agree import exchange
-
-__all__ = ["agreed_free_bytes"]
 
 _USED_SHARE = 0.9
 """Part of the free memory that a step may use. The rest is for fragmentation and kernels' scratch.

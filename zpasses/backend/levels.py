@@ -6,18 +6,16 @@ import logging
 
 from torch import fx
 
-from zpasses.backend.capture import tag_joint
-from zpasses.backend.compile import Compile
-from zpasses.graph.nodes import put_inputs_first
+from zpasses.backend.captured import tag_joint
+from zpasses.backend.compile_job import CompileJob
+from zpasses.graph.queries import put_inputs_first
 from zpasses.pipeline.events import ObservedGraph, run_reported_passes
 from zpasses.pipeline.passes import Level
-
-__all__ = ["run_level"]
 
 log = logging.getLogger("zpasses")
 
 
-def run_level(job: Compile, gm: fx.GraphModule, level: Level, kind: str) -> None:
+def run_level(job: CompileJob, gm: fx.GraphModule, level: Level, kind: str) -> None:
     """Run the passes of a level on a graph in place.
 
     Args:
@@ -30,11 +28,11 @@ def run_level(job: Compile, gm: fx.GraphModule, level: Level, kind: str) -> None
     with job.planning():
         passes = job.decided.pipeline.at(level)
         records = run_reported_passes(
-            job.events, kind, level.value, gm.graph, passes, verify=job.options.verify
+            job.listeners, kind, level.value, gm.graph, passes, verify=job.options.verify
         )
     gm.recompile()
     name = f"{job.name} {kind}"
     for record in records:
         cost = f"{record.time_us:.0f} us, checks {record.check_us:.0f} us"
         log.debug("graph %s: %s changed %d, %s", name, record.text, record.changes, cost)
-    job.events.send(ObservedGraph(name, kind, gm.graph, records))
+    job.listeners.send(ObservedGraph(name, kind, gm.graph, records))

@@ -24,16 +24,14 @@ from zpasses.backend.step_trials import (
     StepTrials,
     full_params,
 )
-from zpasses.cost.kept_params import Repetition
-from zpasses.cost.memory import liveness
-from zpasses.cost.target import current_target
+from zpasses.cost.memory.liveness import liveness
+from zpasses.cost.plan.kept_params import Repetition
+from zpasses.cost.time.target import current_target
 from zpasses.errors import MemoryBudgetError
-from zpasses.graph.nodes import nbytes, value_of
-from zpasses.graph.tags import tag_of
+from zpasses.graph.queries import nbytes, value_of
+from zpasses.graph.tags import params_of
 from zpasses.pipeline.events import Events
 from zpasses.ranks.agree import adopt
-
-__all__ = ["PartitionPolicy", "Partitioned", "partition_step", "too_little_memory"]
 
 log = logging.getLogger("zpasses")
 
@@ -178,7 +176,7 @@ class _Partitioner:
         for nodes, until in ((kept, "until backward"), (cached, "until the parameters change")):
             if nodes:
                 held = sum(nbytes(value_of(node)) for node in nodes)
-                names = ", ".join(name for node in nodes[:3] for name in _params(node))
+                names = ", ".join(name for node in nodes[:3] for name in params_of(node))
                 more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
                 parts.append(f"keeps {held / _MIB:.1f} MiB {until}: {names}{more}")
         if activations < 1.0:
@@ -189,11 +187,6 @@ class _Partitioner:
                 f"{plan.peak_bytes / _GIB:.3f} of {plan.limit_bytes / _GIB:.3f} GiB"
             )
         return "; ".join(parts)
-
-
-def _params(full: fx.Node) -> tuple[str, ...]:
-    tag = tag_of(full)
-    return tag.params if tag is not None else ()
 
 
 def too_little_memory(text: str, plan: StepPlan) -> str:

@@ -13,8 +13,6 @@ from zpasses.errors import OptionError
 from zpasses.pipeline.options import Options
 from zpasses.runtime.block_schedule import begin_model_call, end_model_call
 
-__all__ = ["compile_blocks"]
-
 
 def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> list[str]:
     """Compile blocks of a sharded model one by one, in place.

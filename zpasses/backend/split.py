@@ -10,21 +10,19 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.compile import Compile
+from zpasses.backend.compile_job import CompileJob
 from zpasses.backend.levels import run_level
 from zpasses.backend.partition import PartitionPolicy, partition_step
-from zpasses.cost.kept_params import Repetition
-from zpasses.graph.ops import UNSHARD
+from zpasses.cost.plan.kept_params import Repetition
+from zpasses.graph.dialect import UNSHARD
 from zpasses.graph.subgraphs import read_subgraph_inputs_directly
 from zpasses.pipeline.events import RuntimeNote
 from zpasses.pipeline.passes import Level
 
-__all__ = ["inductor_patches", "partition_joint"]
-
 log = logging.getLogger("zpasses")
 
 
-def inductor_patches(job: Compile) -> dict[str, Any]:
+def inductor_patches(job: CompileJob) -> dict[str, Any]:
     """Returns the settings of Inductor for a compile, with the partitioner among them."""
     run = functools.partial(partition_joint, job)
     partitioner = _InductorPartitioner(run, job.decided.pipeline.digest())
@@ -32,7 +30,7 @@ def inductor_patches(job: Compile) -> dict[str, Any]:
 
 
 def partition_joint(
-    job: Compile, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    job: CompileJob, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Run the joint passes on a joint graph and partition it: torch's partitioner for a compile.
 
@@ -67,7 +65,7 @@ def partition_joint(
             gm,
             joint_inputs,
             policy,
-            events=job.events,
+            events=job.listeners,
             fallback_cost=pipeline.fallback_cost,
             **kwargs,
         )
@@ -80,7 +78,7 @@ def partition_joint(
         log.info("graph %s: %s", job.name, partitioned.note)
         for each in pipeline:
             if each.facts.regathers:
-                job.events.send(RuntimeNote(each.name, partitioned.note))
+                job.listeners.send(RuntimeNote(each.name, partitioned.note))
     return partitioned.graphs
 
 

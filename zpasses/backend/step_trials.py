@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.bound import schedule_bound
-from zpasses.cost.kept_params import (
+from zpasses.cost.plan.bound import schedule_bound
+from zpasses.cost.plan.kept_params import (
     KeptParam,
     Repetition,
     StepProblem,
@@ -23,23 +23,13 @@ from zpasses.cost.kept_params import (
     fitting_params,
     keepable_params,
 )
-from zpasses.cost.schedule_evaluation import Evaluation, single_plan
-from zpasses.cost.schedule_problem import problem_of
-from zpasses.cost.target import current_target
-from zpasses.graph.nodes import nbytes, value_of
+from zpasses.cost.plan.schedule_evaluation import Evaluation, single_plan
+from zpasses.cost.plan.schedule_problem import problem_of
+from zpasses.cost.time.target import current_target
+from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.regathers import drop_unread_parts, remove_regathers
 from zpasses.graph.tags import GATHER_ROLES, retag, tag_of, tagged
 from zpasses.option_values import parse_budget
-
-__all__ = [
-    "Choice",
-    "FallbackCost",
-    "Graphs",
-    "StepPlan",
-    "StepTrials",
-    "Trial",
-    "full_params",
-]
 
 FallbackCost = Callable[[fx.Graph, int], Evaluation | None]
 Graphs = tuple[fx.GraphModule, fx.GraphModule]

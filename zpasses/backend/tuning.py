@@ -14,20 +14,13 @@ from pathlib import Path
 
 import torch
 
-from zpasses.backend.capture import Capture
+from zpasses.backend.captured import Capture
 from zpasses.backend.step_trials import StepTrials
-from zpasses.cost.target import Target, current_target
+from zpasses.cost.time.target import Target, current_target
 from zpasses.pipeline.events import listen
 from zpasses.pipeline.options import Options
 from zpasses.probe import TuningRequest, read_reports, requested, write_report
 from zpasses.runtime.measuring import call_after_steps, rank_and_world
-
-__all__ = [
-    "Candidate",
-    "StepReport",
-    "step_reports",
-    "with_tried_options",
-]
 
 
 @dataclass(frozen=True)

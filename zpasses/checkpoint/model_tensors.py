@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zpasses import compat
 from zpasses.errors import AgreementError, ShardingError
-from zpasses.graph.ops import rows_per_rank
+from zpasses.graph.dialect import rows_per_rank
 from zpasses.ranks.agree import exchange
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.edits import log_of, origin_of, owner_of

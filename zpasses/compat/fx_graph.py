@@ -1,4 +1,4 @@
-"""FX graphs: copies, boxed code generation, operator names and FLOP counts."""
+"""FX graphs: copies, boxed code generation, operator names, FLOP counts and calls of subgraphs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
@@ -22,9 +23,11 @@ __all__ = [
     "compiled_forward",
     "flop_formula",
     "is_erased",
+    "is_subgraph_call",
     "lazy_recompiles",
     "op_name",
     "pytree",
+    "subgraph_of",
 ]
 
 
@@ -90,3 +93,17 @@ def compiled_forward(gm: fx.GraphModule) -> Callable[..., Any]:
     gm.recompile()
     _LazyGraphModule.force_recompile(gm)
     return gm.forward
+
+
+def is_subgraph_call(node: fx.Node) -> bool:
+    """Whether a node calls a subgraph."""
+    return node.op == "call_function" and node.target is invoke_subgraph
+
+
+def subgraph_of(node: fx.Node) -> fx.GraphModule | None:
+    """Returns the graph that a subgraph call runs; None if it is not known."""
+    if not is_subgraph_call(node):
+        return None
+    body: Any = node.args[0]
+    found = getattr(node.graph.owning_module, str(body.target), None)
+    return found if isinstance(found, fx.GraphModule) else None

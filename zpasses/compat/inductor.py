@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -21,7 +20,6 @@ __all__ = [
     "CustomGraphPass",
     "CustomPartitionerFn",
     "declare_collective",
-    "import_inductor_lowering",
     "inductor_codegen",
     "inductor_codegen_standalone",
     "inductor_compile",
@@ -240,11 +238,6 @@ def is_inductor_lowering_loaded() -> bool:
     If so, a pass may run in a hook of an Inductor compile that zpasses did not start.
     """
     return "torch._inductor.lowering" in sys.modules
-
-
-def import_inductor_lowering() -> None:
-    """Imports the modules that Inductor would import when it first generates code."""
-    importlib.import_module("torch._inductor.select_algorithm")
 
 
 def _decompose_casts(gm: fx.GraphModule) -> None:

@@ -3,6 +3,6 @@
 They cover compute, collectives, memory, the time of a step, and the moves of collectives that fit a
 memory budget.
 
-Begin with `roofline.py` for the time of one node or collective, `step_time.py` for the time of a
-graph, and `memory.py` for what is alive at each node.
+`zpasses.cost.time` says how long kernels, collectives and graphs take, and `zpasses.cost.memory`
+what is alive at each node. `zpasses.cost.plan` chooses what to merge, move and keep.
 """

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
 
-from zpasses.cost.memory import Buffer
+from zpasses.cost.memory.liveness import Buffer
 from zpasses.graph.aliases import UNSAFE_VIEWS, memory_base, view_base
-from zpasses.graph.nodes import value_of
+from zpasses.graph.queries import value_of
 from zpasses.graph.tags import GATHER_ROLES, REDUCE_ROLES, SOURCE_ROLES, Tag, tag_of
 
 __all__ = ["Contents", "buffer_contents", "output_contents"]

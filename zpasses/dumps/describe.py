@@ -14,23 +14,22 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.memory import Liveness, liveness
-from zpasses.cost.roofline import compute_us, nodes_of, ring_collective_us
-from zpasses.cost.step_time import estimate_collective_us, is_copy_engine_collective
-from zpasses.cost.target import Target
+from zpasses.cost.memory.liveness import Liveness, liveness
+from zpasses.cost.time.roofline import compute_us
+from zpasses.cost.time.step_time import Timeline, collective_timing, is_copy_engine_collective
+from zpasses.cost.time.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.buffer_kinds import Contents, buffer_contents, output_contents
 from zpasses.dumps.sources import SourceTable
-from zpasses.graph.nodes import (
+from zpasses.graph.dialect import UNSHARD
+from zpasses.graph.queries import (
     Collective,
     collective_of,
     input_nbytes,
-    is_dialect,
     is_wait,
     nbytes,
     value_of,
 )
-from zpasses.graph.ops import UNSHARD
 from zpasses.graph.tags import Tag, tag_of
 
 __all__ = ["Describer", "GraphDescriber", "plain_argument"]
@@ -172,7 +171,17 @@ class GraphDescriber:
         if self._modelled and kind == "forward" and not part.startswith("block"):
             self._describer.saved = output_contents(graph)
         described = tuple(self._node(node, buffers.get(node, ())) for node in nodes)
-        return data.Snapshot(number, described, memory.live_bytes)
+        return data.Snapshot(number, described, memory.live_bytes, self._spans(graph))
+
+    def _spans(self, graph: fx.Graph) -> tuple[tuple[float, float], ...]:
+        """Start and end of each node; zeros for a graph that the cost model does not cover."""
+        try:
+            spans = Timeline(graph, self._describer.target).spans() if self._modelled else []
+        except (RuntimeError, ValueError, KeyError):  # this process does not know a group
+            spans = []
+        if not spans:
+            return ((0.0, 0.0),) * len(graph.nodes)
+        return tuple((round(start, 3), round(end, 3)) for start, end in spans)
 
     # --- memory -----------------------------------------------------------------------------------
     def _buffers(
@@ -236,7 +245,7 @@ class GraphDescriber:
                 decision,
                 label,
             )
-        cost_us, stream = self._cost(node, communicates, collective)
+        cost_us, stream = self._cost(node, communicates)
         described = data.Node(
             id=self._numbers[node],
             name=node.name,
@@ -276,24 +285,14 @@ class GraphDescriber:
         )
 
     def _cost(
-        self, node: fx.Node, communicates: Collective | None, collective: data.Collective | None
+        self, node: fx.Node, communicates: Collective | None
     ) -> tuple[float, Literal["compute", "communication"] | None]:
         if not self._modelled:
             return 0.0, None
-        target = self._describer.target
-        if communicates is not None and collective is not None:
-            ranks = self._describer.group_ranks(communicates.group)
-            took = (
-                estimate_collective_us(node, communicates, ranks, target)
-                if target.routes and not is_dialect(node)
-                else ring_collective_us(
-                    collective.kind,
-                    collective.full_bytes,
-                    len(ranks),
-                    target,
-                    nodes_of(ranks, target),
-                )
-            )
+        if communicates is not None:
+            took = 0.0  # also if this process does not know the group
+            if len(self._describer.group_ranks(communicates.group)) > 1:
+                took = collective_timing(node, communicates, self._describer.target).duration_us
             return round(took, 3), "communication"
         cost_us = self._describer.compute_us(node)
         return cost_us, "compute" if cost_us else None

@@ -50,6 +50,7 @@ def snapshot_lines(
             base=None if base is None else base.number,
             written=len(written),
             live_bytes=tuple(snapshot.live_bytes),
+            spans=snapshot.spans,
             sources=tuple(sources),
             order=None if same else order,
         )

@@ -307,7 +307,7 @@ class CompileInfo(Record, frozen=True):
     recompile_reason: str = ""
     """Which guard of Dynamo failed, if the compile repeats that of an earlier call."""
     target: Mapping[str, Any] = {}
-    """All figures of `zpasses.cost.target.Target`."""
+    """All figures of `zpasses.cost.time.target.Target`."""
     groups: Mapping[str, tuple[Count, ...]] = {}
     """Process group -> its ranks."""
     group_labels: Mapping[str, str] = {}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.target import Target
+from zpasses.cost.time.target import Target
 from zpasses.graph.groups import group_labels
 from zpasses.graph.printer import listing
 from zpasses.pipeline import events

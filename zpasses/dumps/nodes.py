@@ -296,7 +296,8 @@ class SnapshotHeader(Record, frozen=True):
     written: Count
     """Number of node lines."""
     live_bytes: tuple[Count, ...]
-    """See `Snapshot`."""
+    spans: tuple[tuple[Micros, Micros], ...]
+    """These two: see `Snapshot`."""
     sources: tuple[Source, ...] = ()
     """Sources of the written nodes, which name them by their index here."""
     order: tuple[Count, ...] | None = None
@@ -314,6 +315,10 @@ class Snapshot:
     nodes: tuple[Node, ...]
     live_bytes: tuple[int, ...]
     """Bytes alive while each node runs, in graph order, by the model of `zpasses.cost.memory`."""
+    spans: tuple[tuple[float, float], ...]
+    """Start and end of each node in microseconds, in graph order; see
+    `zpasses.cost.time.step_time.Timeline.spans`.
+    """
 
     @cached_property
     def by_id(self) -> dict[int, Node]:

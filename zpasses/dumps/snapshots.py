@@ -116,11 +116,16 @@ class _SnapshotFile:
                 "once."
             )
         nodes = tuple(known[id] for id in order)
-        live = self._header.live_bytes
-        if len(live) != len(nodes):
+        live, spans = self._header.live_bytes, self._header.spans
+        for name, entries in (("live_bytes", live), ("spans", spans)):
+            if len(entries) != len(nodes):
+                raise DamagedDumpError(
+                    f"{self.where}, line 1: '{name}' has {len(entries)} entries; expected one "
+                    f"for each of {len(nodes)} nodes."
+                )
+        if any(start > end for start, end in spans):
             raise DamagedDumpError(
-                f"{self.where}, line 1: 'live_bytes' has {len(live)} entries; expected one "
-                f"for each of {len(nodes)} nodes."
+                f"{self.where}, line 1: 'spans' is invalid; expected 0 <= start <= end."
             )
         for node in nodes:
             buffers = {at for buffer in node.buffers for at in (buffer.first, buffer.last)}
@@ -131,4 +136,4 @@ class _SnapshotFile:
                     f"{self.where}: node {node.id} ({node.name!r}) refers to node {missing[0]}, "
                     "which is not in the graph."
                 )
-        return Snapshot(self.number, nodes, live)
+        return Snapshot(self.number, nodes, live, spans)

@@ -7,7 +7,7 @@ import linecache
 from torch import fx
 
 from zpasses.dumps.format import Source
-from zpasses.graph.sources import is_torch_file, module_path, short_file, user_frame
+from zpasses.graph.source_lines import is_torch_file, module_path, short_file, user_frame
 
 __all__ = ["SourceTable"]
 

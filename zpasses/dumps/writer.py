@@ -20,7 +20,7 @@ import msgspec
 from msgspec import structs
 from torch import fx
 
-from zpasses.cost.target import Target
+from zpasses.cost.time.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.describe import Describer, GraphDescriber, plain_argument
 from zpasses.dumps.encode import json_line, snapshot_lines
@@ -30,7 +30,7 @@ from zpasses.errors import AgreementError, raising_line
 from zpasses.graph.verifier import CHECKS
 from zpasses.pipeline import events
 from zpasses.pipeline.passes import Level, Pass
-from zpasses.pipeline.prediction import Predictor
+from zpasses.pipeline.predictor import Predictor
 
 __all__ = ["CompileDump"]
 

@@ -4,7 +4,9 @@ This package knows nothing about ranks or costs. It re-exports the names that mo
 that a pass can import them from `zpasses.graph`.
 """
 
-from zpasses.graph.nodes import (
+from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD
+from zpasses.graph.printer import listing
+from zpasses.graph.queries import (
     Collective,
     Editor,
     calls,
@@ -18,8 +20,6 @@ from zpasses.graph.nodes import (
     propagate,
     value_of,
 )
-from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD
-from zpasses.graph.printer import listing
 from zpasses.graph.tags import Tag, add_tag, retag, tag_of, tagged
 from zpasses.graph.verifier.order import Race, find_races
 

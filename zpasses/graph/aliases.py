@@ -23,27 +23,8 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph.nodes import WAIT, value_of
-
-__all__ = [
-    "CASTS_AND_PADDING",
-    "CLONES",
-    "COPIES",
-    "GETITEM",
-    "UNSAFE_VIEWS",
-    "WAIT",
-    "WHOLE_VIEWS",
-    "buffer_readers",
-    "elements_of",
-    "is_alias",
-    "is_view",
-    "memory_base",
-    "memory_root",
-    "root_output",
-    "shared_arguments",
-    "view_base",
-    "written_arguments",
-]
+from zpasses.graph.queries import WAIT, value_of
+from zpasses.graph.walks import reachable
 
 aten = torch.ops.aten
 GETITEM = operator.getitem
@@ -176,13 +157,8 @@ def _picks_output(node: fx.Node) -> bool:
 
 def buffer_readers(base: fx.Node) -> Iterator[fx.Node]:
     """Yields the users of a value and of all its aliases."""
-    queue, seen = [base], {base}
-    while queue:
-        for user in queue.pop().users:
-            yield user
-            if user not in seen and is_alias(user):
-                seen.add(user)
-                queue.append(user)
+    for alias in reachable([base], lambda node: filter(is_alias, node.users)):
+        yield from alias.users
 
 
 def is_alias(node: fx.Node) -> bool:

@@ -8,8 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zpasses import compat
 
-__all__ = ["group_labels", "mesh_dimensions"]
-
 
 def mesh_dimensions(meshes: Iterable[DeviceMesh]) -> dict[str, str]:
     """Returns process group -> name of its dimension, for the dimensions of meshes that have names.

@@ -16,16 +16,15 @@ from typing import Any
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.graph.nodes import (
+from zpasses.graph.queries import (
     append_placeholder,
     collective_of,
     erase_dead,
     is_wait,
+    returned_values,
     value_of,
 )
 from zpasses.graph.tags import REDUCE_ROLES, tag_of
-
-__all__ = ["GatherPart", "HoistedGraph", "ReductionPart", "hoist_collectives"]
 
 
 @dataclass(frozen=True)
@@ -207,8 +206,7 @@ def _param(node: fx.Node) -> str:
 
 def _give(graph: fx.Graph, node: fx.Node, number: int) -> Any:
     """Make a node, and its waits, a further input. Returns the fake value of the input."""
-    given = append_placeholder(graph, f"gathered_{number}")
-    given.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
+    given = append_placeholder(graph, f"gathered_{number}", node)
     for user in list(node.users):
         if is_wait(user):
             if (tag := tag_of(user)) is not None:
@@ -233,9 +231,8 @@ class _Reductions:
 
     @classmethod
     def of(cls, graph: fx.Graph, gradients: Mapping[int, Sequence[fx.Node]]) -> _Reductions:
-        returned: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
         positions: dict[fx.Node, list[int]] = {}
-        for position, value in enumerate(returned):
+        for position, value in enumerate(returned_values(graph)):
             if isinstance(value, fx.Node):
                 positions.setdefault(value, []).append(position)
         only_returned: set[fx.Node] = set()
@@ -282,7 +279,7 @@ class _Reductions:
             return None
         first = self._first()
         later = [node for node in self.nodes if node not in set(first)]
-        returned: Any = gm.graph.output_node().args[0]
+        returned = returned_values(gm.graph)
         grads = [returned[position] for position in self.gradients]
         between = [
             node

@@ -18,10 +18,8 @@ import torch
 from torch import fx
 
 from zpasses.graph.aliases import CASTS_AND_PADDING, COPIES, WHOLE_VIEWS
-from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
+from zpasses.graph.queries import collective_of, is_wait, nbytes, returned_values, value_of
 from zpasses.graph.tags import Tag, add_tag, is_of_model, tag_of
-
-__all__ = ["tag_foreign_gathers", "tag_foreign_reductions"]
 
 aten = torch.ops.aten
 _TRANSPARENT = COPIES | WHOLE_VIEWS | {aten.reshape.default, aten.slice.Tensor}
@@ -79,7 +77,7 @@ def tag_foreign_reductions(graph: fx.Graph, origin: str) -> int:
 
     A gradient is named after its position among the graph's outputs: "output_0".
     """
-    places = {node: i for i, node in enumerate(_returned(graph)) if isinstance(node, fx.Node)}
+    places = {node: i for i, node in enumerate(returned_values(graph)) if isinstance(node, fx.Node)}
     found = 0
     for node in graph.nodes:
         if tag_of(node) is not None or is_of_model(node) or not _is_reduction(node):
@@ -98,11 +96,6 @@ def tag_foreign_reductions(graph: fx.Graph, origin: str) -> int:
             add_tag(step, Tag("reduce_input", params, origin=origin))
         found += 1
     return found
-
-
-def _returned(graph: fx.Graph) -> list[object]:
-    outputs = graph.output_node().args[0]
-    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
 
 
 def _is_reduction(node: fx.Node) -> bool:

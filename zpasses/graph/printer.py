@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.graph.nodes import value_of
+from zpasses.graph.queries import value_of
 from zpasses.graph.tags import tag_of
-
-__all__ = ["listing"]
 
 _SHORT = {
     torch.float64: "f64",

@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph.nodes import calls, collective_of, is_dialect, is_wait
-from zpasses.graph.ops import AVERAGE_GRAD
+from zpasses.graph.dialect import AVERAGE_GRAD
+from zpasses.graph.queries import calls, collective_of, is_dialect, is_wait
 from zpasses.graph.tags import tag_of
-
-__all__ = ["is_regroupable", "reducing_groups", "regroup_reductions", "replicate_groups"]
 
 
 def is_regroupable(node: fx.Node) -> bool:

@@ -12,10 +12,8 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph.nodes import Editor, is_wait, nbytes, value_of
+from zpasses.graph.queries import Editor, is_wait, nbytes, value_of
 from zpasses.graph.tags import Tag, add_tag, tag_of, tagged
-
-__all__ = ["drop_unread_parts", "insert_regathers", "remove_regathers"]
 
 aten = torch.ops.aten
 

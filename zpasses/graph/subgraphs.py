@@ -9,9 +9,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.graph.aliases import is_view
-from zpasses.graph.nodes import value_of
-
-__all__ = ["read_subgraph_inputs_directly"]
+from zpasses.graph.queries import returned_values, value_of
 
 
 def read_subgraph_inputs_directly(gm: fx.GraphModule) -> None:
@@ -26,7 +24,7 @@ def read_subgraph_inputs_directly(gm: fx.GraphModule) -> None:
         if body is not None:
             users.setdefault(body, []).append(node)
     for body, calls in users.items():
-        outputs: Any = body.graph.output_node().args[0]
+        outputs = returned_values(body.graph)
         chains = [_views_of_input(each) for each in outputs]
         if not any(chains):
             continue

@@ -14,23 +14,6 @@ from typing import Literal
 import torch
 from torch import fx
 
-__all__ = [
-    "GATHER_ROLES",
-    "REDUCE_ROLES",
-    "SOURCE_ROLES",
-    "Reduction",
-    "Role",
-    "Tag",
-    "add_tag",
-    "full_param",
-    "is_of_model",
-    "is_resident",
-    "mark_of_model",
-    "retag",
-    "tag_of",
-    "tagged",
-]
-
 Role = Literal[
     "shard",
     "part",
@@ -128,6 +111,12 @@ def tag_of(node: fx.Node) -> Tag | None:
         custom = node.meta.get("custom")
         tag = custom.get(_KEY) if isinstance(custom, dict) else None
     return tag if isinstance(tag, Tag) else None
+
+
+def params_of(node: fx.Node) -> tuple[str, ...]:
+    """Returns the parameters that a node works for, as its tag says; () without a tag."""
+    tag = tag_of(node)
+    return tag.params if tag is not None else ()
 
 
 def add_tag(node: fx.Node, tag: Tag) -> None:

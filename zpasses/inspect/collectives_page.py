@@ -132,11 +132,7 @@ def collectives_view(
             f"and {left:,} more (--limit 0 shows all)." if left else "",
             _nothing(found, shown),
             _totals(found),
-            *(
-                [prediction_text(prediction, found.schedule.total_us, each.compile.info.target)]
-                if prediction
-                else []
-            ),
+            *([prediction_text(prediction)] if prediction else []),
             *(measured_parts(ran) if ran is not None else []),
         ]
     if measured is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping
 from typing import Any
 
 from zpasses.dumps.errors import DumpError
@@ -28,8 +27,6 @@ from zpasses.inspect.view import Table, Text, View, table, text_of
 __all__ = ["list_view", "prediction_text"]
 
 _NOTE_CHARS = 320
-_NOTABLE = 0.005
-"""Part of a time below which a difference is not worth a word."""
 
 
 def list_view(dump: Dump, rank: int | None = None) -> View:
@@ -163,6 +160,7 @@ def _predictions(each: Compile) -> Table:
         (
             graph.name,
             time_text(found.total_us),
+            time_text(found.waited_us),
             time_text(found.possible_us),
             time_text(found.bound_us),
             bytes_text(found.peak_bytes),
@@ -172,7 +170,7 @@ def _predictions(each: Compile) -> Table:
         for graph in each.graphs.values()
         if (found := graph.prediction) is not None
     ]
-    columns = ("graph", "achieved", "possible", "bound", "peak", "budget")
+    columns = ("graph", "achieved", "exposed", "possible", "bound", "peak", "budget")
     bar = "bound█ possible▓ achieved░"
     return table(
         (*columns, bar),
@@ -296,37 +294,10 @@ def _compile_data(each: Compile) -> dict[str, Any]:
     }
 
 
-def contention_text(target: Mapping[str, Any]) -> str:
-    """What the timing model of `schedule` counts, and the schedule of the views does not.
-
-    On a CPU, the start of a collective keeps compute waiting (`issue_us`), and collectives and
-    compute do not slow each other otherwise. `contentionText` of predicted.js says the same.
-    """
-    issue = target.get("issue_us")
-    starts = isinstance(issue, (int, float)) and issue > 0
-    if starts and target.get("architecture") == "cpu":
-        return "the start of each collective keeps compute waiting"
-    both = "collectives and compute slow each other"
-    return f"{both}, and the start of each collective keeps compute waiting" if starts else both
-
-
-def prediction_text(
-    found: Prediction, total_us: float, target: Mapping[str, Any] | None = None
-) -> str:
-    """One sentence about a prediction.
-
-    Args:
-        total_us: time of the same graph without what the prediction adds; see `contention_text`.
-        target: figures of the target of the compile.
-    """
-    slowed = found.total_us - total_us
-    more = (
-        f" ({time_text(slowed)} of it because {contention_text(target or {})})"
-        if slowed > _NOTABLE * found.total_us
-        else ""
-    )
+def prediction_text(found: Prediction) -> str:
+    """One sentence about a prediction."""
     return (
-        f"Achieved {time_text(found.total_us)}{more}, possible within the budget "
+        f"Achieved {time_text(found.total_us)}, possible within the budget "
         f"({bytes_text(found.limit_bytes)}) {time_text(found.possible_us)}, bound "
         f"{time_text(found.bound_us)}."
     )

@@ -1,10 +1,8 @@
-"""Estimates when each node of a graph runs: one stream for compute, and one for each process group,
-by the cost model of the dump's target.
+"""When each node of a graph runs: the compute stream, and one stream for each process group.
 
-Nodes are issued in graph order and without delay. Compute nodes run one after another. The
-collectives of a group run one after another too: each starts when compute has issued it and the
-group's previous collective has ended. Groups do not delay each other, and the links that they may
-share are not modelled. A wait blocks compute until its collective has ended. That time is exposed.
+The times are those that the cost model of the passes computed when the graph was dumped
+(`zpasses.cost.time.step_time.Timeline`). A wait blocks compute until its collective has ended.
+That time is exposed.
 """
 
 from __future__ import annotations
@@ -41,9 +39,7 @@ class CollectiveSpan:
 
     node: Node
     start_us: float
-    """Start of the transfer: when compute has issued it, and the group's previous collective has
-    ended.
-    """
+    """Start of the transfer, after the earlier collectives of its queue."""
     end_us: float
     wait: Node
     """The first node that waits for it, or the collective's node if it includes its wait."""
@@ -70,9 +66,7 @@ class CollectiveSpan:
 
     @property
     def queued_us(self) -> float:
-        """Time for which compute waits for it while it queues behind earlier collectives of its
-        group.
-        """
+        """Time for which compute waits for it while it queues behind earlier collectives."""
         return sum(
             max(min(stall.end_us, self.start_us) - stall.start_us, 0.0) for stall in self.stalls
         )
@@ -87,7 +81,7 @@ class Schedule:
     collectives: tuple[CollectiveSpan, ...]
     """Spans of all groups' streams, in the order in which they are issued."""
     total_us: float
-    """Time until all streams have ended."""
+    """Time until compute has ended."""
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -110,7 +104,13 @@ class Schedule:
 
     @property
     def compute_us(self) -> float:
+        """Time of the kernels, as far as collectives slow them."""
         return sum(span.end_us - span.start_us for span in self.compute)
+
+    @property
+    def starts_us(self) -> float:
+        """Time for which the starts of collectives keep the device from computing."""
+        return max(0.0, self.total_us - self.compute_us - self.exposed_us)
 
     @property
     def communication_us(self) -> float:
@@ -118,8 +118,8 @@ class Schedule:
 
     @property
     def exposed_us(self) -> float:
-        """Time in which only communication runs: `total_us - compute_us`."""
-        return self.total_us - self.compute_us
+        """Time in which compute waits for communication."""
+        return sum(span.exposed_us for span in self.collectives)
 
     @property
     def hidden(self) -> float:
@@ -131,52 +131,39 @@ class Schedule:
 
 
 def schedule(snapshot: Snapshot) -> Schedule:
-    """The estimated schedule of a graph."""
-    now = 0.0
-    free: dict[str, float] = {}
-    """Group -> when its stream becomes idle."""
-    spans: list[ComputeSpan] = []
-    flying: dict[
-        int, tuple[Node, float, float, int, float]
-    ] = {}  # id -> node, start, end, index, compute time before its start
-    awaited: dict[int, list[int]] = {}  # id of a wait -> ids of its collectives
-    stalls: dict[int, list[Stall]] = {}
-    first_wait: dict[int, tuple[Node, int, float]] = {}
-    computed = 0.0
-    for at, node in enumerate(snapshot.nodes):
-        for key in awaited.get(node.id, ()):
-            first_wait.setdefault(key, (node, at, computed))
-            if flying[key][2] > now:
-                stalls[key].append(Stall(node, now, flying[key][2]))
-                now = flying[key][2]
-        collective = node.collective
-        if collective is not None:
-            start = max(now, free.get(collective.group, 0.0))
-            end = free[collective.group] = start + node.cost_us
-            flying[node.id], stalls[node.id] = (node, start, end, at, computed), []
-            for wait in collective.waits:
-                awaited.setdefault(wait, []).append(node.id)
-            if not collective.waits:
-                first_wait[node.id] = (node, at, computed)
-                if end > now:
-                    stalls[node.id].append(Stall(node, now, end))
-                    now = end
-        elif node.cost_us > 0 and node.stream != "communication":
-            spans.append(ComputeSpan(node, now, now + node.cost_us))
-            now += node.cost_us
-            computed += node.cost_us
-    collectives = []
-    for key, (node, start, end, at, before) in flying.items():
-        awaiting, place, after = first_wait.get(key, (node, at, before))
+    """The schedule of a graph, as its dump has it."""
+    nodes, position, spans = snapshot.nodes, snapshot.position, snapshot.spans
+    compute: list[ComputeSpan] = []
+    computed = [0.0]
+    """Compute time before each node."""
+    for node, (start, end) in zip(nodes, spans, strict=True):
+        kernel = node.collective is None and node.cost_us > 0
+        if kernel:
+            compute.append(ComputeSpan(node, start, end))
+        computed.append(computed[-1] + (node.cost_us if kernel else 0.0))
+    total = max((spans[at][1] for at, each in enumerate(nodes) if not each.collective), default=0.0)
+    collectives: list[CollectiveSpan] = []
+    following = total
+    """Start of the next node on the compute stream."""
+    for at in reversed(range(len(nodes))):
+        node, (start, end) = nodes[at], spans[at]
+        if node.collective is None:
+            following = start
+            continue
+        waits = sorted(node.collective.waits, key=position.__getitem__)
+        stalls = [Stall(nodes[position[key]], *spans[position[key]]) for key in waits]
+        if not waits and following > start:  # an op of the dialect, which includes its wait
+            stalls = [Stall(node, start, end)]
+        place = position[waits[0]] if waits else at
         collectives.append(
             CollectiveSpan(
                 node,
                 start,
                 end,
-                awaiting,
+                nodes[place],
                 max(place - at - 1, 0),
-                after - before,
-                tuple(stalls[key]),
+                computed[place] - computed[at],
+                tuple(stall for stall in stalls if stall.end_us > stall.start_us),
             )
         )
-    return Schedule(tuple(spans), tuple(collectives), max((now, *free.values())))
+    return Schedule(tuple(compute), tuple(reversed(collectives)), total)

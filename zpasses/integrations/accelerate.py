@@ -27,14 +27,20 @@ from torch.utils.hooks import RemovableHandle
 from zpasses.checkpoint.full import full_state_dict
 from zpasses.checkpoint.safetensors_writer import save_safetensors
 from zpasses.errors import OptionError
-from zpasses.integrations.buffers import broadcast_buffers
-from zpasses.integrations.joint_failures import fail_on_all_ranks, limit_s
-from zpasses.integrations.optimizer_state import discard_states, load_states, save_states
+from zpasses.integrations.joint_states import (
+    broadcast_buffers,
+    discard_states,
+    fail_on_all_ranks,
+    limit_s,
+    load_states,
+    save_states,
+)
 from zpasses.integrations.preparation import (
     check_optimizer,
     finish_preparation,
     preparation_of,
     prepare_model,
+    prepared,
 )
 from zpasses.integrations.pretrained import adopt
 from zpasses.runtime.param_value import is_sharded_parameter
@@ -181,9 +187,7 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         with contextlib.ExitStack() as stack:
             for model in self._prepared():
-                preparation = preparation_of(model)
-                assert preparation is not None
-                stack.enter_context(preparation.reduction.backward())
+                stack.enter_context(prepared(model).reduction.backward())
             super().backward(loss, **kwargs)
 
     def clip_grad_norm_(

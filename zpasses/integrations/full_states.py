@@ -21,7 +21,7 @@ from zpasses.checkpoint.model_tensors import (
     writing_rank,
 )
 from zpasses.errors import ZpassesError
-from zpasses.integrations.joint_failures import limit_s
+from zpasses.integrations.joint_states import limit_s
 from zpasses.sharding.module import unsharded_class
 
 __all__ = [

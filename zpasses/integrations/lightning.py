@@ -32,14 +32,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 from zpasses import compat
 from zpasses.checkpoint.model_tensors import gather_full
 from zpasses.errors import ZpassesError
-from zpasses.integrations.buffers import broadcast_buffers
-from zpasses.integrations.joint_failures import fail_on_all_ranks
-from zpasses.integrations.optimizer_state import load_states, save_states
+from zpasses.integrations.joint_states import (
+    broadcast_buffers,
+    fail_on_all_ranks,
+    load_states,
+    save_states,
+)
 from zpasses.integrations.preparation import (
-    DeferredReduction,
     check_optimizer,
     preparation_of,
     prepare_model,
+    prepared,
 )
 from zpasses.integrations.pretrained import adopt
 from zpasses.pipeline import Options
@@ -152,13 +155,13 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         self._inside_of_a_step = True
-        with self._reduction().defer():
+        with prepared(self.model).reduction.defer():
             yield
 
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        with self._reduction().backward():
+        with prepared(self.model).reduction.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(
@@ -173,11 +176,6 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
             if "data is not allocated yet" not in str(error):
                 raise
             raise ZpassesError(_NORMS_AS_NUMBERS) from error
-
-    def _reduction(self) -> DeferredReduction:
-        preparation = preparation_of(self.model)
-        assert preparation is not None
-        return preparation.reduction
 
     # --- buffers ----------------------------------------------------------------------------------
     def on_validation_start(self) -> None:
@@ -268,14 +266,11 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         if path.is_file():
             return torch.load(path, map_location="cpu", weights_only=weights_only)
         loaded = torch.load(path / META, map_location="cpu", weights_only=weights_only)
-        preparation = preparation_of(self.model)
-        assert preparation is not None
-        make = functools.partial(_empty, preparation.mesh)
+        make = functools.partial(_empty, prepared(self.model).mesh)
         sharded = {key: _made(make, value) for key, value in loaded.items() if _is_described(value)}
         if sharded:
             load(sharded, checkpoint_id=os.fspath(path / TENSORS))
-        earlier = "state_dict" not in loaded  # of an earlier version
-        if earlier:
+        if "state_dict" not in loaded:  # of an earlier version, which kept the weights there
             load_states(path / STATES, self.lightning_module, [], with_model=True)
         return {**loaded, **sharded, "optimizer_states": path / STATES}
 

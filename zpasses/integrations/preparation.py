@@ -30,6 +30,7 @@ __all__ = [
     "finish_preparation",
     "preparation_of",
     "prepare_model",
+    "prepared",
 ]
 
 M = TypeVar("M", bound=nn.Module)
@@ -172,13 +173,23 @@ def preparation_of(model: object) -> Preparation | None:
     return None
 
 
+def prepared(model: nn.Module) -> Preparation:
+    """Return how a model was prepared.
+
+    Raises:
+        ZpassesError: if it was not.
+    """
+    found = preparation_of(model)
+    if found is None:
+        raise ZpassesError(f"{type(model).__name__} is not prepared for zpasses.")
+    return found
+
+
 def finish_preparation(model: nn.Module) -> Preparation:
     """Shard what was added to a prepared model since, such as adapters of PEFT, and compile the
     module that now contains it.
     """
-    inner = preparation_of(model)
-    if inner is None:
-        raise ZpassesError(f"{type(model).__name__} is not prepared for zpasses.")
+    inner = prepared(model)
     if any(not isinstance(each, DTensor) and not is_ignored(each) for each in model.parameters()):
         shard(
             model,

@@ -21,7 +21,7 @@ from zpasses.integrations.full_states import (
     takes_state_dict,
     unsharded,
 )
-from zpasses.integrations.joint_failures import fail_on_all_ranks, limit_s
+from zpasses.integrations.joint_states import fail_on_all_ranks, limit_s
 from zpasses.ranks.vote import COMPILE_TIMEOUT, store_barrier
 
 __all__ = ["adopt"]

@@ -22,7 +22,6 @@ from zpasses.checkpoint.model_tensors import sharding_groups
 from zpasses.checkpoint.safetensors_reader import load_safetensors
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.integrations.accelerate import shard_with
-from zpasses.integrations.buffers import broadcast_buffers
 from zpasses.integrations.full_states import (
     AdapterStates,
     CheckpointState,
@@ -30,9 +29,14 @@ from zpasses.integrations.full_states import (
     takes_state_dict,
     unsharded,
 )
-from zpasses.integrations.joint_failures import fail_on_all_ranks, limit_s
-from zpasses.integrations.optimizer_state import load_states, save_states
-from zpasses.integrations.preparation import finish_preparation, preparation_of
+from zpasses.integrations.joint_states import (
+    broadcast_buffers,
+    fail_on_all_ranks,
+    limit_s,
+    load_states,
+    save_states,
+)
+from zpasses.integrations.preparation import finish_preparation, preparation_of, prepared
 from zpasses.integrations.pretrained import adopt
 from zpasses.ranks.vote import COMPILE_TIMEOUT, store_barrier
 
@@ -95,9 +99,8 @@ class ShardingTrainer(Trainer):  # type: ignore[misc]
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        preparation = preparation_of(self.model)
-        assert preparation is not None
-        preparation.reduction.flush()  # of an earlier call that stopped between two backwards
+        # An earlier call may have stopped between two backwards.
+        prepared(self.model).reduction.flush()
         self.model.zero_grad()
         if resume_from_checkpoint is True:  # Trainer would take an incomplete one
             resume_from_checkpoint = last_checkpoint(self.args.output_dir) or True

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zpasses import compat
-from zpasses.graph.ops import rows_per_rank
+from zpasses.graph.dialect import rows_per_rank
 from zpasses.optim.rows import Rows, local
 
 __all__ = ["Muon"]

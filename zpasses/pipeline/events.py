@@ -18,31 +18,11 @@ from typing import TypeVar
 from torch import fx
 
 from zpasses.errors import AgreementError, PassError
-from zpasses.graph.nodes import collectives_by_group
+from zpasses.graph.queries import collectives_by_group
 from zpasses.pipeline.passes import Pass
 from zpasses.pipeline.runner import PassRecord, Verify, run_passes
 from zpasses.ranks.agreement import digest
 from zpasses.ranks.vote import has_other_ranks
-
-__all__ = [
-    "CollectivesCompared",
-    "CompileEnded",
-    "Events",
-    "LevelStarted",
-    "Listener",
-    "ObservedGraph",
-    "PassFailed",
-    "PassRan",
-    "Problem",
-    "RuntimeNote",
-    "VariantBuilt",
-    "has_listeners",
-    "listen",
-    "note",
-    "observe_graphs",
-    "run_reported_passes",
-    "runtime_note",
-]
 
 log = logging.getLogger("zpasses")
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zpasses.cost.schedule_evaluation import Evaluation
-
-__all__ = ["Facts"]
+from zpasses.cost.plan.schedule_evaluation import Evaluation
 
 
 @dataclass(frozen=True)

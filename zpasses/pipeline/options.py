@@ -12,15 +12,12 @@ from typing import Any, Literal, cast
 import torch
 
 from zpasses import compat
-from zpasses.cost.target import Target
+from zpasses.cost.time.target import Target
 from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import build_dataclass, parse_budget
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.runner import Verify
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
-
-__all__ = ["Options"]
-
 
 _REMOVED = {
     "blocks": "Call zpasses.compile_blocks(model, 'layers.*') in place of torch.compile.",

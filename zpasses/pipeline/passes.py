@@ -20,14 +20,12 @@ import torch.distributed as dist
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.routes import route_figures
-from zpasses.cost.target import current_target
+from zpasses.cost.time.route_figures import route_figures
+from zpasses.cost.time.target import current_target
 from zpasses.option_values import format_value
 from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.runner import run_passes
 from zpasses.ranks.vote import has_other_ranks
-
-__all__ = ["Level", "Pass", "package_digest", "process_token", "vote_key_suffix"]
 
 
 class Level(enum.Enum):

@@ -6,32 +6,21 @@ import functools
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import entry_points
 from typing import Any, cast
 
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.schedule_evaluation import Evaluation
+from zpasses.cost.plan.schedule_evaluation import Evaluation
 from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import build_dataclass
+from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass, vote_key_suffix
 from zpasses.pipeline.runner import run_passes
 
-__all__ = ["Pipeline", "catalogue"]
-
-_FACTS = (
-    "changes_inputs",
-    "changes_outputs",
-    "fallback_cost",
-    "is_cacheable",
-    "is_simulatable",
-    "reorders_sums",
-    "votes",
-    "votes_at_run_time",
-    "warn_if_unchanged",
-)
+_FACTS = (*(field.name for field in fields(Facts)), "is_cacheable", "is_simulatable")
 """What a pass class must not have as attributes, because nothing reads them there."""
 
 

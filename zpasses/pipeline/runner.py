@@ -11,11 +11,10 @@ from typing import Literal, Protocol
 from torch import fx
 
 from zpasses.errors import AgreementError, PassError, raising_line
-from zpasses.graph.nodes import collectives, input_nbytes
-from zpasses.graph.verifier import PreviousGraph, check, check_unchanged
+from zpasses.graph.queries import collectives, input_nbytes
+from zpasses.graph.verifier import check, check_unchanged
+from zpasses.graph.verifier.versions import PreviousGraph
 from zpasses.pipeline.facts import Facts
-
-__all__ = ["PassRecord", "Rewrite", "Verify", "run_passes"]
 
 log = logging.getLogger("zpasses")
 

@@ -12,18 +12,6 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks.vote import COMPILE_TIMEOUT, Ballot, group_state, has_other_ranks, vote
 
-__all__ = [
-    "Answers",
-    "adopt",
-    "are_remembered",
-    "compare",
-    "exchange",
-    "is_remembered",
-    "recorded_answers",
-    "restore_answers",
-    "simulated_answers",
-]
-
 
 def exchange(
     group: str,

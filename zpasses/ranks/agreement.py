@@ -5,7 +5,7 @@ collectives that the graph runs on that group: operators, shapes, dtypes, reduce
 parameters that they gather or reduce. A difference, or a rank whose compile failed, raises
 AgreementError on every rank of the group.
 
-Collectives of a second group (`zpasses.ranks.reduction_groups`) are part of the sequence of the
+Collectives of a second group (`zpasses.ranks.new_groups`) are part of the sequence of the
 first. Ranks therefore also start the collectives of both in one order, without which two
 communicators of NCCL may wait for each other.
 
@@ -28,24 +28,15 @@ from dataclasses import asdict, dataclass
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph.nodes import Collective, collectives, is_wait
-from zpasses.graph.sources import describe_source
-from zpasses.graph.tags import tag_of
+from zpasses.graph.queries import Collective, collectives, is_wait
+from zpasses.graph.source_lines import describe_source
+from zpasses.graph.tags import params_of, tag_of
 from zpasses.ranks.agree import compare
-from zpasses.ranks.compiling import compiled_graph
+from zpasses.ranks.compiled_graph import compiled_graph
 from zpasses.ranks.group_names import name_group
 from zpasses.ranks.run_order import RunEvent
 from zpasses.ranks.sequence_difference import first_difference
 from zpasses.ranks.vote import Ballot, group_state, has_other_ranks
-
-__all__ = [
-    "Sequences",
-    "call_sequences",
-    "compare_collectives",
-    "compare_sequences",
-    "digest",
-    "run_events",
-]
 
 
 @dataclass(frozen=True)
@@ -89,9 +80,9 @@ def call_sequences(graph: fx.Graph) -> Sequences:
     """What a graph communicates over each process group that has other ranks."""
     return {
         group: CallSequence(
-            [_line(each, _params(node)) for node, each in calls],
+            [_line(each, params_of(node)) for node, each in calls],
             [describe_source(node) for node, _ in calls],
-            [_modules(_params(node)) for node, _ in calls],
+            [_modules(params_of(node)) for node, _ in calls],
             [_tensors(node, each) for node, each in calls],
         )
         for group, calls in _calls_by_group(graph).items()
@@ -114,10 +105,10 @@ def run_events(graph: fx.Graph, graph_name: str) -> dict[str, RunEvent]:
     events = {}
     for group, calls in _calls_by_group(graph).items():
         parts = [
-            _line(each, _params(node)) if tag_of(node) is not None else each.op
+            _line(each, params_of(node)) if tag_of(node) is not None else each.op
             for node, each in calls
         ]
-        first = next((param for node, _ in calls for param in _params(node)), "")
+        first = next((param for node, _ in calls for param in params_of(node)), "")
         of = f", the first of {first}" if first else ""
         text = f"graph {graph_name} ({len(calls)} collectives, {calls[0][1].op}{of})"
         events[group] = RunEvent.of(text, parts)
@@ -153,11 +144,6 @@ def _compare(group: str, graph_name: str, sequence: CallSequence, timeout_s: flo
     agreed.add(mine)
 
 
-def _params(node: fx.Node) -> tuple[str, ...]:
-    tag = tag_of(node)
-    return tag.params if tag is not None else ()
-
-
 def _modules(params: Sequence[str], most: int = 3) -> str:
     """The modules that own parameters: "layers.0, layers.1 and 4 more"."""
     found = list(dict.fromkeys(name.rpartition(".")[0] for name in params))
@@ -167,7 +153,7 @@ def _modules(params: Sequence[str], most: int = 3) -> str:
 
 def _tensors(node: fx.Node, each: Collective) -> list[str]:
     """`float32[4, 2] of layers.0.weight (module layers.0) at FILE:LINE: CODE` for each tensor."""
-    texts, params = _shaped(each), _params(node)
+    texts, params = _shaped(each), params_of(node)
     if len(params) != len(texts):
         return texts
     owners = [name.rpartition(".")[0] for name in params]

@@ -14,8 +14,6 @@ from zpasses.errors import OptionError
 from zpasses.ranks.agree import compare
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S, Ballot
 
-__all__ = ["init_device_mesh"]
-
 
 def init_device_mesh(
     device_type: str,

@@ -10,14 +10,6 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks.vote import group_state, has_other_ranks, pack, unpack
 
-__all__ = [
-    "is_reported",
-    "pass_on_failure",
-    "post_failure",
-    "report_failure",
-    "reported_failure",
-]
-
 
 def report_failure(
     groups: Sequence[str],

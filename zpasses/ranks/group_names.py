@@ -8,8 +8,6 @@ import torch.distributed as dist
 
 from zpasses import compat
 
-__all__ = ["call_dimension", "dimension_of", "name_group"]
-
 _dimensions: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 

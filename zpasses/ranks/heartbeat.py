@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from zpasses import compat
 
-__all__ = ["INTERVAL_S", "activity", "describe", "set_activity", "start", "stop"]
-
 INTERVAL_S = 1.0
 """Seconds between two heartbeats of a rank."""
 

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from zpasses import compat
 from zpasses.errors import AgreementError
 
-__all__ = ["check_conflicts", "compare_note", "end_conflict", "found_conflict", "leave_conflict"]
-
 _MOST_CHECKS = 200
 """Checks of a note that some rank never writes, as ranks of other pipeline stages may not."""
 

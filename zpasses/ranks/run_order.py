@@ -25,8 +25,6 @@ from zpasses.ranks.agree import compare
 from zpasses.ranks.group_names import name_group
 from zpasses.ranks.vote import COMPILE_TIMEOUT, NOT_ALONE, Ballot, GroupState, group_state
 
-__all__ = ["ALIKE", "Edits", "RunEvent", "check_run_event", "forget_events"]
-
 ALIKE = (
     "Run the model, edit its parameters and step its optimizer on every rank alike, and catch an "
     f"error of a step only if it occurs on all ranks. {NOT_ALONE}"

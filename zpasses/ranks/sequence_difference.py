@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from zpasses.ranks.compiling import how_to_compare, options_differ
+from zpasses.ranks.compiled_graph import how_to_compare, options_differ
 from zpasses.ranks.vote import Ballot
-
-__all__ = ["first_difference"]
 
 _MOST = 3
 """Tensors of a list in an error."""

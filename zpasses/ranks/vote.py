@@ -28,28 +28,9 @@ import torch.distributed as dist
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
-from zpasses.ranks.compiling import compiled_graph, graphs_differ
+from zpasses.ranks.compiled_graph import compiled_graph, graphs_differ
 from zpasses.ranks.group_names import dimension_of, name_group
 from zpasses.ranks.notes import found_conflict
-
-__all__ = [
-    "COMPILE_TIMEOUT",
-    "DEFAULT_TIMEOUT_S",
-    "GROUP_TIMEOUT",
-    "NOT_ALONE",
-    "WINDOW_TIMEOUT",
-    "Ballot",
-    "GroupState",
-    "current_timeout_s",
-    "group_state",
-    "has_other_ranks",
-    "pack",
-    "rejoin_after_failure",
-    "store_barrier",
-    "unpack",
-    "vote",
-    "vote_timeout",
-]
 
 DEFAULT_TIMEOUT_S = 300.0
 """Seconds to wait for other ranks where the user sets no limit."""

@@ -29,13 +29,11 @@ from zpasses.runtime.windows import (
     windows_of,
 )
 
-__all__ = ["BackwardDispatch", "warn_if_always_reduced"]
-
 log = logging.getLogger("zpasses")
 
 _MAX_VARIANTS = 8
-"""Number of variants to compile per graph. Further calls use a variant that takes a pending
-gradient for every parameter, and pass zeros where nothing is pending."""
+"""Number of variants per graph, after which a call that takes pending gradients takes one for every
+parameter, with zeros where nothing is pending."""
 
 
 @dataclass

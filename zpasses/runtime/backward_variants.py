@@ -16,7 +16,7 @@ dtype, and is written in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,8 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.graph.aliases import CLONES, view_base
-from zpasses.graph.nodes import Editor, append_placeholder, erase_dead, value_of
-from zpasses.graph.ops import REDUCE_GRAD
+from zpasses.graph.dialect import REDUCE_GRAD
+from zpasses.graph.queries import Editor, append_placeholder, erase_dead, returned_values, value_of
 from zpasses.runtime.grad_slots import (
     GradSlot,
     GradSlotNodes,
@@ -34,8 +34,6 @@ from zpasses.runtime.grad_slots import (
     grad_sites,
     returned_gradients,
 )
-
-__all__ = ["BackwardVariant", "build_backward_variant"]
 
 aten = torch.ops.aten
 
@@ -97,11 +95,11 @@ def build_backward_variant(
             removed.update(site.reduced)
         elif pending is not None:
             _add_pending(pending, site.sources[0])
-    kept: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    kept = returned_values(graph)
     for i, grads in returned.items():
         if removed.intersection(grads):
             kept[i] = _sum([grad for grad in grads if grad not in removed], output)
-    before = [node for node in output.args[0] if isinstance(node, fx.Node)]  # type: ignore[union-attr]
+    before = [node for node in returned_values(graph) if isinstance(node, fx.Node)]
     output.args = ((*kept, *extra_outputs),)
     erase_dead(graph, before)
     strides = {len(kept) + i: value_of(node).stride() for i, node in enumerate(extra_outputs)}
@@ -177,13 +175,9 @@ def _owned_sum(
         return edit.call(
             aten._to_copy.default, first, dtype=dtype, memory_format=torch.contiguous_format
         )
-    if _owns_memory(first, [*_nodes(output), *others]) and value.is_contiguous():
+    if _owns_memory(first, [*output.all_input_nodes, *others]) and value.is_contiguous():
         return first
     return edit.call(aten.clone.default, first, memory_format=torch.contiguous_format)
-
-
-def _nodes(output: fx.Node) -> Iterator[fx.Node]:
-    yield from output.all_input_nodes
 
 
 def _owns_memory(node: fx.Node, returned: Sequence[fx.Node]) -> bool:

@@ -29,24 +29,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
-from zpasses.cost.prefetch import GraphRun
+from zpasses.cost.plan.prefetch import GraphRun
 from zpasses.runtime.edits import memory_of
 from zpasses.runtime.layout import rows_of
 from zpasses.runtime.local_shards import accumulate_grads
 from zpasses.runtime.param_value import stamp_of
 from zpasses.runtime.windows import EngineRun
-
-__all__ = [
-    "TURNING_POINT",
-    "BlockSchedule",
-    "Gathered",
-    "Reducing",
-    "RunKey",
-    "Starter",
-    "begin_model_call",
-    "block_schedule",
-    "end_model_call",
-]
 
 log = logging.getLogger("zpasses")
 

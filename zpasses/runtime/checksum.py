@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["checksum"]
-
 _CHUNK = 1 << 20
 """Elements that are summed at once, so that little memory is needed."""
 

@@ -10,10 +10,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.memory import reinplaceable_all_reduces
-from zpasses.graph.nodes import value_of
-
-__all__ = ["boxed", "eager_codegen", "eager_module"]
+from zpasses.cost.memory.liveness import reinplaceable_all_reduces
+from zpasses.graph.queries import returned_values, value_of
 
 
 def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -65,8 +63,7 @@ def _static_outputs(graph: fx.Graph) -> list[int | Tensor | None] | None:
     """
     position = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     found: list[int | Tensor | None] = []
-    returned = graph.output_node().args[0]
-    for item in returned if isinstance(returned, (list, tuple)) else [returned]:
+    for item in returned_values(graph):
         if item is None:
             found.append(None)
             continue

@@ -26,21 +26,6 @@ from torch.distributed.tensor import DTensor
 
 from zpasses.runtime.checksum import checksum
 
-__all__ = [
-    "EditLog",
-    "EditedParam",
-    "ShardMemory",
-    "argument_number",
-    "count_edit",
-    "log_of",
-    "memory_of",
-    "named_source",
-    "note_edit",
-    "number_of",
-    "origin_of",
-    "owner_of",
-]
-
 _MOST_TOLD = 64
 
 

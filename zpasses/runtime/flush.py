@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import AgreementError, OptionError, ZpassesError
-from zpasses.graph.nodes import nbytes
-from zpasses.graph.ops import reduction_calls
+from zpasses.graph.dialect import reduction_calls
+from zpasses.graph.queries import nbytes
 from zpasses.graph.tags import Reduction, Tag, add_tag
 from zpasses.pipeline.events import Events, run_reported_passes
 from zpasses.pipeline.passes import Level
@@ -38,8 +38,6 @@ from zpasses.runtime.local_shards import accumulate_grads
 from zpasses.runtime.profiling import collective_names, with_profiler_range
 from zpasses.runtime.run_checks import limited_collectives, timeout_of
 from zpasses.runtime.windows import Lowering, Window, grad_state_of
-
-__all__ = ["GraphLowering", "flush"]
 
 _MAX_CACHED_GRAPHS = 8
 """Number of flush graphs whose code is cached, one per set of gradients."""

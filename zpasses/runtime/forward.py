@@ -36,15 +36,6 @@ from zpasses.runtime.param_value import (
 from zpasses.runtime.start_values import compare_start_values
 from zpasses.runtime.windows import StepWindow, grad_state_of, step_windows
 
-__all__ = [
-    "AccumulationOptions",
-    "BoundParameters",
-    "ForwardDispatch",
-    "first_variant",
-    "with_local_shards",
-    "with_value_check",
-]
-
 _MAX_VARIANTS = 4
 """Number of variants to compile per graph. Further calls gather all parameters."""
 

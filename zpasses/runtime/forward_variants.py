@@ -23,21 +23,14 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph.aliases import CLONES, is_view, view_base
-from zpasses.graph.nodes import append_placeholder, collective_of, erase_dead, value_of
+from zpasses.graph.queries import (
+    append_placeholder,
+    collective_of,
+    erase_dead,
+    returned_values,
+    value_of,
+)
 from zpasses.graph.tags import retag, tag_of, tagged
-
-__all__ = [
-    "ForwardVariant",
-    "OutputStrides",
-    "ParamSlot",
-    "build_forward_variant",
-    "gather_ids",
-    "is_cached_param",
-    "param_slots",
-    "params_read",
-    "saved_params",
-    "unmark_returned",
-]
 
 
 @dataclass(frozen=True)
@@ -166,7 +159,7 @@ def build_forward_variant(
     for number, nodes in enumerate(_nodes_by_slot(graph).values()):
         if number in variant.given:
             held = list(map(_held, nodes))
-            given = _add_cached_input(graph, f"kept_{number}", held[0])
+            given = append_placeholder(graph, f"kept_{number}", held[0])
             given.meta["zpasses"] = tag_of(nodes[0])
             extra_inputs.append(value_of(given))
             for node in held:
@@ -174,11 +167,11 @@ def build_forward_variant(
             erase_dead(graph, held)
         elif number in variant.kept:
             extra_outputs.append(_held(nodes[0]))
-    output = graph.output_node()
-    count = len(output.args[0])  # type: ignore[arg-type]
-    output.args = ((*output.args[0], *extra_outputs),)  # type: ignore[misc]
+    output, returned = graph.output_node(), returned_values(graph)
+    count = len(returned)
+    output.args = ((*returned, *extra_outputs),)
     pinned = _full_param_outputs(graph) | {
-        i: _static_or_traced(value_of(output.args[0][i]), each)  # type: ignore[arg-type]
+        i: _static_or_traced(value_of(returned[i]), each)
         for i, each in enumerate(strides)
         if each is not None
     }
@@ -195,10 +188,10 @@ def _full_param_outputs(graph: fx.Graph) -> dict[int, tuple[int, ...]]:
     A variant that is given the parameter returns it as it is. Inductor may prefer other strides
     for what backward reads, which would be a second copy of the parameter.
     """
-    is_cached, values = is_cached_param(graph), graph.output_node().args[0]
+    is_cached = is_cached_param(graph)
     return {
         i: value_of(node).stride()
-        for i, node in enumerate(values)  # type: ignore[arg-type]
+        for i, node in enumerate(returned_values(graph))
         if isinstance(node, fx.Node) and is_cached(node)
     }
 
@@ -211,12 +204,6 @@ def _static_or_traced(value: Tensor, strides: tuple[int, ...]) -> tuple[int, ...
 
 OutputStrides = Sequence[tuple[int, ...] | None]
 """Strides of the outputs of a graph, in elements; None for outputs that are no tensors."""
-
-
-def _add_cached_input(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
-    node = append_placeholder(graph, name)
-    node.meta = {key: like.meta[key] for key in ("val", "tensor_meta") if key in like.meta}
-    return node
 
 
 def _held(full: fx.Node) -> fx.Node:

@@ -39,18 +39,10 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.memory import gloo_packs
-from zpasses.graph.nodes import collective_of, value_of
-from zpasses.graph.ops import set_eager_collectives
+from zpasses.cost.memory.liveness import gloo_packs
+from zpasses.graph.dialect import set_eager_collectives
+from zpasses.graph.queries import collective_of, value_of
 from zpasses.runtime.profiling import Watch, watch_if_profiling
-
-__all__ = [
-    "STARTED",
-    "Started",
-    "all_gather",
-    "replace_gloo_collectives",
-    "use_exchanges_in_eager_code",
-]
 
 _library = torch.library.Library("zpasses", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides)
@@ -352,54 +344,31 @@ def _reduce_packed(
 
 
 # --- operators ------------------------------------------------------------------------------------
-def _all_gather(input: Tensor, group_size: int, group_name: str) -> Tensor:
-    return _gather_all([input], group_size, group_name)[0]
+def _define(
+    name: str,
+    run: Callable[..., list[Tensor]],
+    shape_of: Callable[[Tensor, int], tuple[int, ...]],
+) -> None:
+    """Defines an operator on one tensor, and that on a list of tensors.
+
+    Args:
+        run: takes a list of tensors, and the other arguments of the operator.
+        shape_of: returns the shape of an output, of its input and the number of ranks.
+    """
+
+    def fake(source: Tensor, *rest: Any) -> Tensor:
+        return source.new_empty(shape_of(source, rest[-2]))
+
+    one, several = f"gloo_{name}", f"gloo_{name}_coalesced"
+    kind = "CompositeExplicitAutograd"
+    _library.impl(one, lambda source, *rest: run([source], *rest)[0], kind)
+    _library.impl(several, run, kind)
+    register = functools.partial(torch.library.register_fake, lib=_library)
+    register(f"zpasses::{one}", fake)
+    register(f"zpasses::{several}", lambda sources, *rest: [fake(each, *rest) for each in sources])
 
 
-def _all_gather_coalesced(
-    inputs: Sequence[Tensor], group_size: int, group_name: str
-) -> list[Tensor]:
-    return _gather_all(inputs, group_size, group_name)
-
-
-def _reduce_scatter(input: Tensor, reduce_op: str, group_size: int, group_name: str) -> Tensor:
-    return _reduce_all([input], reduce_op, group_size, group_name)[0]
-
-
-def _reduce_scatter_coalesced(
-    inputs: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str
-) -> list[Tensor]:
-    return _reduce_all(inputs, reduce_op, group_size, group_name)
-
-
-def _all_gather_fake(input: Tensor, group_size: int, group_name: str) -> Tensor:
-    return input.new_empty(_gathered_shape(input, group_size))
-
-
-def _all_gather_coalesced_fake(
-    inputs: Sequence[Tensor], group_size: int, group_name: str
-) -> list[Tensor]:
-    return [source.new_empty(_gathered_shape(source, group_size)) for source in inputs]
-
-
-def _reduce_scatter_fake(input: Tensor, reduce_op: str, group_size: int, group_name: str) -> Tensor:
-    return input.new_empty(_scattered_shape(input, group_size))
-
-
-def _reduce_scatter_coalesced_fake(
-    inputs: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str
-) -> list[Tensor]:
-    return [source.new_empty(_scattered_shape(source, group_size)) for source in inputs]
-
-
-for _name, _impl, _fake in (
-    ("gloo_all_gather", _all_gather, _all_gather_fake),
-    ("gloo_all_gather_coalesced", _all_gather_coalesced, _all_gather_coalesced_fake),
-    ("gloo_reduce_scatter", _reduce_scatter, _reduce_scatter_fake),
-    ("gloo_reduce_scatter_coalesced", _reduce_scatter_coalesced, _reduce_scatter_coalesced_fake),
-):
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"zpasses::{_name}", _fake, lib=_library)
-
+_define("all_gather", _gather_all, _gathered_shape)
+_define("reduce_scatter", _reduce_all, _scattered_shape)
 for _op in _REPLACEMENTS.values():
     compat.declare_collective(_op)

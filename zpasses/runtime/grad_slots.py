@@ -16,23 +16,9 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph.aliases import is_view
-from zpasses.graph.nodes import value_of
-from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD
+from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD
+from zpasses.graph.queries import returned_values, value_of
 from zpasses.graph.tags import REDUCE_ROLES, Reduction, Tag, retag, tag_of
-
-__all__ = [
-    "GradReader",
-    "GradSlot",
-    "GradSlotNodes",
-    "GradSource",
-    "PendingKey",
-    "always_reduced",
-    "grad_sites",
-    "grad_slots",
-    "mark_deferrable",
-    "pending_key",
-    "returned_gradients",
-]
 
 aten = torch.ops.aten
 
@@ -185,8 +171,8 @@ def returned_gradients(graph: fx.Graph) -> dict[int, list[fx.Node]]:
     Returns:
         Position of the output -> the reduced gradients that it sums. Other outputs are left out.
     """
-    outputs: Any = graph.output_node().args[0]
-    found = {i: _summands(value) for i, value in enumerate(outputs) if isinstance(value, fx.Node)}
+    outputs = enumerate(returned_values(graph))
+    found = {i: _summands(value) for i, value in outputs if isinstance(value, fx.Node)}
     return {i: grads for i, grads in found.items() if grads}
 
 

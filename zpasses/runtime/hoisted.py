@@ -10,12 +10,10 @@ from typing import Any
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.prefetch import GraphRun
+from zpasses.cost.plan.prefetch import GraphRun
 from zpasses.graph.hoisting import HoistedGraph
 from zpasses.runtime.block_schedule import Gathered, Reducing, RunKey, Starter, block_schedule
 from zpasses.runtime.local_shards import current_call, current_params, local_shards_node
-
-__all__ = ["HoistedCode", "Surroundings"]
 
 _Code = Callable[[list[Any]], Any]
 

@@ -32,16 +32,6 @@ from zpasses.errors import AgreementError, ShardingError
 from zpasses.ranks.vote import current_timeout_s
 from zpasses.runtime.edits import count_edit
 
-__all__ = [
-    "edit_plain",
-    "is_random",
-    "is_sharded",
-    "run_in_place",
-    "run_on_lists",
-    "run_random",
-    "write_rows",
-]
-
 Call = Callable[..., Any]
 
 

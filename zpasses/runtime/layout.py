@@ -23,9 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from zpasses import compat
-from zpasses.graph.ops import rows_per_rank
-
-__all__ = ["LAYOUT_ATTRIBUTE", "ParamLayout", "layout_of", "rows_of"]
+from zpasses.graph.dialect import rows_per_rank
 
 LAYOUT_ATTRIBUTE = "_zpasses_layout"
 

@@ -23,21 +23,6 @@ from zpasses.runtime.layout import layout_of, rows_of, rows_of_all
 from zpasses.runtime.param_value import drop_cached
 from zpasses.runtime.watched import run_explained, watch, watch_if_needed
 
-__all__ = [
-    "CallParams",
-    "StealableGrad",
-    "accumulate_grads",
-    "bound_call",
-    "current_call",
-    "current_params",
-    "local_shards_node",
-    "read_of",
-    "to_local_shard",
-    "to_local_shards",
-    "watch_gradients",
-    "wrap_shard_grad",
-]
-
 
 @dataclass(frozen=True)
 class CallParams:

@@ -18,8 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zpasses.probe import MeasureRequest, requested, write_report
 
-__all__ = ["call_after_steps", "rank_and_world", "start_if_requested", "trace_name"]
-
 
 def rank_and_world() -> tuple[int, int]:
     """Returns the rank of this process, and the number of ranks."""

@@ -35,21 +35,6 @@ from zpasses.runtime.edits import (
 from zpasses.runtime.layout import LAYOUT_ATTRIBUTE, ParamLayout
 from zpasses.runtime.watched import VALUE_ATTRIBUTE, watch
 
-__all__ = [
-    "ParamValue",
-    "Stamp",
-    "as_sharded_parameter",
-    "drop_cached",
-    "identify",
-    "install_step_end",
-    "is_sharded_parameter",
-    "look_after",
-    "mark_edited",
-    "param_value_of",
-    "stamp_of",
-    "value_stamps",
-]
-
 Stamp = tuple[object, int]
 """Equal as long as nothing has changed a shard."""
 

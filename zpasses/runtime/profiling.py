@@ -29,18 +29,9 @@ from torch import fx
 from torch.profiler import record_function
 
 from zpasses import compat
-from zpasses.graph.nodes import collective_of
+from zpasses.graph.queries import collective_of
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.measuring import start_if_requested
-
-__all__ = [
-    "Watch",
-    "collective_names",
-    "collectives_digest",
-    "watch_if_profiling",
-    "with_part_range",
-    "with_profiler_range",
-]
 
 _Code = Callable[[list[Any]], Any]
 _numbers = itertools.count()

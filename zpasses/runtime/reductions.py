@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from zpasses import compat
 from zpasses.runtime.inplace import is_sharded
 
-__all__ = ["NEED_ELEMENTS", "has_empty_part", "with_full_inputs"]
-
 aten = torch.ops.aten
 NEED_ELEMENTS = frozenset(
     getattr(packet, name)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.errors import AgreementError
-from zpasses.graph.ops import set_eager_guard
+from zpasses.graph.dialect import set_eager_guard
 from zpasses.ranks import heartbeat
 from zpasses.ranks.failures import pass_on_failure, reported_failure
 from zpasses.ranks.notes import check_conflicts
@@ -37,18 +37,6 @@ from zpasses.ranks.vote import (
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.edits import log_of
 from zpasses.runtime.local_shards import CallParams, current_call
-
-__all__ = [
-    "barriers_enabled",
-    "check_optimizer_step",
-    "checked_eager_collective",
-    "in_window",
-    "limited_collectives",
-    "limited_run",
-    "timeout_of",
-    "with_run_check",
-    "with_vote_limit",
-]
 
 # Group name -> timeouts of its open windows, in seconds; None where a window has none of its own.
 # State is per process, because windows belong to parameters and several graphs may read one.

@@ -23,8 +23,6 @@ from zpasses.runtime.layout import layout_of, rows_of
 from zpasses.runtime.param_value import param_value_of
 from zpasses.runtime.windows import grad_state_of
 
-__all__ = ["compare_start_values"]
-
 
 def compare_start_values(params: Sequence[Any], names: Sequence[str], timeout_s: float) -> None:
     """Compare the parameters of a call that have not been compared yet, each once.

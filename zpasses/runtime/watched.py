@@ -43,20 +43,6 @@ from zpasses.runtime.inplace import (
 from zpasses.runtime.layout import LAYOUT_ATTRIBUTE
 from zpasses.runtime.reductions import NEED_ELEMENTS, has_empty_part, with_full_inputs
 
-__all__ = [
-    "VALUE_ATTRIBUTE",
-    "DTensorInplaceMode",
-    "WatchedShard",
-    "alias",
-    "plain_dtensor",
-    "replace_shard",
-    "run_explained",
-    "set_shard",
-    "watch",
-    "watch_if_needed",
-]
-
-
 VALUE_ATTRIBUTE = "_zpasses_value"
 """Attribute of a sharded parameter that holds its `zpasses.runtime.param_value.ParamValue`."""
 

@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 
 from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
-from zpasses.graph.ops import set_grad_hook
+from zpasses.graph.dialect import set_grad_hook
 from zpasses.graph.tags import Reduction
 from zpasses.runtime.grad_slots import PendingKey, pending_key
 from zpasses.runtime.layout import layout_of
@@ -41,19 +41,6 @@ from zpasses.runtime.param_value import (
     param_value_of,
 )
 from zpasses.runtime.run_checks import check_optimizer_step
-
-__all__ = [
-    "GRAD_STATE_ATTRIBUTE",
-    "EngineRun",
-    "Lowering",
-    "ParamGradState",
-    "PendingGrad",
-    "StepWindow",
-    "Window",
-    "grad_state_of",
-    "install_step_guard",
-    "windows_of",
-]
 
 GRAD_STATE_ATTRIBUTE = "_zpasses_grad_state"
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zpasses import compat
-from zpasses.cost.routes import MAX_CHUNK_BYTES
+from zpasses.cost.time.route_figures import MAX_CHUNK_BYTES
 from zpasses.pipeline.events import runtime_note
 from zpasses.ranks.agree import exchange
 from zpasses.ranks.vote import current_timeout_s

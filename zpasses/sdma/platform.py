@@ -1,7 +1,7 @@
 """The device that routes run on: its properties, and side streams to enqueue work on.
 
-Device types are looked up by name, so a test can replace one (`zpasses.testing.fake_mori` does so
-for "cpu").
+Device types are looked up by name, so a test can replace one, as `tests/fake_mori.py` does
+for "cpu".
 """
 
 from __future__ import annotations

@@ -28,8 +28,6 @@ from zpasses.sharding.module import (
     unsharded_class,
 )
 
-__all__ = ["edit_adapters_as_shards", "watch_late_adapter"]
-
 _EDITS = {
     "BaseTuner": (
         *("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"),

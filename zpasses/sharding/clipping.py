@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 
-__all__ = ["clip_grad_norm_"]
-
 
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],

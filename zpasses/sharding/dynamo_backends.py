@@ -12,8 +12,6 @@ from typing import Any
 
 from zpasses.errors import OptionError
 
-__all__ = ["explain_dynamo_backend"]
-
 _NAME = "ZPASSES"
 
 

@@ -17,10 +17,8 @@ from torch.utils.dlpack import from_dlpack
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.graph.ops import rows_per_rank
+from zpasses.graph.dialect import rows_per_rank
 from zpasses.runtime.layout import ParamLayout
-
-__all__ = ["FlatBuffer", "check_pack_mb", "next_batch", "pack_local_rows", "pack_parameters"]
 
 _MIB = 1 << 20
 

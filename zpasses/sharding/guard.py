@@ -21,20 +21,6 @@ from zpasses.errors import ShardingError
 from zpasses.runtime.param_value import mark_edited
 from zpasses.sharding.param_spec import ParamShardSpec, own_part
 
-__all__ = [
-    "GatheredCopy",
-    "GatheredPiece",
-    "Source",
-    "StandsForParameter",
-    "check_inputs_of_backward",
-    "check_source",
-    "guard",
-    "last_read",
-    "late_registration",
-    "late_registration_of",
-    "with_plain_inputs",
-]
-
 
 @dataclass(frozen=True)
 class Source:

@@ -17,8 +17,6 @@ from zpasses.sharding.registrations import on_buffer, on_parameter
 from zpasses.sharding.saved_shards import before_step, check_state
 from zpasses.sharding.wrappers import on_module
 
-__all__ = ["install_hooks"]
-
 
 @functools.cache
 def install_hooks() -> None:

@@ -13,8 +13,6 @@ from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.layout import ParamLayout
 
-__all__ = ["PlacementFn", "check_divide_factor", "check_reshard_size", "cut_dims", "layouts_of"]
-
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 
 

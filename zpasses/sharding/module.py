@@ -40,16 +40,6 @@ from zpasses.sharding.param_spec import ParamShardSpec, shard_tensor
 from zpasses.sharding.reads import gathering_property
 from zpasses.sharding.saved_shards import StateShard, as_state_shard, check_owner
 
-__all__ = [
-    "ShardedModule",
-    "add_reads",
-    "local_shards",
-    "register_source",
-    "sharded_class",
-    "sharded_parameters",
-    "unsharded_class",
-]
-
 
 class ShardedModule(nn.Module):
     """Mixin of modules with sharded parameters. `_zpasses_specs` says how each is sharded."""

@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.runtime.layout import ParamLayout
 
-__all__ = ["ParamShardSpec", "own_part", "shard_tensor"]
-
 
 @dataclass(frozen=True)
 class ParamShardSpec:

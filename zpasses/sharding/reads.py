@@ -1,7 +1,7 @@
 """Reads of sharded parameters: `module.weight` returns a gathered copy of the full parameter.
 
 Eager code gets a copy that refuses writes (zpasses.sharding.guard). Compiled code gets a plain
-tensor, and zpasses.backend.capture checks the graph for writes.
+tensor, and zpasses.backend.captured checks the graph for writes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from zpasses.runtime.local_shards import bound_call, read_of, to_local_shard
 from zpasses.runtime.param_value import param_value_of
 from zpasses.sharding.guard import Source, guard, late_registration_of
 from zpasses.sharding.param_spec import ParamShardSpec
-
-__all__ = ["gathering_property"]
 
 use_exchanges_in_eager_code()
 
@@ -68,7 +66,7 @@ def _read(module: Any) -> Any:
         return param  # None, or a tensor swapped in by torch.func.functional_call
     if not _is_compiling():
         return _read_eagerly(module, "$name", param)
-    # zpasses.backend.capture looks for the exchanges of dimensions.
+    # zpasses.backend.captured looks for the exchanges of dimensions.
     dim: Any = "$dim"
     is_piece = "$is_piece"
     shard: Any = param.to_local()

@@ -10,8 +10,6 @@ from torch.distributed.tensor import DTensor
 from zpasses.errors import ShardingError
 from zpasses.sharding.guard import last_read
 
-__all__ = ["check_optimizer"]
-
 _WAYS_OUT: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.Muon: (
         "orthogonalises DTensors by sums over ranks that round differently, so it drifts from the "

@@ -14,8 +14,6 @@ from zpasses.errors import ShardingError
 from zpasses.sharding.guard import GatheredCopy, GatheredPiece, check_source
 from zpasses.sharding.module import register_source
 
-__all__ = ["on_buffer", "on_parameter"]
-
 
 def on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
     if not isinstance(param, (GatheredCopy, GatheredPiece)):

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from zpasses import compat
 from zpasses.errors import ShardingError
 
-__all__ = ["check_current", "mark_replaced", "sharded_form"]
-
 _ATTRIBUTE = "_zpasses_sharded_as"
 
 

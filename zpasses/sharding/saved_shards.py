@@ -28,8 +28,6 @@ from zpasses.sharding.param_spec import shard_tensor
 from zpasses.sharding.refused_optimizers import check_optimizer
 from zpasses.sharding.replaced_params import check_current
 
-__all__ = ["StateShard", "as_state_shard", "before_step", "check_owner", "check_state"]
-
 _SAVE_INSTEAD = (
     "To write the whole model, call zpasses.save_safetensors(model, path) on every rank, or "
     "state = zpasses.full_state_dict(model) on every rank and save that, for example by "

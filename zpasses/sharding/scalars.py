@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.errors import ShardingError
 
-__all__ = ["refuse_parts_as_numbers"]
-
 _meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 

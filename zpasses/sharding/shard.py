@@ -22,8 +22,6 @@ from zpasses.sharding.layouts import PlacementFn
 from zpasses.sharding.module import sharded_parameters
 from zpasses.sharding.shard_plan import ShardPlan
 
-__all__ = ["invalidate", "pack_shards", "shard"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

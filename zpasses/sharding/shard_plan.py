@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.ranks.meshes import compare_shard_calls, consecutive_ranks, register_mesh
+from zpasses.ranks.mesh_comparison import compare_shard_calls, register_mesh
+from zpasses.ranks.new_groups import consecutive_ranks
 from zpasses.runtime.layout import ParamLayout, layout_of
 from zpasses.runtime.param_value import as_sharded_parameter
 from zpasses.runtime.windows import register_step_window
@@ -35,8 +36,6 @@ from zpasses.sharding.param_spec import ParamShardSpec, own_part
 from zpasses.sharding.replaced_params import mark_replaced, sharded_form
 from zpasses.sharding.scalars import refuse_parts_as_numbers
 from zpasses.sharding.wrappers import check_no_ddp_inside, prepare_for_wrappers
-
-__all__ = ["REPLICATE_DIMENSIONS", "ShardPlan"]
 
 REPLICATE_DIMENSIONS = ("replicate", "dp_replicate")
 """Names of a mesh dimension that say that it holds replicas, as for `zpasses capture --mesh`."""

@@ -18,8 +18,6 @@ from zpasses.sharding.adapters import edit_adapters_as_shards, watch_late_adapte
 from zpasses.sharding.dynamo_backends import explain_dynamo_backend
 from zpasses.sharding.module import ShardedModule
 
-__all__ = ["check_no_ddp_inside", "on_module", "prepare_for_wrappers"]
-
 log = logging.getLogger("zpasses")
 
 _WRAPPER = "_orig_mod."

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from zpasses.graph.nodes import value_of
+from zpasses.graph.queries import value_of
 
-__all__ = ["check_equal", "random_inputs"]
+__all__ = ["bits", "check_equal", "check_outputs", "copied", "random_inputs"]
 
 
 def random_inputs(
@@ -52,6 +52,28 @@ def _random_input(node: fx.Node, ranks: int, bound: int, generator: torch.Genera
     return (drawn * ranks if node.name.startswith("tangents") else drawn).to(value.dtype)
 
 
+def copied(inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Copies of the inputs of each rank, which a run may change."""
+    return [[each.clone() if isinstance(each, Tensor) else each for each in row] for row in inputs]
+
+
+def check_outputs(
+    got: Sequence[Any], wanted: Sequence[Any], where: str, names: Mapping[int, str] | None = None
+) -> None:
+    """Raise AssertionError unless all outputs of a rank are equal bit for bit.
+
+    Args:
+        where: names the rank.
+        names: position -> what the message says behind it.
+    """
+    if len(got) != len(wanted):
+        raise AssertionError(
+            f"{where}: the graph has {len(got)} outputs, the reference {len(wanted)}."
+        )
+    for i, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
+        check_equal(ours, theirs, f"{where}, output {i}{(names or {}).get(i, '')}")
+
+
 def check_equal(got: Any, wanted: Any, where: str) -> None:
     """Raise AssertionError, which names `where`, unless two values are equal bit for bit."""
     if not (isinstance(got, Tensor) and isinstance(wanted, Tensor)):
@@ -66,7 +88,7 @@ def check_equal(got: Any, wanted: Any, where: str) -> None:
         )
     if got.numel() == 0:
         return
-    ours, theirs = _bits(got), _bits(wanted)
+    ours, theirs = bits(got), bits(wanted)
     different = (ours != theirs).any(dim=1).nonzero().flatten()
     if len(different):
         at = int(different[0])
@@ -78,7 +100,7 @@ def check_equal(got: Any, wanted: Any, where: str) -> None:
         )
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits(tensor: Tensor) -> Tensor:
     """The bytes of each element, uint8[elements, bytes]."""
     # A tensor of one element is contiguous whatever its stride, but only a stride of 1 can be
     # viewed as bytes.
@@ -87,7 +109,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _element(tensor: Tensor, at: int) -> str:
-    raw = bytes(reversed(_bits(tensor)[at].tolist()))
+    raw = bytes(reversed(bits(tensor)[at].tolist()))
     return f"{tensor.detach().reshape(-1)[at].item()!r} (0x{raw.hex()})"
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.errors import PassError
-from zpasses.graph.nodes import collectives, copy_graph, value_of
-from zpasses.simulate.equality import check_equal, random_inputs
+from zpasses.graph.queries import collectives, copy_graph, value_of
+from zpasses.simulate.equality import check_equal, copied, random_inputs
 from zpasses.simulate.semantics import PADDED_DIALECT
 from zpasses.simulate.simulator import simulate
 
@@ -79,9 +79,7 @@ def _run_reference(
 
 def _run(gm: fx.GraphModule, inputs: Sequence[Sequence[Any]], world: _World) -> list[Any]:
     """This rank's outputs, then its inputs as they are after the run."""
-    copies = [
-        [each.clone() if isinstance(each, Tensor) else each for each in row] for row in inputs
-    ]
+    copies = copied(inputs)
     runs = simulate(world.graphs(gm), copies, world.groups, semantics=PADDED_DIALECT)
     return [*runs[world.own].outputs, *copies[world.own]]
 

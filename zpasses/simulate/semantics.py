@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zpasses.graph.ops import REDUCE_GRAD, UNSHARD, padded, padded_grad, rows_per_rank
+from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD, padded, padded_grad, rows_per_rank
 
 __all__ = ["PADDED_DIALECT", "SEMANTICS", "Semantics", "reduce"]
 

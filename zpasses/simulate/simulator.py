@@ -18,8 +18,8 @@ from torch.fx.node import map_arg
 from zpasses import compat
 from zpasses.errors import ZpassesError
 from zpasses.graph.aliases import written_arguments
-from zpasses.graph.nodes import Collective, named_arguments
-from zpasses.graph.ops import DIALECT, is_local_call
+from zpasses.graph.dialect import DIALECT, is_local_call
+from zpasses.graph.queries import Collective, named_arguments
 from zpasses.simulate.semantics import SEMANTICS, Semantics
 
 __all__ = [

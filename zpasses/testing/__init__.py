@@ -24,19 +24,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zpasses.graph.nodes import copy_graph
     from zpasses.graph.printer import listing
+    from zpasses.graph.queries import copy_graph
     from zpasses.simulate.equality import random_inputs
     from zpasses.simulate.semantics import SEMANTICS, Semantics
     from zpasses.simulate.simulator import RankRun, SimulationError, simulate
-    from zpasses.testing.capture import (
-        StepCapture,
-        StepGraphs,
-        capture_graphs,
-        capture_ranks,
-        trace_joint,
-    )
-    from zpasses.testing.compare import assert_deterministic, assert_equal_bits
+    from zpasses.testing.assertions import assert_deterministic, assert_equal_bits
     from zpasses.testing.graphs import JointRecipe, ParamSpec, joint_graph
     from zpasses.testing.ranks import (
         Outcome,
@@ -45,6 +38,13 @@ if TYPE_CHECKING:
         run_on_ranks,
     )
     from zpasses.testing.simulated_device import SimulatedDevice
+    from zpasses.testing.step_graphs import (
+        StepCapture,
+        StepGraphs,
+        capture_graphs,
+        capture_ranks,
+        trace_joint,
+    )
     from zpasses.testing.steps import (
         PipelineRun,
         StepRun,
@@ -102,16 +102,16 @@ _HOMES = {
     "Semantics": "zpasses.simulate.semantics",
     "SimulatedDevice": "zpasses.testing.simulated_device",
     "SimulationError": "zpasses.simulate.simulator",
-    "StepCapture": "zpasses.testing.capture",
-    "StepGraphs": "zpasses.testing.capture",
+    "StepCapture": "zpasses.testing.step_graphs",
+    "StepGraphs": "zpasses.testing.step_graphs",
     "StepRun": "zpasses.testing.steps",
     "StreamSchedule": "zpasses.testing.stream_schedule",
-    "assert_deterministic": "zpasses.testing.compare",
-    "assert_equal_bits": "zpasses.testing.compare",
+    "assert_deterministic": "zpasses.testing.assertions",
+    "assert_equal_bits": "zpasses.testing.assertions",
     "assert_step_equals_reference": "zpasses.testing.steps",
-    "capture_graphs": "zpasses.testing.capture",
-    "capture_ranks": "zpasses.testing.capture",
-    "copy_graph": "zpasses.graph.nodes",
+    "capture_graphs": "zpasses.testing.step_graphs",
+    "capture_ranks": "zpasses.testing.step_graphs",
+    "copy_graph": "zpasses.graph.queries",
     "fake_world": "zpasses.testing.worlds",
     "joint_graph": "zpasses.testing.graphs",
     "listing": "zpasses.graph.printer",
@@ -122,7 +122,7 @@ _HOMES = {
     "run_pipeline": "zpasses.testing.steps",
     "simulate": "zpasses.simulate.simulator",
     "simulate_step": "zpasses.testing.steps",
-    "trace_joint": "zpasses.testing.capture",
+    "trace_joint": "zpasses.testing.step_graphs",
     "world_mesh": "zpasses.testing.worlds",
 }
 """The module of each name."""

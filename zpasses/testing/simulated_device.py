@@ -33,7 +33,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from zpasses import compat
-from zpasses.graph.aliases import WAIT, shared_arguments, written_arguments
+from zpasses.graph.aliases import shared_arguments, written_arguments
+from zpasses.graph.queries import WAIT
 from zpasses.graph.verifier.operators import is_factory_of_uninitialised
 from zpasses.simulate.simulator import SimulationError
 from zpasses.testing.stream_schedule import Point, StreamSchedule

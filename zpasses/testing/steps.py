@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from zpasses.graph.nodes import copy_graph
+from zpasses.graph.queries import copy_graph
 from zpasses.pipeline.passes import Pass
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.runner import PassRecord, Verify, run_passes
-from zpasses.simulate.equality import check_equal, random_inputs
+from zpasses.simulate.equality import check_outputs, copied, random_inputs
 from zpasses.simulate.simulator import RankRun, simulate
-from zpasses.testing.capture import StepCapture
+from zpasses.testing.step_graphs import StepCapture
 
 __all__ = [
     "PipelineRun",
     "StepRun",
     "assert_step_equals_reference",
     "run_pipeline",
+    "simulate_halves",
     "simulate_step",
 ]
 
@@ -92,19 +93,37 @@ def simulate_step(captures: Sequence[StepCapture], inputs: Sequence[Sequence[Any
     joint = _present(captures[0].before.joint)
     user = number_of_outputs(joint)
     tangents = len([node for node in _placeholders(joint) if "tangents" in node.name])
-    groups = groups_of_captures(captures)
-    forward = simulate(
+    return simulate_halves(
         [_present(each.after.forward) for each in captures],
-        [values[: len(values) - tangents] for values in inputs],
-        groups,
+        [_present(each.after.backward) for each in captures],
+        inputs,
+        groups_of_captures(captures),
+        outputs=user,
+        tangents=tangents,
     )
-    given = [
-        [*run.outputs[user:], *values[len(values) - tangents :]]
-        for run, values in zip(forward, inputs, strict=True)
-    ]
-    backward = simulate([_present(each.after.backward) for each in captures], given, groups)
-    outputs = [(*f.outputs[:user], *b.outputs) for f, b in zip(forward, backward, strict=True)]
-    return StepRun(outputs, forward, backward)
+
+
+def simulate_halves(
+    forwards: Sequence[fx.GraphModule],
+    backwards: Sequence[fx.GraphModule],
+    inputs: Sequence[Sequence[Any]],
+    groups: Mapping[str, Sequence[int]],
+    *,
+    outputs: int,
+    tangents: int,
+) -> StepRun:
+    """Run the forward and backward graphs of all ranks, on inputs of the joint graph.
+
+    Args:
+        outputs: number of the outputs of forward that backward does not read.
+        tangents: number of the inputs at the end that only backward reads.
+    """
+    split = [(row[: len(row) - tangents], row[len(row) - tangents :]) for row in inputs]
+    forward = simulate(forwards, [primals for primals, _ in split], groups)
+    given = [[*run.outputs[outputs:], *rest] for run, (_, rest) in zip(forward, split, strict=True)]
+    backward = simulate(backwards, given, groups)
+    joined = [(*f.outputs[:outputs], *b.outputs) for f, b in zip(forward, backward, strict=True)]
+    return StepRun(joined, forward, backward)
 
 
 def assert_step_equals_reference(captures: Sequence[StepCapture], *, seed: int = 0) -> StepRun:
@@ -123,16 +142,10 @@ def assert_step_equals_reference(captures: Sequence[StepCapture], *, seed: int =
     reference = [_present(each.before.joint) for each in captures]
     inputs = random_inputs(reference, seed=seed)
     groups = groups_of_captures(captures)
-    expected = simulate(reference, [list(values) for values in inputs], groups)
+    expected = simulate(reference, copied(inputs), groups)
     run = simulate_step(captures, inputs)
     for rank, (ours, theirs) in enumerate(zip(run.outputs, expected, strict=True)):
-        if len(ours) != len(theirs.outputs):
-            raise AssertionError(
-                f"rank {rank}: the step has {len(ours)} outputs and gradients, the reference "
-                f"{len(theirs.outputs)}."
-            )
-        for i, (got, wanted) in enumerate(zip(ours, theirs.outputs, strict=True)):
-            check_equal(got, wanted, f"rank {rank}, output {i}")
+        check_outputs(ours, theirs.outputs, f"rank {rank}")
     return run
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from zpasses import compat
-from zpasses.graph.aliases import WAIT, written_arguments
-from zpasses.graph.nodes import saved_inputs
-from zpasses.graph.ops import DIALECT, is_local_call
+from zpasses.graph.aliases import written_arguments
+from zpasses.graph.dialect import DIALECT, is_local_call
+from zpasses.graph.queries import WAIT, saved_inputs
 from zpasses.graph.verifier.operators import awaits_each_output, is_launch, keeps_arguments
 from zpasses.graph.verifier.order import StreamOf, own_stream
 from zpasses.graph.verifier.versions import CurrentGraph

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zpasses.simulate.equality import bits
 from zpasses.simulate.simulator import SimulationError
 
 __all__ = ["Difference", "Point", "ScheduledRun", "StreamSchedule", "Task"]
@@ -83,7 +84,7 @@ class ScheduledRun:
     def differs_from(self, other: ScheduledRun) -> bool:
         """Whether an output of a rank has other bits."""
         pairs = zip(self._tensors(), other._tensors(), strict=True)
-        return any(not torch.equal(_bits(ours), _bits(theirs)) for ours, theirs in pairs)
+        return any(not torch.equal(bits(ours), bits(theirs)) for ours, theirs in pairs)
 
     def _tensors(self) -> list[Tensor]:
         return [each for row in self.outputs for each in row if isinstance(each, Tensor)]
@@ -153,7 +154,7 @@ class StreamSchedule:
             return Difference(rank, error.task.label, stream, seed, has_nan=False)
         for task, contents in found.items():
             for content, wanted in zip(contents, expected[task], strict=True):
-                if not torch.equal(_bits(content), _bits(wanted)):
+                if not torch.equal(bits(content), bits(wanted)):
                     rank, stream = task.stream
                     has_nan = bool((content.isnan() & ~wanted.isnan()).any())
                     return Difference(rank, task.label, stream, seed, has_nan)
@@ -237,8 +238,3 @@ def _raise_hang(heads: Sequence[Task]) -> Any:
         f"stream {task.stream[1]!r} of rank {task.stream[0]} at {task.label}" for task in heads
     )
     raise SimulationError(f"the device would hang: nothing can continue. Waiting: {waiting}.")
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    row = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)
-    return row.view(torch.uint8)

@@ -9,29 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._inductor.output_code import CompiledFxGraph
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import zpasses
 from zpasses import compat
 from zpasses.errors import ShardingError
 
 
-@pytest.fixture(autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.inductor
-def test_backwards_that_keep_gradients_compile_where_outputs_are_padded():
+def test_backwards_that_keep_gradients_compile_where_outputs_are_padded(one_rank):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
     plain = copy.deepcopy(model)
-    zpasses.shard(model, mesh=init_device_mesh("cpu", (1,)))
+    zpasses.shard(model, mesh=one_rank)
     step = torch.compile(model, backend="zpasses", options={"zero_stage": 2})
     chunks = torch.randn(2, 4, 5)
     with (
@@ -87,7 +79,7 @@ def test_code_that_refuses_to_be_pickled_is_not_stored(caplog):
     assert "cannot be pickled (" in caplog.text
 
 
-def test_a_mesh_on_a_gpu_with_gloo_is_refused():
+def test_a_mesh_on_a_gpu_with_gloo_is_refused(one_rank):
     mesh = DeviceMesh("cuda", [0])
     with pytest.raises(ShardingError, match=r"Call init_process_group\('nccl'\)"):
         zpasses.shard(nn.Linear(2, 2), mesh=mesh)

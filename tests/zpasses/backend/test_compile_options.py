@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import zpasses
 from tests.on_ranks import on_ranks
 from zpasses.errors import OptionError
-from zpasses.graph.nodes import collectives, saved_inputs
+from zpasses.graph.queries import collectives, saved_inputs
 from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import fake_world, world_mesh
 from zpasses.tools.stress.drawn_models import Model, ModelChoice

@@ -5,7 +5,6 @@ import io
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.fx._graph_pickler import GraphPickler
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -17,14 +16,6 @@ from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import world_mesh
 
 WIDTH, DEPTH = 8, 6
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    torch._dynamo.reset()
-    yield
-    dist.destroy_process_group()
 
 
 def layers():

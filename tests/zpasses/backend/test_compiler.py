@@ -3,6 +3,7 @@ model.
 """
 
 import copy
+import functools
 import gc
 import weakref
 
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
-from zpasses.graph.nodes import collectives
+from zpasses.graph.queries import collectives
 from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import listing, run_on_ranks, world_mesh
 
@@ -40,9 +41,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Uneven rows, tied weights, a scalar, a frozen and an unused parameter."""
 
-    def __init__(self, width=8, depth=2, vocabulary=11, *, between="nothing"):
+    def __init__(self, width=8, depth=2, vocabulary=11, *, checkpointed=False):
         super().__init__()
-        self.between = between
+        self.checkpointed = checkpointed
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -54,14 +55,7 @@ class Net(nn.Module):
     def forward(self, tokens):
         x = self.embed(tokens) * self.scale + self.frozen
         for block in self.blocks:
-            x = (
-                checkpoint(block, x, use_reentrant=False)
-                if self.between == "checkpoint"
-                else block(x)
-            )
-            if self.between == "graph break":
-                torch._dynamo.graph_break()
-                x = x * self.scale  # read by the eager code between two graphs
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
         return self.head(x)
 
 
@@ -95,14 +89,15 @@ def assert_same_gradients(model, reference):
             )
 
 
-def train_both(step, model, reference, data, optimizer=torch.optim.SGD):
-    """Train both; losses and gradients must agree in every step."""
+def train_both(step, model, reference, data, optimizer=torch.optim.SGD, between=lambda net: None):
+    """Train both; losses and gradients must agree in every step. `between` runs before steps."""
     optimizers = [optimizer(each.parameters(), lr=0.1) for each in (model, reference)]
     for tokens in data:
         ours, theirs = loss_of(step, tokens), loss_of(reference, tokens)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
         ours.backward()
         theirs.backward()
+        between(step)
         assert_same_gradients(model, reference)
         for param in reference.parameters():
             if param.grad is not None:
@@ -112,70 +107,42 @@ def train_both(step, model, reference, data, optimizer=torch.optim.SGD):
             each.zero_grad()
 
 
-def _trains(
-    options, between="nothing", depth=2, fullgraph=False, dynamic=None, shapes=((2, 5),) * 3
-):
-    reference, model = pair(between=between, depth=depth)
+def _trains(options, checkpointed=False, depth=2, dynamic=None, shapes=((2, 5),) * 3):
+    reference, model = pair(checkpointed=checkpointed, depth=depth)
     graphs = []
-    step = torch.compile(
-        model, backend="zpasses", options=options, fullgraph=fullgraph, dynamic=dynamic
-    )
+    step = torch.compile(model, backend="zpasses", options=options, fullgraph=True, dynamic=dynamic)
     with observe_graphs(graphs.append):
         train_both(step, model, reference, [batches(1, shape)[0] for shape in shapes])
-    return [graph.name for graph in graphs if graph.kind == "joint"]
+    assert sum(graph.kind == "joint" for graph in graphs) == 1
 
 
-@pytest.mark.parametrize("stage", some_quick([1, 2, 3], [3]))
-def test_training_equals_the_unsharded_model(stage):
-    joints = run_on_ranks(_trains, {"zero_stage": stage, **EAGER}, fullgraph=True)[0]
-    assert len(joints) == 1
+TRAININGS = [
+    {"options": {"zero_stage": 3}},
+    {"options": {"zero_stage": 2}, "checkpointed": True},
+    {"options": {"zero_stage": 1}},
+    {"options": {"zero_stage": 2}},
+    {"options": {"zero_stage": 3}, "checkpointed": True},
+    {"options": {"pipeline": ""}},  # the unlowered dialect
+]
+
+
+@pytest.mark.parametrize("how", some_quick(TRAININGS, TRAININGS[:2]), ids=str)
+def test_training_equals_the_unsharded_model(how):
+    run_on_ranks(_trains, **how | {"options": EAGER | how["options"]})
+
+
+THROUGH_INDUCTOR = [
+    {"options": {"zero_stage": 2}, "ranks": 3},
+    {"options": {"zero_stage": 3}, "ranks": 3},
+    {"options": {}, "dynamic": True, "shapes": ((2, 5), (4, 7), (3, 9))},
+]
 
 
 @pytest.mark.inductor
 @pytest.mark.slow(quick="test_train_gpt.py and test_buckets_on_ranks.py, on two ranks")
-@pytest.mark.parametrize("stage", [2, 3])
-def test_training_through_inductor_equals_the_unsharded_model_on_three_ranks(stage):
-    run_on_ranks(_trains, {"zero_stage": stage}, depth=1, fullgraph=True, ranks=3, timeout_s=240)
-
-
-@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
-def test_the_unlowered_dialect_trains_as_well():
-    run_on_ranks(_trains, {"pipeline": "", **EAGER})
-
-
-@pytest.mark.parametrize("stage", some_quick([2, 3], [2]))
-@pytest.mark.slow(quick="test_gradients_equal_the_unsharded_ones of test_module.py")
-def test_graph_breaks_leave_graphs_between_them_and_the_same_training(stage):
-    joints = run_on_ranks(_trains, {"zero_stage": stage, **EAGER}, between="graph break")[0]
-    assert len(joints) == 1  # that of both blocks; the loop around them is not compiled
-
-
-@pytest.mark.parametrize("stage", some_quick([2, 3], [2]))
-def test_checkpointed_blocks_train_like_the_unsharded_model(stage):
-    run_on_ranks(_trains, {"zero_stage": stage, **EAGER}, between="checkpoint", fullgraph=True)
-
-
-@pytest.mark.slow(quick="test_twenty_lengths_take_two_compiles_and_a_dump_says_why")
-def test_dynamic_batch_and_sequence_need_one_graph():
-    shapes = ((2, 5), (4, 7), (3, 9), (6, 2))
-    assert len(run_on_ranks(_trains, EAGER, dynamic=True, shapes=shapes)[0]) == 1
-
-
-@pytest.mark.slow(quick="test_twenty_lengths_take_two_compiles_and_a_dump_says_why")
-@pytest.mark.inductor
-def test_dynamic_shapes_through_inductor():
-    shapes = ((2, 5), (4, 7), (3, 9))
-    joints = run_on_ranks(_trains, {}, depth=1, dynamic=True, shapes=shapes, timeout_s=240)[0]
-    assert len(joints) == 1
-
-
-@pytest.mark.slow(quick="test_twenty_lengths_take_two_compiles_and_a_dump_says_why")
-@on_ranks(2)
-def test_a_single_rank_may_recompile_for_a_new_shape():
-    reference, model = pair()
-    step = torch.compile(model, backend="zpasses", options={**EAGER, "agreement_timeout_s": 20})
-    rows = (2, 3, 2, 4) if dist.get_rank() == 0 else (2, 2, 2, 5)
-    train_both(step, model, reference, [batches(1, (n, 5))[0] for n in rows])
+@pytest.mark.parametrize("how", THROUGH_INDUCTOR, ids=str)
+def test_training_through_inductor_equals_the_unsharded_model(how):
+    run_on_ranks(_trains, depth=1, **how, timeout_s=240)
 
 
 @on_ranks(2)
@@ -199,46 +166,24 @@ def test_a_backward_that_failed_to_compile_compiles_again_to_the_same_graph():
     assert found[0] == found[1]
 
 
-def _inference(stage, codegen):
-    reference, model = pair()
-    step = torch.compile(
-        model, backend="zpasses", options={"zero_stage": stage, "codegen": codegen}
-    )
-    tokens = batches(1)[0]
-    with torch.no_grad():
-        torch.testing.assert_close(step(tokens), reference(tokens), rtol=1e-4, atol=1e-5)
-    train_both(step, model, reference, batches(2))
-    with torch.inference_mode():
-        torch.testing.assert_close(step(tokens), reference(tokens), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("stage", some_quick([2, 3], [2]))
-@pytest.mark.slow(quick="test_cached_parameters_follow_every_change_of_their_shards")
-def test_inference_sees_the_current_weights(stage):
-    run_on_ranks(_inference, stage, "eager")
-
-
 @pytest.mark.slow(quick="tests/zpasses/backend/test_compiler.py")
 @on_ranks(2)
-def test_several_sharded_models_in_one_process():
+def test_several_sharded_models_in_one_graph():
     first, second = pair(), pair(width=4)
-    steps = [torch.compile(model, backend="zpasses", options=EAGER) for _, model in (first, second)]
-    for step, (reference, model) in zip(steps, (first, second), strict=True):
-        train_both(step, model, reference, batches(2))
+    step = torch.compile(first[1], backend="zpasses", options=EAGER)
+    train_both(step, first[1], first[0], batches(2))
 
     def both(tokens):  # two roots in one graph, with parameters of the same name
         return first[1](tokens) + second[1](tokens)
 
-    tokens = batches(1)[0]
-    compiled = torch.compile(
-        both, backend="zpasses", options={"zero_stage": 2, **EAGER}, fullgraph=True
-    )
-    torch.testing.assert_close(
-        compiled(tokens), first[0](tokens) + second[0](tokens), rtol=1e-4, atol=1e-5
-    )
+    options, tokens = {"zero_stage": 2, **EAGER}, batches(1)[0]
+    compiled = torch.compile(both, backend="zpasses", options=options, fullgraph=True)
+    expected = first[0](tokens) + second[0](tokens)
+    torch.testing.assert_close(compiled(tokens), expected, rtol=1e-4, atol=1e-5)
 
 
-def _two_groups():
+@on_ranks(2)
+def test_parameters_of_two_process_groups_in_one_graph():
     reference = Net()
     other = DeviceMesh.from_group(dist.new_group(list(range(dist.get_world_size()))), "cpu")
     model = copy.deepcopy(reference)
@@ -246,29 +191,21 @@ def _two_groups():
     zpasses.shard(model, mesh=world_mesh())
     graphs = []
     with observe_graphs(graphs.append):
-        train_both(
-            torch.compile(model, backend="zpasses", options=EAGER), model, reference, batches(2)
-        )
+        step = torch.compile(model, backend="zpasses", options=EAGER)
+        train_both(step, model, reference, batches(2))
     joint = next(graph for graph in graphs if graph.kind == "joint")
-    return len({each.group for _, each in collectives(joint.graph)})
+    assert len({each.group for _, each in collectives(joint.graph)}) == 2
 
 
-def test_parameters_of_two_process_groups_in_one_graph():
-    assert run_on_ranks(_two_groups)[0] == 2
-
-
-def _compiled_blocks():
+@on_ranks(2)
+def test_compiled_blocks_in_an_eager_model_share_one_graph():
     reference, model = pair(depth=3)
     graphs = []
     for block in model.blocks:
         block.compile(backend="zpasses", options=EAGER)
     with observe_graphs(graphs.append):
         train_both(model, model, reference, batches(2))
-    return sum(graph.kind == "joint" for graph in graphs)
-
-
-def test_compiled_blocks_in_an_eager_model_share_one_graph():
-    assert run_on_ranks(_compiled_blocks)[0] == 1
+    assert sum(graph.kind == "joint" for graph in graphs) == 1
 
 
 class Writes(nn.Module):
@@ -290,26 +227,19 @@ class WritesToView(Writes):
 
 @on_ranks(2)
 def test_a_model_that_writes_to_its_parameters_is_refused():
-    model = torch.compile(
-        zpasses.shard(Writes(), mesh=world_mesh()), backend="zpasses", options=EAGER
-    )
-    with pytest.raises(Exception, match=r"writes to parameter weight \(clamp_\).*would be lost"):
-        model(torch.ones(4))
-    model = torch.compile(
-        zpasses.shard(WritesToView(), mesh=world_mesh()), backend="zpasses", options=EAGER
-    )
-    with pytest.raises(Exception, match=r"writes to parameter weight \(zero_\).*would be lost"):
-        model(torch.ones(4))
+    for build, name in ((Writes, "clamp_"), (WritesToView, "zero_")):
+        model = zpasses.shard(build(), mesh=world_mesh())
+        with pytest.raises(Exception, match=rf"to parameter weight \({name}\).*would be lost"):
+            torch.compile(model, backend="zpasses", options=EAGER)(torch.ones(4))
 
 
 def _gathers_run(stage):
-    """Count the gathers of the first forward, the second forward, and of forwards after a backward,
-    after an edit of a shard, and after an edit through `.data`.
+    """Count the gathers of forwards: at first, again, after a backward, after an edit of a shard,
+    again, after an edit through `.data`, and of two evaluations after a step.
     """
     _, model = pair()
     step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, **EAGER})
-    tokens = batches(1)[0]
-    counts = []
+    optimizer, tokens, counts = torch.optim.AdamW(model.parameters()), batches(1)[0], []
 
     def forward():
         with torch.profiler.profile() as profile:
@@ -332,53 +262,45 @@ def _gathers_run(stage):
     model.embed._parameters["weight"].data.mul_(3)
     zpasses.invalidate(model)
     forward()
-    assert loss_of(step, tokens).item() != before
+    loss = loss_of(step, tokens)
+    assert loss.item() != before
+    loss.backward()
+    with torch.no_grad():
+        step(tokens)  # compiles
+        optimizer.step()
+        forward()
+        forward()
     return counts[1:]
 
 
 def test_stage_2_gathers_again_only_after_a_reduction_or_a_change():
-    fresh, cached, reduced, edited, again, invalidated = run_on_ranks(_gathers_run, 2)[0]
+    counts = run_on_ranks(_gathers_run, 2)[0]
+    fresh, cached, reduced, edited, again, invalidated, stepped, evaluated = counts
     assert fresh == invalidated > 0
-    assert cached == 0
-    assert again == 0
+    assert cached == again == 0
     assert edited == 1, "only what changed is gathered"
     assert 0 < reduced <= fresh, "frozen parameters stay"
+    assert evaluated < stepped
 
 
 @pytest.mark.slow(quick="test_stage_2_gathers_again_only_after_a_reduction_or_a_change")
 def test_stage_3_gathers_in_every_forward():
-    counts = run_on_ranks(_gathers_run, 3)[0]
-    assert min(counts) > 0
-
-
-def _stepped_after_evaluation(optimizer, inference):
-    """Run the model between backward and step. The parameters that this run gathers must not be
-    used after the step.
-    """
-    reference, model = pair()
-    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
-    optimizers = [optimizer(each.parameters(), lr=0.1, foreach=True) for each in (model, reference)]
-    for tokens in batches(3):
-        for each, net in ((optimizers[0], step), (optimizers[1], reference)):
-            each.zero_grad()
-            loss_of(net, tokens).backward()
-            with torch.inference_mode(inference):
-                loss_of(net, tokens)
-        assert_same_gradients(model, reference)
-        for param in reference.parameters():
-            if param.grad is not None:
-                dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
-        for each in optimizers:
-            each.step()
-        torch.testing.assert_close(
-            loss_of(step, tokens), loss_of(reference, tokens), rtol=1e-4, atol=1e-5
-        )
+    assert min(run_on_ranks(_gathers_run, 3)[0][:6]) > 0
 
 
 @pytest.mark.slow(quick="test_cached_parameters_follow_every_change_of_their_shards")
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_foreach_optimizer_step_invalidates_the_cache(inference):
-    run_on_ranks(_stepped_after_evaluation, torch.optim.AdamW, inference)
+@on_ranks(2)
+def test_what_runs_between_backward_and_step_gathers_is_not_used_after_the_step(inference):
+    reference, model = pair()
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+
+    def evaluate(net):
+        with torch.inference_mode(inference):
+            net(batches(1)[0])
+
+    optimizer = functools.partial(torch.optim.AdamW, foreach=True)
+    train_both(step, model, reference, batches(3), optimizer, evaluate)
 
 
 @on_ranks(2)
@@ -396,53 +318,14 @@ def test_runs_without_gradients_follow_averages_of_weights():
                 torch._foreach_mul_(list(net.parameters()), 0.5)
 
 
-def _evaluation_caches():
-    """Count the gathers of the first and second evaluation after a step."""
-    _, model = pair()
-    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = batches(1)[0]
-
-    def evaluate():
-        with torch.no_grad(), torch.profiler.profile() as profile:
-            step(tokens)
-        names = [event.name for event in profile.events()]
-        return sum(name.startswith("zpasses::gloo_all_gather") for name in names)
-
-    evaluate()  # compiles
-    loss_of(step, tokens).backward()
-    optimizer.step()
-    return evaluate(), evaluate()
-
-
-@pytest.mark.slow(quick="test_cached_parameters_follow_every_change_of_their_shards")
-def test_evaluation_caches_parameters_that_an_optimizer_steps():
-    first, second = run_on_ranks(_evaluation_caches)[0]
-    assert second < first
-
-
-def load_a_state_dict(*models):
-    state = Net().state_dict()
-    for each in models:
-        each.load_state_dict(state)
-
-
-def assign(*models):
-    for each in models:
-        each.scale = nn.Parameter(torch.tensor(7.0))
-
-
-def swap(*models):
-    """What `model.to` does: the same parameters, other local tensors."""
-    for each in models:
-        each._apply(lambda tensor: tensor * 2)
-
-
-def edit_in_place(*models):
-    with torch.no_grad():
-        for each in models:
-            for param in each.parameters():
-                param.mul_(0.5)
+CHANGES = {
+    "load": lambda net: net.load_state_dict(Net().state_dict()),
+    "assign": lambda net: setattr(net, "scale", nn.Parameter(torch.tensor(7.0))),
+    # What `model.to` does: the same parameters, other local tensors.
+    "swap": lambda net: net._apply(lambda tensor: tensor * 2),
+    "edit": lambda net: [param.mul_(0.5) for param in net.parameters()],
+    "edit a list": lambda net: torch._foreach_mul_(list(net.parameters()), 0.5),
+}
 
 
 @on_ranks(2)
@@ -451,11 +334,14 @@ def test_cached_parameters_follow_every_change_of_their_shards():
     step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
     tokens = batches(1)[0]
     before = loss_of(step, tokens)
-    for edit in (load_a_state_dict, assign, swap, edit_in_place):
-        edit(model, reference)
+    for name, change in CHANGES.items():
+        for net in (model, reference):
+            torch.manual_seed(3)
+            with torch.no_grad():
+                change(net)
         after = loss_of(step, tokens)
         torch.testing.assert_close(after, loss_of(reference, tokens), rtol=1e-4, atol=1e-5)
-        assert abs(after - before) > 1e-3, edit.__name__
+        assert abs(after - before) > 1e-3, name
         before = after
 
 
@@ -514,20 +400,6 @@ def test_backward_does_not_overwrite_cached_parameters():
             assert_same_gradients(model, reference)
 
 
-@pytest.mark.slow(quick="test_a_module_trains_as_it_does_unsharded of test_strides.py")
-@on_ranks(2)
-def test_variants_have_equal_strides_although_inductor_changes_them_for_convolutions():
-    reference = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten()
-    )
-    model, step = _sharded_copy(reference)
-    for _ in range(2):
-        x = torch.randn(2, 3, 6, 6)
-        for net in (step, reference):
-            (net(x).square().sum() + net(2 * x).sum()).backward()
-        assert_same_gradients(model, reference)
-
-
 @on_ranks(2)
 def test_training_goes_on_after_inference_mode():
     model, step = _sharded_copy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **EAGER)
@@ -537,23 +409,6 @@ def test_training_goes_on_after_inference_mode():
         optimizer.step()
         with torch.inference_mode():
             step(x)
-
-
-@on_ranks(2)
-def test_a_copied_model_has_an_empty_cache():
-    """Copy a trained model. No optimizer steps the copy; only foreach operations write to it."""
-    reference = nn.Linear(4, 4)
-    model, step = _sharded_copy(reference, **EAGER)
-    x = torch.ones(2, 4)
-    step(x).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.0).step()
-    average = copy.deepcopy(model)
-    evaluate = torch.compile(average, backend="zpasses", options={"zero_stage": 2, **EAGER})
-    with torch.no_grad():
-        for _ in range(3):
-            torch.testing.assert_close(evaluate(x), reference(x))
-            for net in (average, reference):
-                torch._foreach_mul_(list(net.parameters()), 0.5)
 
 
 class TwoDtypes(nn.Module):
@@ -590,11 +445,11 @@ class Returns(nn.Module):
         return x @ self.weight + self.bias, self.weight, self.bias.view(2, 2)
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.inductor
 @on_ranks(2)
-def test_writing_to_a_returned_parameter_does_not_change_the_model(codegen):
+def test_writing_to_a_returned_parameter_does_not_change_the_model():
     reference = Returns()
-    _, step = _sharded_copy(reference, codegen=codegen)
+    _, step = _sharded_copy(reference)
     x = torch.ones(2, 4)
     for _ in range(3):
         out, weight, bias = step(x)
@@ -604,11 +459,10 @@ def test_writing_to_a_returned_parameter_does_not_change_the_model(codegen):
             bias.detach().zero_()
 
 
-@pytest.mark.parametrize("stage", some_quick([2, 3], [2]))
 @on_ranks(2)
-def test_compiled_code_does_not_hold_the_parameters_of_a_dead_model(stage):
+def test_compiled_code_does_not_hold_the_parameters_of_a_dead_model():
     model = zpasses.shard(nn.Linear(4, 4), mesh=world_mesh())
-    step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, **EAGER})
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
     step(torch.ones(2, 4)).sum().backward()
     param = weakref.ref(next(model.parameters()))
     del model, step

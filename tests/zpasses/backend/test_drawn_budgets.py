@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.graphs import drawn_examples, few_examples
-from zpasses.cost.memory import liveness
-from zpasses.cost.step_time import step_time
-from zpasses.cost.target import Target
+from zpasses.cost.memory.liveness import liveness
+from zpasses.cost.time.step_time import step_time
+from zpasses.cost.time.target import Target
 from zpasses.runtime.forward_variants import (
     ForwardVariant,
     build_forward_variant,

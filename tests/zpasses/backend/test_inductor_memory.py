@@ -7,7 +7,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from zpasses import compat
-from zpasses.graph.nodes import Editor
+from zpasses.graph.queries import Editor
 from zpasses.testing import fake_world
 
 pytestmark = [pytest.mark.inductor, pytest.mark.filterwarnings("ignore:dynamo_pgo")]

@@ -1,17 +1,17 @@
 """Trial partitions: a plan's graphs save, keep and recompute what its trial and its choice say."""
 
 import contextlib
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.cases import some_quick
 from tests.zpasses.backend.test_memory_budget import SCHEDULED, Blocks, X
 from zpasses.backend.step_trials import Choice, StepTrials
-from zpasses.cost.kept_params import StepProblem, keepable_params
-from zpasses.cost.schedule_problem import problem_of
-from zpasses.cost.target import current_target
+from zpasses.cost.plan.kept_params import StepProblem, keepable_params
+from zpasses.cost.plan.schedule_problem import problem_of
+from zpasses.cost.time.target import current_target
 from zpasses.pipeline.events import listen
 from zpasses.testing import capture_graphs
 
@@ -40,31 +40,30 @@ def names(graph):
     return sorted(node.name for node in graph.nodes)
 
 
-@pytest.mark.parametrize("activations", some_quick([1.0, 0.4, 0.1], [0.4]))
-@pytest.mark.parametrize(
-    ("kept", "cached"), some_quick([(0, 0), (2, 0), (100, 0), (1, 2), (0, 100)], [(1, 2)])
-)
+KEPT_AND_CACHED = [(0, 0), (2, 0), (100, 0), (1, 2), (0, 100)]
+
+
 @pytest.mark.parametrize("reshard", [None, 2])
 @pytest.mark.slow(quick="test_less_activations_recompute_more")
-def test_kept_parameters_change_nothing_but_their_gathers(activations, kept, cached, reshard):
+def test_kept_parameters_change_nothing_but_their_gathers(reshard):
     """torch's activation budget counts kept parameters, and would recompute more for them."""
 
     def check(trials):
-        trial = trials.trial(activations)
-        found = keepable_params(trial.step)
-        chosen = found[:kept], found[kept : kept + cached]
-        names = (frozenset(each.name for each in some) for some in chosen)
-        graphs = trials.graphs(Choice(activations, *names))
-        step = StepProblem(*(problem_of(each.graph, current_target()) for each in graphs))
-        predicted = trial.step.keeping(*chosen)
-        for actual, expected in (
-            (step.forward, predicted.forward),
-            (step.backward, predicted.backward),
-        ):
-            assert len(actual.jobs) == len(expected.jobs)
-            assert [job.resident for job in actual.jobs] == [job.resident for job in expected.jobs]
-            assert sum(actual.work_us) == pytest.approx(sum(expected.work_us))
-        assert step.peak_bytes() == predicted.peak_bytes()
+        for activations, (kept, cached) in itertools.product((1.0, 0.4, 0.1), KEPT_AND_CACHED):
+            trial = trials.trial(activations)
+            found = keepable_params(trial.step)
+            chosen = found[:kept], found[kept : kept + cached]
+            names = (frozenset(each.name for each in some) for some in chosen)
+            graphs = trials.graphs(Choice(activations, *names))
+            step = StepProblem(*(problem_of(each.graph, current_target()) for each in graphs))
+            predicted = trial.step.keeping(*chosen)
+            for actual, expected in zip(
+                (step.forward, step.backward), (predicted.forward, predicted.backward), strict=True
+            ):
+                held = [[job.resident for job in each.jobs] for each in (actual, expected)]
+                assert held[0] == held[1]
+                assert sum(actual.work_us) == pytest.approx(sum(expected.work_us))
+            assert step.peak_bytes() == predicted.peak_bytes()
 
     if reshard is None:
         within_compile(check)

@@ -11,9 +11,6 @@ from zpasses.testing import run_in_fresh_ranks, world_mesh
 
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
 
-RATE = 0.01
-"""Learning rate."""
-
 
 class Block(nn.Module):
     def __init__(self, channels):
@@ -40,9 +37,9 @@ class Net(nn.Module):
         return self.head(x.mean((2, 3))).square().mean()
 
 
-def _trained(model, step, window, optimizer):
+def _trained(model, step, window):
     """Returns the losses of two steps, and of an evaluation after each."""
-    losses = []
+    losses, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.01)
     for i in range(2):
         x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(i))
         with window():
@@ -69,55 +66,40 @@ def difference(options, window, per_block):
         zpasses.compile_blocks(model, "layers.*", **options)
     else:
         step = torch.compile(model, backend="zpasses", options=options)
-    in_window = (lambda: zpasses.coalesce_grad_reduction(model)) if window else None
-    found = _trained(
-        model,
-        step,
-        in_window or contextlib.nullcontext,
-        torch.optim.SGD(model.parameters(), lr=RATE),
-    )
-    expected = _trained(
-        plain,
-        plain,
-        contextlib.nullcontext,
-        torch.optim.SGD(plain.parameters(), lr=RATE),
-    )
+    no_window = contextlib.nullcontext
+    in_window = (lambda: zpasses.coalesce_grad_reduction(model)) if window else no_window
+    found = _trained(model, step, in_window)
+    expected = _trained(plain, plain, no_window)
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     apart = [(own.full_tensor() - other).abs().max().item() for own, other in pairs]
     return max(apart + [abs(a - b) for a, b in zip(found, expected, strict=True)])
 
 
-def _all_differences(cases):
+def _all_differences():
     found = []
-    for case in cases:
+    for case in CASES:
         torch._dynamo.reset()
         found.append(difference(*case))
     return found
 
 
-FIRST = [({"zero_stage": 3}, False, False)]
-"""Options, whether reductions wait for the end of a window, and whether blocks are compiled one by
-one."""
-
-OTHERS = [
+CASES = [
     ({"zero_stage": 2}, True, False),
     ({"zero_stage": 3, "cache": False}, True, False),
     ({"zero_stage": 2}, False, True),
     ({"zero_stage": 3}, True, True),
 ]
-"""Variants of graphs, backwards that are compiled late, and collectives that leave their graphs."""
+"""Options, whether reductions wait for the end of a window, and whether blocks are compiled one by
+one: variants, backwards that are compiled late, and collectives that leave their graphs."""
 
-SLOW = pytest.mark.slow(quick="the same of whole models")
 
-
-@pytest.mark.parametrize("cases", [FIRST, pytest.param(OTHERS, marks=SLOW)])
 @pytest.mark.slow(quick="test_a_module_trains_as_it_does_unsharded of test_families.py")
-def test_convolutions_train_as_without_sharding(cases, tmp_path):
+def test_convolutions_train_as_without_sharding(tmp_path):
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     for _start in ("cold", "warm"):
-        ranks = run_in_fresh_ranks(_all_differences, cases, env=env, timeout_s=280)
+        ranks = run_in_fresh_ranks(_all_differences, env=env, timeout_s=280)
         assert all(rank.ok for rank in ranks), "\n".join(map(str, ranks))
-        assert all(rank.result == [pytest.approx(0, abs=1e-6)] * len(cases) for rank in ranks)
+        assert all(rank.result == [pytest.approx(0, abs=1e-6)] * len(CASES) for rank in ranks)
 
 
 def _saved_strides():

@@ -4,6 +4,7 @@ import copy
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import zpasses
 from tests.zpasses.models import Odd, Tied, with_integer_weights
@@ -34,3 +35,38 @@ def changed(model):
 
 def sharded(model, **options):
     return zpasses.shard(copy.deepcopy(model), mesh=world_mesh(), **options)
+
+
+def values_of(model, optimizer):
+    """Everything of a run that must be equal after it resumes: tensors, as DTensors where they are
+    shards, and settings of parameter groups.
+    """
+    names = {param: name for name, param in model.named_parameters()}
+    found = {name: value.clone() for name, value in model.named_buffers()}
+    for param, name in names.items():
+        found[name] = param.detach().clone()
+        for key, value in sorted(optimizer.state.get(param, {}).items()):
+            found[f"{key} of {name}"] = value.clone() if isinstance(value, torch.Tensor) else value
+    for number, group in enumerate(optimizer.param_groups):
+        # torch adds `differentiable` to the defaults of any optimizer that loads.
+        for key in sorted(group.keys() - {"params", "differentiable"}):
+            found[f"{key} of group {number}"] = group[key]
+        found[f"group {number}"] = [names[param] for param in group["params"]]
+    return found
+
+
+def assert_equal_values(found, expected):
+    """Compares results of `values_of` bit for bit."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for name, theirs in expected.items():
+        mine = found[name]
+        if isinstance(theirs, DTensor) and isinstance(mine, DTensor):
+            assert mine.placements == theirs.placements, name
+            mine, theirs = mine.to_local(), theirs.to_local()
+        if isinstance(theirs, torch.Tensor):  # some runs diverge, without zpasses, too
+            assert mine.dtype == theirs.dtype, name
+            same = torch.equal(mine.isnan(), theirs.isnan())
+            same = same and torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+        else:
+            same = mine == theirs
+        assert same, f"{name}: {mine} is not {theirs}"

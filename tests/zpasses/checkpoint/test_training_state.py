@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zpasses
+from tests.on_ranks import on_ranks
 from tests.zpasses.models import integers
 from zpasses.checkpoint.random_states import packed_random_states, restore_random_states
 from zpasses.testing import run_on_ranks, world_mesh
@@ -50,7 +51,8 @@ def _step(model, optimizer):
     optimizer.zero_grad()
 
 
-def _state_of_a_read():
+@on_ranks(2)
+def test_state_of_a_read_of_a_parameter_is_refused_by_name():
     model, optimizer = _training()
     _step(model, optimizer)
     assert not optimizer.state[model.first.weight]  # makes an entry
@@ -59,11 +61,8 @@ def _state_of_a_read():
     assert optimizer.state[model.first.get_parameter("weight")]["step"] == 1
 
 
-def test_state_of_a_read_of_a_parameter_is_refused_by_name():
-    run_on_ranks(_state_of_a_read)
-
-
-def _buffers(folder):
+@on_ranks(4)
+def test_every_rank_loads_the_buffers_of_rank_0(tmp_path):
     model, optimizer = _training()
     _step(model, optimizer)
     of_first = [buffer.clone() for buffer in model.buffers()]
@@ -72,25 +71,22 @@ def _buffers(folder):
         dist.broadcast(buffer, 0)
     if dist.get_rank():
         assert not torch.equal(own[0], of_first[0])
-    dcp.save(zpasses.training_state(model, optimizer), checkpoint_id=folder)
+    dcp.save(zpasses.training_state(model, optimizer), checkpoint_id=tmp_path)
     assert all(torch.equal(*both) for both in zip(model.buffers(), own, strict=True))
-    zpasses.load_training_state(folder, model, optimizer)
+    zpasses.load_training_state(tmp_path, model, optimizer)
     assert all(torch.equal(*both) for both in zip(model.buffers(), of_first, strict=True))
     assert model.extra == {"made by": {"rank": 0}}
 
 
-def test_every_rank_loads_the_buffers_of_rank_0(tmp_path):
-    run_on_ranks(_buffers, str(tmp_path), ranks=4)
-
-
-def _reads_earlier_formats(folder):
+@on_ranks(2)
+def test_checkpoints_of_earlier_versions_load(tmp_path):
     for documented in (True, False):
         model = zpasses.shard(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), mesh=world_mesh())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         _step(model, optimizer)
         weights, moments = get_state_dict(model, optimizer)
         key = "optimizer" if documented else "optimizer_0"
-        path = f"{folder}/{documented}"
+        path = f"{tmp_path}/{documented}"
         dcp.save({"model": weights, key: moments}, checkpoint_id=path)
         expected = zpasses.full_state_dict(model)
         other = torch.optim.AdamW(model.parameters(), lr=0.5)
@@ -108,11 +104,8 @@ def _reads_earlier_formats(folder):
                 assert torch.equal(mine, value)
 
 
-def test_checkpoints_of_earlier_versions_load(tmp_path):
-    run_on_ranks(_reads_earlier_formats, str(tmp_path))
-
-
-def _refusals(folder):
+@on_ranks(2)
+def test_what_would_be_lost_is_refused(tmp_path):
     model, optimizer = _training()
     x = integers(4, 4)
     with zpasses.coalesce_grad_reduction(model):
@@ -124,21 +117,21 @@ def _refusals(folder):
     stranger = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
     with pytest.raises(zpasses.ShardingError, match="not in the model"):
         zpasses.training_state(model, stranger)
-    dcp.save(zpasses.training_state(model, optimizer), checkpoint_id=folder)
+    dcp.save(zpasses.training_state(model, optimizer), checkpoint_id=tmp_path)
 
     before = zpasses.full_state_dict(model)
     part = torch.optim.AdamW(model.last.parameters(), lr=0.5)
     with pytest.raises(zpasses.ShardingError, match=r"has state of first\.weight and of 3 more"):
-        zpasses.load_training_state(folder, model, part)
+        zpasses.load_training_state(tmp_path, model, part)
     with pytest.raises(zpasses.ShardingError, match="got 2 optimizers, and the checkpoint holds 1"):
-        zpasses.load_training_state(folder, model, [optimizer, part])
+        zpasses.load_training_state(tmp_path, model, [optimizer, part])
     larger = zpasses.shard(
         nn.ModuleDict({"first": nn.Linear(4, 5), "new": nn.Linear(2, 2)}), mesh=world_mesh()
     )
     with pytest.raises(
         zpasses.ShardingError, match=r"has no new\.weight of the model, nor 1 others"
     ):
-        zpasses.load_training_state(folder, larger)
+        zpasses.load_training_state(tmp_path, larger)
     torch.testing.assert_close(zpasses.full_state_dict(model), before, rtol=0, atol=0)
 
     local = optimizer.state[model.first._parameters["weight"]]
@@ -147,11 +140,8 @@ def _refusals(folder):
         zpasses.training_state(model, optimizer)
 
 
-def test_what_would_be_lost_is_refused(tmp_path):
-    run_on_ranks(_refusals, str(tmp_path))
-
-
-def _one_rank_fails():
+@on_ranks(2)
+def test_every_rank_gets_the_error_of_one():
     model, optimizer = _training()
     if dist.get_rank() == 1:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
@@ -159,11 +149,8 @@ def _one_rank_fails():
         zpasses.training_state(model, optimizer)
 
 
-def test_every_rank_gets_the_error_of_one():
-    run_on_ranks(_one_rank_fails)
-
-
-def _odd_state(folder):
+@on_ranks(2)
+def test_state_of_other_kinds_comes_back_as_it_was(tmp_path):
     """State with text, numbers, nested dicts and dtypes of its own; two groups."""
     model, _ = _training()
     params = list(model.parameters())
@@ -178,8 +165,8 @@ def _odd_state(folder):
     }
     saved.param_groups[1]["lr"].fill_(0.125)
     loaded.param_groups[0]["initial_lr"] = 0.75
-    dcp.save(zpasses.training_state(model, saved), checkpoint_id=folder)
-    zpasses.load_training_state(folder, model, loaded)
+    dcp.save(zpasses.training_state(model, saved), checkpoint_id=tmp_path)
+    zpasses.load_training_state(tmp_path, model, loaded)
     got = loaded.state[params[0]]
     assert len(loaded.state) == 1
     assert (got["text"], got["step"]) == ("abc", 3)
@@ -190,11 +177,8 @@ def _odd_state(folder):
     assert torch.equal(loaded.param_groups[1]["lr"], torch.tensor(0.125))
 
 
-def test_state_of_other_kinds_comes_back_as_it_was(tmp_path):
-    run_on_ranks(_odd_state, str(tmp_path))
-
-
-def _other_generator():
+@on_ranks(2)
+def test_numpy_may_have_another_generator():
     before = numpy.random.get_bit_generator()
     numpy.random.set_bit_generator(numpy.random.PCG64(7))
     try:
@@ -206,10 +190,6 @@ def _other_generator():
             assert bool((torch.as_tensor(mine) == torch.as_tensor(theirs)).all())
     finally:
         numpy.random.set_bit_generator(before)
-
-
-def test_numpy_may_have_another_generator():
-    run_on_ranks(_other_generator)
 
 
 def test_a_build_for_accelerators_that_the_machine_lacks_has_no_generator(monkeypatch):

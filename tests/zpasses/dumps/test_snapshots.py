@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from tests.graphs import Param, few_examples, joint
 from tests.roundtrip import round_trip, write_snapshot
-from zpasses.cost.step_time import Timeline
-from zpasses.cost.target import TARGETS, use_target
+from zpasses.cost.time.step_time import Timeline
+from zpasses.cost.time.target import TARGETS, use_target
 from zpasses.dumps import DamagedDumpError
 from zpasses.dumps.describe import Describer
 from zpasses.dumps.format import Items, Ref, Repr
@@ -146,7 +146,7 @@ def test_copy_engine_gathers_have_the_route_and_the_times_that_the_pass_compared
         with use_target(target):
             Pipeline.parse("sdma{min_mb=0,min_hidden=0}")(gm.graph)
         after = trace.snapshot(gm.graph, 1)
-        expected = Timeline(gm.graph, target).run().ring_collective_us
+        expected = Timeline(gm.graph, target).run().collective_us
     replaced = [
         node
         for node in after.nodes
@@ -170,6 +170,8 @@ def test_copy_engine_gathers_have_the_route_and_the_times_that_the_pass_compared
         (lambda rows: rows[0].update(base=0), "not an earlier one"),
         (lambda rows: rows[0].update(written=99), "expected 99"),
         (lambda rows: rows[0].update(live_bytes=[1]), "expected one for each"),
+        (lambda rows: rows[0].update(spans=[]), "expected one for each"),
+        (lambda rows: rows[0]["spans"].__setitem__(0, [2, 1]), "0 <= start <= end"),
         (lambda rows: rows[0].update(order=[0, 0]), "each node exactly once"),
         (lambda rows: rows[1].update(id=-1), r"line 2: 'id': expected `int` >= 0"),
         (lambda rows: rows[1].update(id=rows[2]["id"]), "expected unique ids"),

@@ -10,7 +10,7 @@ from zpasses.graph.aliases import (
     shared_arguments,
     view_base,
 )
-from zpasses.graph.nodes import WAIT
+from zpasses.graph.queries import WAIT
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ from torch import fx
 from tests.graphs import drawn_examples
 from zpasses import compat
 from zpasses.graph.hoisting import hoist_collectives
-from zpasses.graph.nodes import collective_of, is_wait
+from zpasses.graph.queries import collective_of, is_wait
 from zpasses.graph.tags import tag_of
 from zpasses.runtime.grad_slots import returned_gradients
 from zpasses.testing import (

@@ -9,9 +9,9 @@ import torch
 import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
 
 from tests.streams import SEEDS, GraphBuilder, races_and_difference
-from tests.zpasses.graph.test_verifier import Do
+from tests.zpasses.graph.rewrites import Do
 from zpasses import PassError
-from zpasses.graph.nodes import Editor
+from zpasses.graph.queries import Editor
 from zpasses.graph.verifier.operators import is_launch
 from zpasses.pipeline.runner import run_passes
 from zpasses.testing import fake_world
@@ -23,8 +23,15 @@ SCATTER, REDUCE_ = F.reduce_scatter_tensor.default, F.all_reduce_.default
 SDMA_GATHER, SDMA_GATHER_OUT = sdma.sdma_all_gather.default, sdma.sdma_all_gather_out.default
 SYMM_GATHER = torch.ops.symm_mem._low_contention_all_gather.default
 WAIT = F.wait_tensor.default
+RACES = {}
 
 
+def race(node, buffer, message):
+    """Adds a graph, and what the static check says of it."""
+    return lambda graph: RACES.setdefault(graph, (node, buffer, message)) and graph
+
+
+@race("mul_tensor", "all_gather_into_tensor_default", r"reads or writes what")
 def missing_wait():
     """The gathered parameter is read without a wait."""
     build = GraphBuilder("x")
@@ -32,6 +39,11 @@ def missing_wait():
     return build.returns(build.call(aten.mul.Tensor, started, 2))
 
 
+@race(
+    "_low_contention_all_gather_default",
+    "mul_tensor",
+    r"is the last to need .* reads: .*It is freed, and may be reused. wait_tensor\(_low",
+)
 def freed_source():
     """torch's gather by copy engines does not keep its source, which nobody else reads."""
     build = GraphBuilder("x")
@@ -42,6 +54,7 @@ def freed_source():
     return build.returns(full, other)
 
 
+@race("copy__default", "clone_default", r"writes to the input")
 def buffer_reused_by_the_next_bucket():
     """A bucket's buffer is filled again while the reduction of the bucket before is running."""
     build = GraphBuilder("x", "y")
@@ -53,6 +66,11 @@ def buffer_reused_by_the_next_bucket():
     return build.returns(build.call(WAIT, first), build.call(WAIT, second))
 
 
+@race(
+    "all_gather_into_tensor_out_default_1",
+    "empty_memory_format",
+    r"on stream 0 \(all_gather_into_tensor_out_default\)\. wait_tensor\(all_gather",
+)
 def two_gathers_on_one_handle():
     """Two gathers write to the same output buffer."""
     build = GraphBuilder("x", "y")
@@ -64,6 +82,7 @@ def two_gathers_on_one_handle():
     return build.returns(one, build.call(aten.mul.Tensor, build.call(WAIT, second), 3))
 
 
+@race("output", "clone_default", r"reads or writes what")
 def output_read_early():
     """The graph returns what a reduction is still writing."""
     build = GraphBuilder("x")
@@ -71,6 +90,11 @@ def output_read_early():
     return build.returns(started)
 
 
+@race(
+    "add_tensor",
+    "all_gather_into_tensor_default_1",
+    r"wait_tensor\(all_gather_into_tensor_default_1\) must come first",
+)
 def wait_for_another_handle():
     """The wait is for another gather than the one whose output is read."""
     build = GraphBuilder("x", "y")
@@ -81,6 +105,7 @@ def wait_for_another_handle():
     return build.returns(build.call(aten.add.Tensor, arrived, second))
 
 
+@race("output", "grad", r"reads the buffer of grad")
 def source_overwritten_by_the_next_micro_batch():
     """A reduction of a gradient that the caller accumulates into is never awaited."""
     build = GraphBuilder("grad", total=(8, 2))
@@ -89,6 +114,7 @@ def source_overwritten_by_the_next_micro_batch():
     return build.returns(build.call(aten.mul.Tensor, grad, 2))
 
 
+@race("mul__tensor", "clone_default", r"on stream copies of 0 \(sdma_all_gather_default\)")
 def source_updated_in_flight():
     """The optimizer writes to a shard that a gather is reading."""
     build = GraphBuilder("x")
@@ -98,6 +124,7 @@ def source_updated_in_flight():
     return build.returns(build.call(WAIT, started))
 
 
+@race("neg_default", "clone_default", r"reads or writes what")
 def wait_after_the_reader():
     """The wait is there, but a view of the output is read before it."""
     build = GraphBuilder("x")
@@ -107,6 +134,7 @@ def wait_after_the_reader():
     return build.returns(early, build.call(WAIT, started))
 
 
+@race("copy__default", "zeros_default", r"writes to the input")
 def own_part_written_in_flight():
     """A gather into a buffer reads its own part of it, which is filled after the start."""
     build = GraphBuilder("x")
@@ -117,6 +145,11 @@ def own_part_written_in_flight():
     return build.returns(build.call(WAIT, started))
 
 
+@race(
+    "_low_contention_all_gather_default",
+    "_low_contention_all_gather_default",
+    r"running, writes: .*It is freed",
+)
 def output_freed_in_flight():
     """Nobody holds or awaits the output of a gather by copy engines; its memory goes to the next
     operator, over which the gather then writes.
@@ -127,6 +160,7 @@ def output_freed_in_flight():
     return build.returns(build.call(aten.mul.Tensor, y, 2))
 
 
+@race("reduce_scatter_tensor_default", "sdma_all_gather_default", r"is writing")
 def chained_without_a_wait():
     """A reduction starts on what a gather by copy engines is writing."""
     build = GraphBuilder("x")
@@ -134,46 +168,6 @@ def chained_without_a_wait():
     reduced = build.call(SCATTER, started, "sum", 2, "0")
     build.call(WAIT, started)
     return build.returns(build.call(WAIT, reduced))
-
-
-RACES = {
-    missing_wait: ("mul_tensor", "all_gather_into_tensor_default", r"reads or writes what"),
-    freed_source: (
-        "_low_contention_all_gather_default",
-        "mul_tensor",
-        r"is the last to need .* reads: .*It is freed, and may be reused. wait_tensor\(_low",
-    ),
-    buffer_reused_by_the_next_bucket: ("copy__default", "clone_default", r"writes to the input"),
-    two_gathers_on_one_handle: (
-        "all_gather_into_tensor_out_default_1",
-        "empty_memory_format",
-        r"on stream 0 \(all_gather_into_tensor_out_default\)\. wait_tensor\(all_gather",
-    ),
-    output_read_early: ("output", "clone_default", r"reads or writes what"),
-    wait_for_another_handle: (
-        "add_tensor",
-        "all_gather_into_tensor_default_1",
-        r"wait_tensor\(all_gather_into_tensor_default_1\) must come first",
-    ),
-    source_overwritten_by_the_next_micro_batch: ("output", "grad", r"reads the buffer of grad"),
-    source_updated_in_flight: (
-        "mul__tensor",
-        "clone_default",
-        r"on stream copies of 0 \(sdma_all_gather_default\)",
-    ),
-    wait_after_the_reader: ("neg_default", "clone_default", r"reads or writes what"),
-    own_part_written_in_flight: ("copy__default", "zeros_default", r"writes to the input"),
-    output_freed_in_flight: (
-        "_low_contention_all_gather_default",
-        "_low_contention_all_gather_default",
-        r"running, writes: .*It is freed",
-    ),
-    chained_without_a_wait: (
-        "reduce_scatter_tensor_default",
-        "sdma_all_gather_default",
-        r"is writing",
-    ),
-}
 
 
 NOT_RETURNED = {source_overwritten_by_the_next_micro_batch}
@@ -190,17 +184,11 @@ for_each_race = pytest.mark.parametrize("race", RACES, ids=lambda each: each.__n
 
 
 @for_each_race
-def test_static_check_names_node_buffer_stream_and_wait(race):
+def test_static_check_names_node_buffer_stream_and_wait_and_runs_show_the_race(race):
     node, buffer, message = RACES[race]
-    found, _, _ = races_and_difference(race())
+    found, difference, schedule = races_and_difference(race())
     assert (found[0].node.name, found[0].buffer.name) == (node, buffer)
     assert re.search(message, str(found[0])), str(found[0])
-
-
-@for_each_race
-def test_runs_show_the_race(race):
-    gm = race()
-    _, difference, schedule = races_and_difference(gm)
     assert difference is not None
     if race not in NOT_RETURNED:
         expected = schedule.in_program_order()

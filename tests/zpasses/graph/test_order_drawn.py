@@ -11,7 +11,7 @@ import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
 
 from tests.graphs import drawn_examples
 from tests.streams import GraphBuilder, races_and_difference
-from zpasses.graph.nodes import value_of
+from zpasses.graph.queries import value_of
 from zpasses.graph.verifier.order import group_stream, own_stream
 from zpasses.testing import fake_world
 

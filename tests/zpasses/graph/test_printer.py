@@ -40,9 +40,9 @@ def test_captured_graph_has_a_listing():
         """\
 l_fn_parameters_weight_: f32[2, 6]
 l_args_0_: f32[2, 6]
-shard = local_shard(l_fn_parameters_weight_)          # f32[2, 6]
-unshard = zpasses.unshard(shard, 4, None, None, '0')  # f32[4, 6]; gather: weight
-linear = linear(l_args_0_, unshard, None)             # f32[2, 4]
+shard = local_shard(l_fn_parameters_weight_)       # f32[2, 6]
+full = zpasses.unshard(shard, 4, None, None, '0')  # f32[4, 6]; gather: weight
+linear = linear(l_args_0_, full, None)             # f32[2, 4]
 return (linear,)
 """,
     )

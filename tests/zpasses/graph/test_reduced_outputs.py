@@ -1,15 +1,13 @@
 """The check of reduced outputs accepts passes that reduce the same gradients in another way."""
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
-
 import pytest
 import torch
 from torch import fx
 
-from zpasses import Level, Pass, PassError
-from zpasses.graph.nodes import Editor, calls, erase_dead, replace_node
-from zpasses.graph.ops import REDUCE_GRAD
+from tests.zpasses.graph.rewrites import Do
+from zpasses import PassError
+from zpasses.graph.dialect import REDUCE_GRAD
+from zpasses.graph.queries import Editor, calls, erase_dead, replace_node
 from zpasses.graph.tags import Tag, add_tag, tag_of, tagged
 from zpasses.passes import Bucket, GatherParams, MergeReads, ReduceGrads
 from zpasses.pipeline.runner import run_passes
@@ -17,20 +15,6 @@ from zpasses.testing import fake_world, trace_joint
 
 aten, F = torch.ops.aten, torch.ops._c10d_functional
 WAIT, SCATTER = F.wait_tensor.default, F.reduce_scatter_tensor.default
-
-
-@dataclass(frozen=True)
-class Do(Pass):
-    """Runs a function on the graph."""
-
-    name: ClassVar[str] = "do"
-    level: ClassVar[Level] = Level.JOINT
-
-    what: Any = field(default=None)
-
-    def rewrite(self, graph):
-        self.what(graph)
-        return 1
 
 
 @pytest.fixture(autouse=True)
@@ -69,13 +53,18 @@ def starts(graph):
     return calls(graph, SCATTER, F.all_reduce.default)
 
 
-def reduced(graph, gradient, like):
-    """Insert a reduction of a gradient before another one."""
-    edit = Editor(graph, before=like)
+def replace_gradient(started, gradient):
+    started.args = (gradient, *started.args[1:])
+
+
+def reduced(graph, gradient, place, *like):
+    """Insert a reduction before another one, with the parameters of that one or of `like`."""
+    edit = Editor(graph, before=place)
+    params = tuple(name for each in like or (place,) for name in tag_of(each).params)
     started = edit.call(SCATTER, gradient, "avg", 2, "0")
-    add_tag(started, Tag("reduce", tag_of(like).params))
+    add_tag(started, Tag("reduce", params))
     done = edit.call(WAIT, started)
-    add_tag(done, Tag("reduced", tag_of(like).params))
+    add_tag(done, Tag("reduced", params))
     return done
 
 
@@ -126,13 +115,9 @@ def test_reductions_of_two_reads_may_become_the_reduction_of_a_sum():
 def scale_behind(graph):
     """Double the reduced block instead of the gradient."""
     started = starts(graph)[0]
-    gradient = started.args[0]
-    edit = Editor(graph, before=started)
-    half = edit.call(aten.mul.Tensor, gradient, 0.5)
-    done = reduced(graph, half, started)
-    replace_node(
-        wait_of(started), Editor(graph, before=wait_of(started)).call(aten.mul.Tensor, done, 2)
-    )
+    half = Editor(graph, before=started).call(aten.mul.Tensor, started.args[0], 0.5)
+    done, wait = reduced(graph, half, started), wait_of(started)
+    replace_node(wait, Editor(graph, before=wait).call(aten.mul.Tensor, done, 2))
     erase_dead(graph, [started])
 
 
@@ -141,12 +126,10 @@ def recompute_gradient(graph):
     started = starts(graph)[0]
     gradient = started.args[0]
     assert gradient.target is aten.mm.default
-    edit = Editor(graph, before=started)
-    doubles = [
-        edit.call(aten._to_copy.default, each, dtype=torch.float64) for each in gradient.args
-    ]
-    wide = edit.call(aten.mm.default, *doubles)
-    started.args = (edit.call(aten._to_copy.default, wide, dtype=torch.float32), *started.args[1:])
+    edit, cast = Editor(graph, before=started), aten._to_copy.default
+    wide = [edit.call(cast, each, dtype=torch.float64) for each in gradient.args]
+    product = edit.call(aten.mm.default, *wide)
+    replace_gradient(started, edit.call(cast, product, dtype=torch.float32))
     edit.call(aten.neg.default, gradient)
 
 
@@ -158,7 +141,7 @@ def transpose_product(graph):
     a, b = (edit.call(aten.t.default, each) for each in gradient.args)
     product = edit.call(aten.t.default, edit.call(aten.mm.default, b, a))
     product = edit.call(aten.clone.default, product, memory_format=torch.contiguous_format)
-    started.args = (product, *started.args[1:])
+    replace_gradient(started, product)
     erase_dead(graph, [gradient])
 
 
@@ -170,14 +153,9 @@ def pack_in_place(graph):
     buffer = edit.call(aten.zeros.default, [2, 2, 2, 4])
     for i, started in enumerate((first, second)):
         part = edit.call(aten.select.int, buffer, 1, i)
-        edit.call(
-            aten.copy_.default, part, edit.call(aten.view.default, started.args[0], [2, 2, 4])
-        )
-    flat = edit.call(aten.view.default, buffer, [8, 4])
-    started = edit.call(SCATTER, flat, "avg", 2, "0")
-    add_tag(started, Tag("reduce", (*tag_of(first).params, *tag_of(second).params)))
-    done = edit.call(WAIT, started)
-    add_tag(done, Tag("reduced", (*tag_of(first).params, *tag_of(second).params)))
+        source = edit.call(aten.view.default, started.args[0], [2, 2, 4])
+        edit.call(aten.copy_.default, part, source)
+    done = reduced(graph, edit.call(aten.view.default, buffer, [8, 4]), late, first, second)
     for i, old in enumerate((first, second)):
         rows = edit.call(aten.slice_copy.Tensor, done, 0, 2 * i, 2 * i + 2)
         add_tag(rows, Tag("shard_grad", tag_of(old).params))
@@ -216,18 +194,11 @@ def copy_everything(graph):
     erase_dead(graph, list(values))
 
 
-@pytest.mark.parametrize(
-    "correct",
-    [
-        scale_behind,
-        recompute_gradient,
-        transpose_product,
-        pack_in_place,
-        scatter_by_all_to_all,
-        copy_everything,
-    ],
-    ids=lambda each: each.__name__,
-)
+FORMS = [scale_behind, recompute_gradient, transpose_product, pack_in_place]
+FORMS += [scatter_by_all_to_all, copy_everything]
+
+
+@pytest.mark.parametrize("correct", FORMS, ids=lambda each: each.__name__)
 def test_another_form_of_a_reduction_is_accepted(correct):
     accepted(lowered(), Do(correct))
 
@@ -240,7 +211,7 @@ def test_an_operator_that_changes_nothing_may_go():
         edit, gradient = Editor(graph, before=started), started.args[0]
         mask = edit.call(aten.gt.Scalar, gradient.args[1], 0)
         mask = edit.call(aten.slice_copy.Tensor, mask, 0, 0, 4)
-        started.args = (edit.call(aten.where.self, mask, gradient, gradient), *started.args[1:])
+        replace_gradient(started, edit.call(aten.where.self, mask, gradient, gradient))
 
     def choose_nothing(graph):
         (choice,) = calls(graph, aten.where.self)
@@ -257,15 +228,15 @@ def test_an_equal_gradient_may_take_the_place_of_another():
     def compute_twice(graph):
         started = starts(graph)[0]
         gradient = started.args[0]
-        again = Editor(graph, before=started).call(gradient.target, *gradient.args)
-        started.args = (again, *started.args[1:])
-        Editor(graph, before=started).call(aten.neg.default, gradient)
+        edit = Editor(graph, before=started)
+        replace_gradient(started, edit.call(gradient.target, *gradient.args))
+        edit.call(aten.neg.default, gradient)
 
     def merge(graph):
         started = starts(graph)[0]
         equal = next(iter(calls(graph, aten.neg.default))).args[0]
         Editor(graph, before=started).call(aten.neg.default, started.args[0])
-        started.args = (equal, *started.args[1:])
+        replace_gradient(started, equal)
 
     accepted(graph, Do(compute_twice))
     accepted(graph, Do(merge))
@@ -276,10 +247,8 @@ def test_a_gradient_that_is_constant_needs_no_reduction():
 
     def make_constant(graph):
         started = starts(graph)[-1]
-        started.args = (
-            Editor(graph, before=started).call(aten.full.default, [4, 4], 1.0),
-            *started.args[1:],
-        )
+        ones = Editor(graph, before=started).call(aten.full.default, [4, 4], 1.0)
+        replace_gradient(started, ones)
 
     run_passes(graph, [Do(make_constant)], verify="off")
 

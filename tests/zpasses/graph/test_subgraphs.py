@@ -10,7 +10,7 @@ from torch import nn
 import zpasses
 from tests.cases import some_quick
 from zpasses import compat
-from zpasses.graph.nodes import value_of
+from zpasses.graph.queries import value_of
 from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import world_mesh
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from zpasses.graph.nodes import calls
-from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD
+from zpasses.graph.queries import calls
 from zpasses.graph.tags import Tag, add_tag, drop_tag, retag, tag_of, tagged
 from zpasses.testing import capture_graphs
 
@@ -15,17 +15,12 @@ def one_node():
     return graph.placeholder("x")
 
 
-def test_added_tag_is_found():
+def test_added_tag_is_found_even_if_only_the_mirror_survived():
     node = one_node()
     assert tag_of(node) is None
-    add_tag(node, Tag("shard", ("w",)))
-    assert tag_of(node) == Tag("shard", ("w",))
-
-
-def test_tag_is_found_if_only_the_mirror_survived():
-    node = one_node()
     node.meta["custom"] = {"theirs": 1}
     add_tag(node, Tag("shard", ("w",)))
+    assert tag_of(node) == Tag("shard", ("w",))
     del node.meta["zpasses"]
     assert tag_of(node) == Tag("shard", ("w",))
     assert node.meta["custom"]["theirs"] == 1
@@ -49,14 +44,8 @@ def test_retag_changes_both_copies():
     node = one_node()
     add_tag(node, Tag("gather", ("w",), 8))
     retag(node, bucket=3, cached=True)
-    assert (
-        tag_of(node)
-        == node.meta["custom"]["zpasses"]
-        == Tag("gather", ("w",), 8, bucket=3, cached=True)
-    )
-
-
-def test_retag_of_an_untagged_node_raises():
+    expected = Tag("gather", ("w",), 8, bucket=3, cached=True)
+    assert tag_of(node) == node.meta["custom"]["zpasses"] == expected
     with pytest.raises(ValueError, match="node x has no tag to change"):
         retag(one_node(), bucket=3)
 
@@ -80,19 +69,9 @@ def test_nodes_are_found_by_role_in_graph_order():
     assert [node.name for node, _ in tagged(graph, "shard", "gather")] == ["b"]
 
 
-def test_tags_of_the_captured_graph_survive_retracing_through_custom():
-    captured = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=2)
-    (read,) = (
-        node for node in captured.before.captured.graph.nodes if "unshard" in str(node.target)
-    )
-    (traced,) = calls(captured.before.joint.graph, UNSHARD)
-    assert tag_of(read).params == ("weight",)
-    assert traced.meta["custom"]["zpasses"].params == ("weight",)
-
-
 def test_only_custom_survives_retracing(monkeypatch):
     """The reason for the mirror: it is all that retracing keeps of the captured tag."""
-    monkeypatch.setattr("zpasses.backend.capture.tag_joint", lambda *_: None)
+    monkeypatch.setattr("zpasses.backend.captured.tag_joint", lambda *_: None)
     monkeypatch.setattr("zpasses.backend.levels.tag_joint", lambda *_: None)
     captured = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=2)
     (traced,) = calls(captured.before.joint.graph, UNSHARD)
@@ -100,19 +79,22 @@ def test_only_custom_survives_retracing(monkeypatch):
     assert tag_of(traced) == Tag("gather", ("weight",), origin="capture")
 
 
-def test_shards_reads_and_reductions_of_a_joint_graph_are_tagged():
-    joint = capture_graphs(
-        nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6, bias=False)), (X,), world_size=2
-    ).before.joint
-    expected = ["0.bias", "0.weight", "1.weight"]
-    assert sorted(tag.params[0] for _, tag in tagged(joint.graph, "shard")) == expected
-    assert sorted(tag.params[0] for _, tag in tagged(joint.graph, "gather")) == expected
-    assert sorted(tag.params[0] for _, tag in tagged(joint.graph, "reduce")) == expected
-    assert all(tag_of(node) for node in calls(joint.graph, UNSHARD, REDUCE_GRAD))
-    ((_, scatter),) = [
-        pair for pair in tagged(joint.graph, "reduce") if pair[1].params == ("1.weight",)
-    ]
-    assert scatter.nbytes == 6 * 4 * 4
+def test_nodes_of_all_graphs_of_a_compile_are_tagged():
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6, bias=False))
+    captured = capture_graphs(model, (X,), world_size=2, pipeline="zero3")
+    joint, expected = captured.before.joint.graph, ["0.bias", "0.weight", "1.weight"]
+    reads = [each for each in captured.before.captured.graph.nodes if "unshard" in str(each.target)]
+    assert sorted(tag_of(node).params[0] for node in reads) == expected
+    traced = [node.meta["custom"]["zpasses"].params[0] for node in calls(joint, UNSHARD)]
+    assert sorted(traced) == expected
+    for role in ("shard", "gather", "reduce"):
+        assert sorted(tag.params[0] for _, tag in tagged(joint, role)) == expected
+    assert all(tag_of(node) for node in calls(joint, UNSHARD, REDUCE_GRAD))
+    (nbytes,) = [t.nbytes for _, t in tagged(joint, "reduce") if t.params == ("1.weight",)]
+    assert nbytes == 6 * 4 * 4
+    roles = [tag.role for _, tag in tagged(captured.after.forward.graph)]
+    assert {"shard", "gather", "full"} <= set(roles)
+    assert "shard_grad" in [tag.role for _, tag in tagged(captured.after.backward.graph)]
 
 
 def test_reads_inside_a_checkpoint_are_tagged_with_their_parameter():
@@ -128,13 +110,3 @@ def test_reads_inside_a_checkpoint_are_tagged_with_their_parameter():
 
     joint = capture_graphs(Checkpointed(), (X,), world_size=2).before.joint
     assert {tag_of(node).params for node in calls(joint.graph, UNSHARD)} == {("inner.weight",)}
-
-
-def test_tags_survive_partitioning():
-    captured = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=2, pipeline="zero3")
-    assert [tag.role for _, tag in tagged(captured.after.forward.graph)] == [
-        "shard",
-        "gather",
-        "full",
-    ]
-    assert "shard_grad" in [tag.role for _, tag in tagged(captured.after.backward.graph)]

@@ -35,8 +35,12 @@ def all_of(browser, selector):
     return browser.find_elements("css selector", selector)
 
 
+def texts(browser, selector):
+    return [each.text for each in all_of(browser, selector)]
+
+
 def one(browser, selector, text=None):
-    """The first visible element with this text. Waits for it up to 10 seconds."""
+    """The first visible element with this text. Waits for it up to 60 seconds."""
     deadline = time.monotonic() + 60
     while True:
         found = [

@@ -4,8 +4,14 @@ import pytest
 
 from tests.zpasses.inspect.browsing import BROWSER, DRIVER, FLAGS
 
-MOST = 23
+MOST = 25
 """Quick tests of the report page. `make test` draws two other pages, too."""
+
+
+_NEW_ADDRESS = (
+    "openFolds.clear(); openGaps.clear(); document.activeElement?.blur();"
+    "history.replaceState(null, '', '#' + arguments[0]); fromAddress(); redraw();"
+)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -40,16 +46,31 @@ def browser(tmp_path_factory):
 
 
 @pytest.fixture
-def page(browser, tmp_path):
-    """Opens an inspection's page. Any error that the browser logs fails the test."""
+def page(browser, tmp_path_factory):
+    """Opens an inspection's page. Any error that the browser logs fails the test.
 
-    def show(inspection, address=""):
-        path = tmp_path / "report.html"
-        path.write_text(inspection.html(), encoding="utf-8")
+    A page that is open already only gets the new address, if there is one.
+    """
+
+    def show(inspection, address="", *others, width=None):
+        given = inspection if isinstance(inspection, str) else inspection.html(*others)
+        if width is not None:
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        if address and _open.get("page") == given:
+            browser.execute_script(_NEW_ADDRESS, address)
+            return browser
+        path = tmp_path_factory.mktemp("page") / "report.html"
+        path.write_text(given, encoding="utf-8")
         browser.get("about:blank")
         browser.get(f"{path.as_uri()}{address and '#' + address}")
+        _open["page"] = given
         return browser
 
     browser.get_log("browser")
     yield show
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     assert [entry["message"] for entry in browser.get_log("browser")] == []
+
+
+_open: dict[str, str] = {}

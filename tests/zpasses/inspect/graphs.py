@@ -64,7 +64,26 @@ def node(
 
 
 def snapshot(*nodes, live=None, number=0):
-    return Snapshot(number, tuple(nodes), tuple(live) if live is not None else (0,) * len(nodes))
+    live = tuple(live) if live is not None else (0,) * len(nodes)
+    return Snapshot(number, tuple(nodes), live, spans(nodes))
+
+
+def spans(nodes):
+    """Kernels one after another, and the collectives of each group beside them."""
+    now, free, ends, found = 0.0, {}, {}, []
+    for each in nodes:
+        start = now
+        if (collective := each.collective) is not None:
+            start = max(now, free.get(collective.group, 0.0))
+            free[collective.group] = start + each.cost_us
+            ends |= dict.fromkeys(collective.waits, start + each.cost_us)
+            found.append((start, start + each.cost_us))
+            if not collective.waits:  # it includes its wait
+                now = start + each.cost_us
+        else:
+            now = max(now, ends.get(each.id, 0.0)) + each.cost_us
+            found.append((start, now))
+    return tuple(found)
 
 
 def gather(id, name, shard, wait, *, cost_us=10.0, param="w", buffers=(), **more):

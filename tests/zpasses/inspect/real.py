@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zpasses
-from zpasses.cost.memory import liveness
+from zpasses.cost.memory.liveness import liveness
 from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import fake_world
 

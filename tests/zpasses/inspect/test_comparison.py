@@ -5,15 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import some_quick
-from tests.zpasses.inspect.browsing import (
-    HOSTILE,
-    all_of,
-    keys,
-    needs_browser,
-    one,
-    wait_for,
-)
+from tests.zpasses.inspect.browsing import HOSTILE, keys, needs_browser, one, texts, wait_for
 from tests.zpasses.inspect.graphs import (
     chain,
     dump_of,
@@ -128,15 +120,6 @@ def test_buffers_of_a_bucket_are_compared_by_their_parameters():
     assert (other.new, other.gone) == (found.gone, ())
 
 
-@pytest.mark.slow(quick="test_pairs_of_the_page_are_those_of_the_command_line")
-@needs_browser
-def test_the_page_compares_buffers_of_a_bucket_by_their_parameters(page):
-    steps = graph_of("forward", (None, two_of_a_bucket(1, 2, 3)), ("p", two_of_a_bucket(2, 3)))
-    shown = page(Inspection(dump_of(steps)), "0/forward/1/compare/")
-    texts = shown.find_element("css selector", ".peak-delta").text.split("\n")
-    assert texts == ["gone at the peak: 100 B", "100 B bucket w1", "new at the peak: 0 B"]
-
-
 def saves_or_computes(*, saves):
     """A graph that takes a view as an input, or computes it, of a parameter that may be cached."""
     cached = Tag("param", ("w",), cached=saves)
@@ -151,23 +134,6 @@ def saves_or_computes(*, saves):
         node(2, "output", "output", ((Ref(1),),), op="output"),
     )
     return snapshot(*nodes)
-
-
-@needs_browser
-def test_the_page_counts_the_changes_between_dumps_as_the_command_does(page):
-    both = [
-        named(name, graph_of("forward", (None, saves_or_computes(saves=saves))))
-        for name, saves in (("stage2", True), ("stage3", False))
-    ]
-    shown = page(_Both(*both), "0/forward/0/compare/")
-    counted = shown.execute_script(
-        "const {left, right} = sidesOfComparison(), found = {};"
-        "for (const row of compared(left.graph, right.graph).rows)"
-        "  for (const kind of row.counted) found[kind] = (found[kind] ?? 0) + 1;"
-        "return found;"
-    )
-    (told,) = both[0].diff_to(both[1]).data["graphs"]
-    assert counted == told["counts"] == {"inserted": 1, "removed": 1, "rewired": 1, "retagged": 1}
 
 
 @pytest.mark.parametrize("graph", ["joint", "forward", "backward"])
@@ -216,106 +182,125 @@ def test_equal_graphs_have_no_summary():
 
 
 # --- the page -------------------------------------------------------------------------------------
-@pytest.fixture
-def both(page):
-    def show(address="0/forward/0/compare/"):
-        first, second = two_dumps()
-        return page(_Both(first, second), address)
-
-    return show
-
-
-class _Both:
-    def __init__(self, *inspections):
-        self._inspections = inspections
-
-    def html(self):
-        first, *others = self._inspections
-        return first.html(*others)
-
-
-@pytest.mark.slow(quick="test_both_graphs_scroll_and_are_selected_together")
 @needs_browser
-def test_a_second_dump_is_one_click_away(both):
-    shown = both("0/forward/0/memory/")
+def test_the_page_counts_changes_as_the_command_does(page):
+    both = [
+        named(name, graph_of("forward", (None, saves_or_computes(saves=saves))))
+        for name, saves in (("stage2", True), ("stage3", False))
+    ]
+    counted = (
+        "const {left, right} = sidesOfComparison(), found = {};"
+        "for (const row of compared(left.graph, right.graph).rows)"
+        "  for (const kind of row.counted) found[kind] = (found[kind] ?? 0) + 1;"
+        "return found;"
+    )
+    shown = page(both[0], "0/forward/0/compare/", both[1])
+    (told,) = both[0].diff_to(both[1]).data["graphs"]
+    assert shown.execute_script(counted) == told["counts"]
+    assert told["counts"] == {"inserted": 1, "removed": 1, "rewired": 1, "retagged": 1}
+    real = open_dump(real_dump()[0])
+    shown = page(real)
+    for name in ("joint", "forward", "backward"):
+        last = len(real.dump.ranks[0].compiles[0].graphs[name].steps) - 1
+        for first in (0, last - 1):
+            page(real, f"0/{name}/{last}/compare//with=0%2F{name}%2F{first}")
+            found, expected = shown.execute_script(counted), real.diff_of_steps(name, first, last)
+            for kind in ("moved", "inserted", "removed", "retyped", "rewired"):
+                assert found.get(kind, 0) == expected.counts.get(kind, 0)
+
+
+@needs_browser
+def test_the_page_pairs_nodes_as_the_command_does(page, tmp_path):
+    for lines in (True, False):
+        graphs = gradients("b", lines=lines), gradients("b", "c", lines=lines)
+        first, second = (
+            named(f"rank{at}", graph_of("backward", (None, each))) for at, each in enumerate(graphs)
+        )
+        found = page(first, "", second).execute_script(
+            "return [...pairNodes(...compiles.map((c) => c.at(c.graphs[0], 0)))];"
+        )
+        assert dict(found) == pair_nodes(*graphs)
+    dump_training_step(tmp_path / "other", pipeline="zero2")
+    first, second = open_dump(real_dump()[0]), open_dump(tmp_path / "other")
+    shown = page(first, "", second)
+    for name in ("joint", "forward", "backward"):
+        found = shown.execute_script(
+            "const side = (c) => { const g = compiles[c].graphData(arguments[0]);"
+            " return compiles[c].at(g, compiles[c].last(g)); };"
+            "return [...pairNodes(side(0), side(1))];",
+            name,
+        )
+        expected = pair_nodes(*(each.step_of(name).snapshot for each in (first, second)))
+        same = sum(expected.get(a) == b for a, b in found)
+        assert same >= 0.9 * len(expected)
+        assert abs(len(found) - len(expected)) <= 0.05 * len(expected)
+
+
+@needs_browser
+def test_two_dumps_are_compared_and_scroll_together(page):
+    dumps = []
+    for inspected, folder in zip(two_dumps(), ("old", "new"), strict=True):
+        meta = {**inspected.dump.meta, "torch": f"2.13.0+{folder}"}
+        dumps.append(
+            Inspection(replace(inspected.dump, path=Path(folder) / inspected.dump.path, meta=meta))
+        )
+    first, second = dumps
+    shown = page(first, "0/forward/0/memory/", second)
+    for at, folder in enumerate(("old", "new")):
+        shown.execute_script(f"go({{compile: {at}, graph: '', node: null}})")
+        assert f"torch 2.13.0+{folder}" in one(shown, "#about").text
+        assert folder in one(shown, "#path").get_attribute("title")
+    shown.execute_script("go({compile: 0})")
     one(shown, "#tab-compare").click()
     text = one(shown, "main").text
     for part in ("stage2, compile 0/0", "stage3, compile 0/0", "408 B", "168 B", MINUS_58):
         assert part in text
     assert "gone at the peak: 400 B" in text
     assert "new at the peak: 160 B" in text
-    one(shown, "button", "Swap").click()
-    assert "gone at the peak: 160 B" in one(shown, "main").text
-
-
-@pytest.mark.slow(quick="test_both_graphs_scroll_and_are_selected_together")
-@needs_browser
-def test_the_header_speaks_of_the_dump_that_is_shown(page):
-    dumps = []
-    for inspected, folder in zip(two_dumps(), ("old", "new"), strict=True):
-        dump = inspected.dump
-        meta = {**dump.meta, "torch": f"2.13.0+{folder}"}
-        dumps.append(Inspection(replace(dump, path=Path(folder) / "dump", meta=meta)))
-    shown = page(_Both(*dumps))
-    choices = [each.text for each in all_of(shown, "#compile option")]
-    assert [each.partition(",")[0] for each in choices] == ["old/dump", "new/dump"]
-    for at, folder in enumerate(("old", "new")):
-        shown.execute_script(f"go({{compile: {at}, graph: '', node: null}})")
-        assert f"torch 2.13.0+{folder}" in one(shown, "#about").text
-        assert one(shown, "#path").text == f"{folder}/dump"
-
-
-@needs_browser
-def test_both_graphs_scroll_and_are_selected_together(both):
-    shown = both()
     one(shown, ".gap", "4 equal nodes").click()
     row = one(shown, ".pair", "relu")
     assert row.text.count("relu = relu(mm)") == 2
     row.click()
     assert one(shown, ".detail h2").text == "relu"
+    one(shown, "button", "Swap").click()
+    assert "gone at the peak: 160 B" in one(shown, "main").text
 
 
-@pytest.mark.slow(quick="test_the_page_counts_the_changes_between_dumps_as_the_command_does")
+@pytest.mark.slow(quick="test_timeline_and_memory_react_to_pointer_and_keys")
 @needs_browser
-def test_passes_of_one_graph_can_be_compared(page):
+def test_passes_of_one_graph_are_compared_and_the_earlier_graph_is_on_the_left(page):
     graph = graph_of(
-        "forward", (None, two_gathers()), ("bucket", two_gathers()), ("overlap", two_gathers(True))
+        "forward",
+        (None, two_gathers()),
+        ("bucket", two_gathers()),
+        ("overlap", two_gathers(True)),
+        ("drop", chain(3)),
     )
-    shown = page(Inspection(dump_of(graph)), "0/forward/0/compare//with=0%2Fforward%2F2")
+    inspected = Inspection(dump_of(graph))
+    for address, left, right in (
+        ("3/compare/", "before the first pass", "drop"),
+        ("0/compare/", "before the first pass", "drop"),
+        ("1/compare//with=0%2Fforward%2F2", "bucket", "overlap"),
+        ("2/compare//with=0%2Fforward%2F1", "bucket", "overlap"),
+        ("2/compare//with=0%2Fforward%2F1&swap=1", "overlap", "bucket"),
+    ):
+        shown = page(inspected, f"0/forward/{address}")
+        titles = lambda: texts(shown, ".compared thead th.right")[:2]  # noqa: E731, B023
+        assert titles() == [f"forward, {each}" for each in (left, right)]
+        one(shown, "button", "Swap").click()
+        assert titles() == [f"forward, {each}" for each in (right, left)]
+        assert shown.execute_script("return state.step") == int(address[0])
+    shown = page(inspected, "0/forward/0/compare//with=0%2Fforward%2F2")
     assert one(shown, ".chip.moved").get_attribute("title") == "1 node moved"
     select = one(shown, '[aria-label="Compare with"]')
     assert select.get_attribute("value") == "0/forward/2"
-
-
-def titles(shown):
-    return [each.text for each in all_of(shown, ".compared thead th.right")[:2]]
-
-
-SIDES = [
-    ("0/forward/2/compare/", "before the first pass", "after overlap"),
-    ("0/forward/0/compare/", "before the first pass", "after overlap"),
-    ("0/forward/1/compare//with=0%2Fforward%2F2", "after bucket", "after overlap"),
-    ("0/forward/2/compare//with=0%2Fforward%2F1", "after bucket", "after overlap"),
-    ("0/forward/2/compare//with=0%2Fforward%2F1&swap=1", "after overlap", "after bucket"),
-]
-
-
-@pytest.mark.slow(quick="test_diff_is_side_by_side_and_folds_unchanged_nodes")
-@needs_browser
-@pytest.mark.parametrize(
-    ("address", "left", "right"),
-    some_quick(SIDES, SIDES[-2:]),
-)
-def test_the_earlier_graph_is_on_the_left(page, address, left, right):
-    graph = graph_of(
-        "forward", (None, two_gathers()), ("bucket", two_gathers()), ("overlap", two_gathers(True))
-    )
-    shown = page(Inspection(dump_of(graph)), address)
-    names = [each.removeprefix("after ") for each in (left, right)]
-    assert [name.removeprefix("forward, ") for name in titles(shown)] == names
-    one(shown, "button", "Swap").click()
-    assert [name.removeprefix("forward, ") for name in titles(shown)] == names[::-1]
-    assert shown.execute_script("return state.step") == int(address.split("/")[2])
+    page(inspected, "0/forward/3/compare/")
+    one(shown, ".cell.before.removed", "gather_v").click()
+    assert one(shown, ".detail h2").text == "gather_v"  # a node of the left graph only
+    buckets = graph_of("forward", (None, two_of_a_bucket(1, 2, 3)), ("p", two_of_a_bucket(2, 3)))
+    shown = page(Inspection(dump_of(buckets)), "0/forward/1/compare/")
+    told = one(shown, ".peak-delta").text.split("\n")
+    assert told == ["gone at the peak: 100 B", "100 B bucket w1", "new at the peak: 0 B"]
 
 
 def passes(*names):
@@ -329,7 +314,6 @@ def passes(*names):
 FULL = ("bucket{cap_mb=1}", "overlap", "bucket{cap_mb=2}")
 COUNTERPARTS = [
     (FULL, 0, FULL, "before the first pass", None),
-    (FULL, 1, FULL, "bucket{cap_mb=1}", None),
     (FULL, 2, FULL, "overlap", None),
     (FULL, 1, ("bucket{cap_mb=9}", *FULL[1:]), "bucket{cap_mb=9}", None),
     (FULL, 3, ("bucket{cap_mb=2}", "overlap"), "bucket{cap_mb=2}", "2 times in the shown graph"),
@@ -338,182 +322,73 @@ COUNTERPARTS = [
 ]
 
 
-@pytest.mark.slow(quick="test_the_page_estimates_no_step_of_a_compile_that_has_no_graph_that_runs")
-@needs_browser
-def test_graphs_of_a_compile_that_failed_are_no_whole_step(page):
-    failure = Failure("KeyError", "w", "overlap")
-    graph = graph_of("forward", (None, two_gathers()), ("overlap", None), error=failure)
-    whole = dump_of(graph_of("forward", (None, two_gathers())))
-    failed = Inspection(replace(dump_of(graph, error=failure), path=Path("failed")))
-    shown = page(_Both(failed, Inspection(whole)), "0/forward/0/compare/")
-    text = one(shown, "main").text
-    assert "Part of a step: forward" in text
-    assert (
-        "failed, compile 0/0 failed in overlap, so other graphs of the step may be missing" in text
-    )
-    assert "Whole step" not in text
-
-
-def compared_with(shown):
-    return all_of(shown, ".diff-head span")[1].text
-
-
-@pytest.mark.slow(quick="test_the_page_counts_the_changes_between_dumps_as_the_command_does")
+@pytest.mark.slow(quick="test_the_page_counts_changes_as_the_command_does")
 @needs_browser
 def test_a_step_is_compared_with_the_same_pass_of_the_other_dump(page):
     for own, step, others, expected, why in COUNTERPARTS:
         first, second = named("a", passes(*own)), named("b", passes(*others))
-        shown = page(_Both(first, second), f"0/forward/{step}/compare/")
-        assert compared_with(shown) == f"b, compile 0/0 forward, {expected}"
-        notices = [each.text for each in all_of(shown, "main .notice")]
+        shown = page(first, f"0/forward/{step}/compare/", second)
+        assert texts(shown, ".diff-head span")[1] == f"b, compile 0/0 forward, {expected}"
+        notices = texts(shown, "main .notice")
         assert bool(notices) == bool(why), (own, step, others, notices)
         assert not why or why in notices[0]
-
-
-@pytest.mark.slow(quick="test_both_graphs_scroll_and_are_selected_together")
-@needs_browser
-def test_the_other_side_follows_the_shown_pass(page):
-    both_ = _Both(named("a", passes(*FULL)), named("b", passes(*FULL)))
-    shown = page(both_, "0/forward/1/compare//with=1%2Fforward%2Fsame")
-    assert compared_with(shown) == "b, compile 0/0 forward, bucket{cap_mb=1}"
-    keys(shown, "]")
-    assert compared_with(shown) == "b, compile 0/0 forward, overlap"
+    both = [named(name, passes(*FULL)) for name in "ab"]
+    shown = page(both[0], "0/forward/1/compare//with=1%2Fforward%2Fsame", both[1])
+    keys(shown, "]")  # the other side follows
+    assert texts(shown, ".diff-head span")[1] == "b, compile 0/0 forward, overlap"
     select = one(shown, '[aria-label="Compare with"]')
     assert select.get_attribute("value") == "1/forward/same"
-
-
-@pytest.mark.slow(quick="test_both_graphs_scroll_and_are_selected_together")
-@needs_browser
-def test_a_node_of_the_left_graph_alone_is_shown(page):
-    graph = graph_of("forward", (None, two_gathers()), ("drop", chain(3)))
-    shown = page(Inspection(dump_of(graph)), "0/forward/1/compare/")
-    one(shown, ".cell.before.removed", "gather_v").click()
-    assert one(shown, ".detail h2").text == "gather_v"
-
-
-@needs_browser
-@pytest.mark.parametrize("graph", some_quick(["joint", "forward", "backward"], ["forward"]))
-def test_pairs_of_the_page_are_those_of_the_command_line(page, tmp_path, graph):
-    dump_training_step(tmp_path / "other", pipeline="zero2")
-    first, second = open_dump(real_dump()[0]), open_dump(tmp_path / "other")
-    shown = page(_Both(first, second))
-    found = shown.execute_script(
-        "const side = (c) => { const g = compiles[c].graphs.find((e) => e.name === arguments[0]);"
-        " return compiles[c].at(g, compiles[c].last(g)); };"
-        "return [...pairNodes(side(0), side(1))];",
-        graph,
-    )
-    one_, other = first.step_of(graph).snapshot, second.step_of(graph).snapshot
-    expected = pair_nodes(one_, other)
-    same = sum(expected.get(a) == b for a, b in found)
-    assert same >= 0.9 * len(expected)
-    assert abs(len(found) - len(expected)) <= 0.05 * len(expected)
+    failure = Failure("KeyError", "w", "overlap")
+    graph = graph_of("forward", (None, two_gathers()), ("overlap", None), error=failure)
+    failed = Inspection(replace(dump_of(graph, error=failure), path=Path("failed")))
+    shown = page(failed, "0/forward/0/compare/", named("a", passes()))
+    text = one(shown, "main").text
+    assert "Part of a step: forward" in text
+    assert "compile 0/0 failed in overlap, so other graphs of the step may be missing" in text
 
 
 @pytest.mark.slow(quick="test_diff_is_side_by_side_and_folds_unchanged_nodes")
 @needs_browser
-@pytest.mark.parametrize("view", ["diff", "compare"])
-def test_a_row_shows_what_differs_in_lists_that_are_cut(page, view):
+def test_a_row_shows_what_differs_in_lists_that_are_cut(page):
     names = tuple(f"layers.{at}.weight" for at in range(12))
     before, after = retagged(names, (*names[:-1], "last"))
-    steps = graph_of("forward", (None, before), ("p", after))
-    shown = page(Inspection(dump_of(steps)), f"0/forward/1/{view}/")
-    row = one(shown, ".cell.after.retagged", "gather_w")
-    told = one(row, ".chip.retagged")
-    assert told.text == "params: 12 -> 12: with last, without layers.11.weight"
-    assert told.location["x"] < row.location["x"] + row.size["width"] / 2  # the end of a row is cut
-    assert "with last" not in one(shown, ".cell.before", "gather_w").text
+    inspected = Inspection(dump_of(graph_of("forward", (None, before), ("p", after))))
+    for view in ("diff", "compare"):
+        shown = page(inspected, f"0/forward/1/{view}/")
+        row = one(shown, ".cell.after.retagged", "gather_w")
+        told = one(row, ".chip.retagged")
+        assert told.text == "params: 12 -> 12: with last, without layers.11.weight"
+        middle = row.location["x"] + row.size["width"] / 2
+        assert told.location["x"] < middle  # the end of a row is cut
+        assert "with last" not in one(shown, ".cell.before", "gather_w").text
 
 
-@pytest.mark.slow(quick="test_pairs_of_the_page_are_those_of_the_command_line")
-@needs_browser
-@pytest.mark.parametrize("lines", [True, False])
-def test_the_page_pairs_nodes_by_their_parameters_before_their_shapes(page, lines):
-    graphs = gradients("b", lines=lines), gradients("b", "c", lines=lines)
-    first, second = (
-        named(f"rank{at}", graph_of("backward", (None, each))) for at, each in enumerate(graphs)
-    )
-    shown = page(_Both(first, second))
-    found = shown.execute_script(
-        "return [...pairNodes(...compiles.map((c) => c.at(c.graphs[0], 0)))];"
-    )
-    assert dict(found) == pair_nodes(*graphs)
-
-
-@pytest.mark.slow(quick="test_the_page_counts_the_changes_between_dumps_as_the_command_does")
-@needs_browser
-@pytest.mark.parametrize("graph", ["joint", "forward", "backward"])
-def test_changes_between_steps_on_the_page_are_those_of_the_command_line(page, graph):
-    inspection = open_dump(real_dump()[0])
-    shown = page(inspection)
-    steps = inspection.dump.ranks[0].compiles[0].graphs[graph].steps
-    for first, last in ((0, len(steps) - 1), (len(steps) - 2, len(steps) - 1)):
-        counts = shown.execute_script(
-            "const g = compiles[0].graphs.find((e) => e.name === arguments[0]);"
-            "const [a, b] = [arguments[1], arguments[2]].map((at) => compiles[0].at(g, at));"
-            "const rows = alignPairs(a, b, pairNodes(a, b)), found = {};"
-            "for (const row of rows) for (const kind of row.counted)"
-            "  found[kind] = (found[kind] || 0) + 1;"
-            "return found;",
-            graph,
-            first,
-            last,
-        )
-        expected = inspection.diff_of_steps(graph, first, last).counts
-        assert counts.get("moved", 0) == expected.get("moved", 0)
-        assert counts.get("inserted", 0) == expected.get("inserted", 0)
-        assert counts.get("removed", 0) == expected.get("removed", 0)
-        assert counts.get("retyped", 0) == expected.get("retyped", 0)
-        assert counts.get("rewired", 0) == expected.get("rewired", 0)
-
-
-def drop(shown, text, name="other.html"):
-    shown.execute_script(
-        "addReport(new File([arguments[0]], arguments[1], {type: 'text/html'}));", text, name
-    )
-
-
-@needs_browser
-def test_a_report_can_be_dropped_onto_the_page(page):
-    first, second = two_dumps()
-    shown = page(first, "0/forward/0/memory/")
-    drop(shown, second.html())
-    wait_for(shown, "document.querySelector('.compared') && compiles.length === 2")
-    text = one(shown, "main").text
-    assert "stage3, compile 0/0" in text
-    assert MINUS_58 in text
-
-
-NO_REPORTS = [
+NO_REPORTS = (
     "",
     HOSTILE,
     '<script id="data">[1',
     '<script id="data">{"format": 99, "compiles": []}</script>',
-    '<script id="data">{"format": 3, "path": "x", "compiles": [{}]}</script>',
-    '<script id="data">{"format": 3, "path": "x", "compiles": []}</script>',
-]
-
-
-@pytest.mark.slow(quick="test_nothing_of_a_dropped_report_is_executed")
-@needs_browser
-@pytest.mark.parametrize(
-    "text",
-    some_quick(NO_REPORTS, NO_REPORTS[1::2]),
 )
-def test_a_dropped_file_that_is_no_report_is_refused_with_a_reason(page, text):
-    shown = page(two_dumps()[0])
-    drop(shown, text, HOSTILE)
-    assert "cannot be added: " in one(shown, ".notice").text
-    assert shown.execute_script("return [compiles.length, window.hacked]") == [1, None]
 
 
 @needs_browser
-def test_nothing_of_a_dropped_report_is_executed(page):
+def test_a_report_can_be_dropped_and_nothing_of_it_is_executed(page):
+    def drop(text, name="other.html"):
+        shown.execute_script(
+            "addReport(new File([arguments[0]], arguments[1], {type: 'text/html'}));", text, name
+        )
+
     first, second = two_dumps()
-    shown = page(first)
-    hostile = second.html().replace('"relu"', json.dumps(HOSTILE).replace("<", "\\u003c"))
-    drop(shown, hostile)
-    wait_for(shown, "compiles.length === 2")
+    shown = page(first.html() + "\n", "0/forward/0/memory/")
+    for text in NO_REPORTS:
+        drop(text, HOSTILE)
+        assert "cannot be added: " in one(shown, ".notice").text
+        assert shown.execute_script("return [compiles.length, window.hacked]") == [1, None]
+    drop(second.html().replace('"relu"', json.dumps(HOSTILE).replace("<", "\\u003c")))
+    wait_for(shown, "document.querySelector('.compared') && compiles.length === 2")
+    text = one(shown, "main").text
+    assert "stage3, compile 0/0" in text
+    assert MINUS_58 in text
     for tab in ("overview", "memory", "listing", "compare"):
         shown.execute_script(f"go({{compile: 1, graph: 'forward', tab: '{tab}'}})")
     assert shown.execute_script("return window.hacked") is None

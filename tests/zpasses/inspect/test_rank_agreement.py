@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import dataclass
 
 import pytest
 from click.testing import CliRunner
@@ -29,17 +28,6 @@ from zpasses.inspect.rank_agreement import rank_agreements, ranks_text, ranks_th
 from zpasses.tools.cli.main import cli
 
 
-@dataclass
-class Side:
-    """Two inspections on one page."""
-
-    first: Inspection
-    second: Inspection
-
-    def html(self):
-        return self.first.html(self.second)
-
-
 def ranks_of(*graphs):
     """A dump of one graph on each rank. None is a rank without it."""
     dumps = [
@@ -47,7 +35,7 @@ def ranks_of(*graphs):
         for rank, graph in enumerate(graphs)
     ]
     ranks = {rank: each.ranks[rank] for rank, each in enumerate(dumps)}
-    return Dump(dumps[0].path, 2, dumps[0].meta, ranks)
+    return Dump(dumps[0].path, 3, dumps[0].meta, ranks)
 
 
 def forward(snapshot, digest=None):
@@ -145,18 +133,12 @@ def test_the_parameter_that_only_one_rank_gathers_is_named(disagreeing):
 
 @pytest.mark.slow(quick="the tests of rank_agreements without a browser")
 @needs_browser
-def test_the_page_says_which_ranks_differ(page, disagreeing):
-    text = one(page(disagreeing), ".failure").text
+def test_the_page_says_which_ranks_differ_and_compares_them(page, disagreeing):
+    assert ranks_that_differ(disagreeing.dump) == (0, 1)
+    shown = page(disagreeing, "", Inspection(disagreeing.dump, 1))
+    text = one(shown, ".failure").text
     assert "Ranks run different collectives" in text
     assert "Only on rank 1: scale." in text
-
-
-@pytest.mark.slow(quick="the tests of rank_agreements without a browser")
-@needs_browser
-def test_ranks_that_differ_are_compared_in_one_click(page, disagreeing):
-    both = ranks_that_differ(disagreeing.dump)
-    assert both == (0, 1)
-    shown = page(Side(disagreeing, Inspection(disagreeing.dump, 1)))
     one(shown, ".failure button", "Compare these ranks").click()
     assert "scale" in one(shown, ".cell.after.inserted").text
 
@@ -190,7 +172,7 @@ def test_ranks_that_stopped_at_different_places_are_compared_before_they_part():
     second = dump_of(
         graph_of("joint", (None, chain(3))), graph_of("forward", (None, chain(3))), rank=1
     )
-    dump = Dump(first.path, 2, first.meta, {**first.ranks, **second.ranks})
+    dump = Dump(first.path, 3, first.meta, {**first.ranks, **second.ranks})
     joint, forward = rank_agreements(dump)
     assert (joint.graph, joint.alike) == ("joint", ((0,), (1,)))
     assert "collective 1 is all_gather_into_tensor" in joint.difference

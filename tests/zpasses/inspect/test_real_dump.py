@@ -10,6 +10,8 @@ import zpasses
 from tests.zpasses.inspect.real import Layers, dump_training_step, real_dump
 from zpasses.inspect import DumpError, compare
 from zpasses.inspect import open as open_dump
+from zpasses.inspect.report.payload import payload
+from zpasses.inspect.units import time_text
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +138,30 @@ def test_one_extra_parameter_is_a_short_difference(tmp_path_factory, graph):
     assert found["counts"].get("moved", 0) <= 1
     assert found["counts"].get("removed", 0) == 0
     assert sum(found["counts"].values()) <= 17
+
+
+def test_exposed_time_is_one_number_in_list_collectives_and_on_the_page():
+    dump = open_dump(real_dump()[0])
+    (compiled,) = payload(dump.dump, 0, None)["compiles"]
+    listed = [line.split("  ") for line in str(dump.overview()).splitlines()]
+    predicted = {
+        name: graph
+        for name, graph in dump.dump.ranks[0].compiles[0].graphs.items()
+        if graph.prediction
+    }
+    assert set(predicted) == {"forward", "backward"}
+    for name, graph in predicted.items():
+        plan = dump.schedule_of(name)
+        assert plan.exposed_us > 0
+        assert graph.prediction.waited_us == pytest.approx(plan.exposed_us, abs=0.01)
+        assert graph.prediction.total_us == pytest.approx(plan.total_us, abs=0.01)
+        text = time_text(plan.exposed_us)
+        (row,) = [each for each in listed if each[0] == name and "█" in each[-1]]
+        assert [cell.strip() for cell in row if cell.strip()][2] == text
+        assert f"exposed {text}" in str(dump.collectives(name))
+        rows = dump.collectives_of(name).rows
+        assert sum(row.exposed_us for row in rows) == plan.exposed_us
+        (steps,) = [each["steps"] for each in compiled["graphs"] if each["name"] == name]
+        shown = next(each for each in steps if each["number"] == graph.last.number)
+        assert shown["schedule"]["exposed"] == pytest.approx(plan.exposed_us, abs=0.001)
+        assert shown["schedule"]["total"] == pytest.approx(plan.total_us, abs=0.001)

@@ -2,8 +2,6 @@
 
 import expecttest
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.zpasses.inspect.graphs import (
     chain,
@@ -29,7 +27,7 @@ from zpasses.inspect import (
     memory,
     schedule,
 )
-from zpasses.inspect.overview_page import contention_text, prediction_bar
+from zpasses.inspect.overview_page import prediction_bar
 from zpasses.inspect.report.payload import payload
 
 
@@ -217,61 +215,20 @@ def test_collectives_of_a_group_share_one_stream():
     assert plan.exposed_us == plan.total_us - plan.compute_us == 12
 
 
-@st.composite
-def streams(draw):
-    """Kernels, collectives of three groups, and waits for some of them later, in any order."""
-    kinds = draw(st.lists(st.sampled_from(["mm", "start", "start", "wait", "whole"]), max_size=30))
-    nodes, open_, waits = [node(0, "x", "x", op="placeholder")], [], {}
-    for at, kind in enumerate(kinds, 1):
-        cost = draw(st.floats(0, 50))
-        if kind in ("start", "whole"):
-            made = gather(at, f"c{at}", 0, 0, cost_us=cost)
-            group = draw(st.sampled_from("abc"))
-            made = replace(made, collective=replace(made.collective, group=group, waits=()))
-            nodes.append(made)
-            open_ += [at] if kind == "start" else []
-        elif kind == "wait" and open_:
-            started = open_.pop(draw(st.integers(0, len(open_) - 1)))
-            waits[started] = at
-            nodes.append(wait(at, f"w{at}", started))
-        else:
-            nodes.append(node(at, f"n{at}", cost_us=cost))
+def test_an_op_of_the_dialect_includes_its_wait_and_a_launch_without_a_wait_is_not_exposed():
+    unshard = gather(1, "unshard", 0, 0)
+    launch = gather(3, "launch", 2, 0)
     nodes = [
-        replace(each, collective=replace(each.collective, waits=(waits[each.id],)))
-        if each.id in waits
-        else each
-        for each in nodes
+        node(0, "x", "x", op="placeholder"),
+        replace(unshard, collective=replace(unshard.collective, waits=())),
+        node(2, "mm", cost_us=4.0),
+        replace(launch, collective=replace(launch.collective, waits=())),
+        node(4, "output", "output", ((Ref(2),),), op="output"),
     ]
-    return snapshot(*nodes)
-
-
-@given(streams())
-def test_queueing_is_a_part_of_exposed_and_exposed_a_part_of_the_time(graph):
-    found = communication(graph)
-    plan = found.schedule
-    for row in found.rows:
-        assert 0 <= row.queued_us <= row.exposed_us + 1e-6
-        assert row.exposed_us - row.queued_us <= row.time_us + 1e-6  # the rest is the transfer
-    exposed = sum(row.exposed_us for row in found.rows)
-    assert exposed <= plan.exposed_us + 1e-6
-    assert plan.exposed_us <= plan.total_us
-    assert plan.total_us == pytest.approx(plan.compute_us + plan.exposed_us)
-
-
-def test_exposed_time_comes_from_one_schedule_on_every_page():
-    dump = small_dump()
-    graph = dump.ranks[0].compiles[0].graphs["forward"]
-    total = schedule(graph.last.snapshot).total_us
-    # The timing model of the passes waits for longer than this schedule does.
-    guess = Prediction(total + 20, 25.0, total, total, 0, 0, 2, number=graph.last.number)
-    dump = dump_of(replace(graph, prediction=guess))
-    listed = str(Inspection(dump).overview())
-    assert "achieved" in listed
-    assert "25 us" not in listed
-    shown = str(Inspection(dump).collectives("forward"))
-    assert "exposed 12 us" in shown
-    assert "Achieved 48 us (20 us of it because collectives and compute slow each other)" in shown
-    assert "25 us" not in shown
+    times = ((0, 0), (0, 10), (10, 14), (14, 24), (14, 14))
+    plan = schedule(replace(snapshot(*nodes), spans=times))
+    assert [span.exposed_us for span in plan.collectives] == [10, 0]
+    assert (plan.total_us, plan.compute_us, plan.communication_us) == (14, 4, 20)
 
 
 def labelled(snapshot, **labels):
@@ -355,7 +312,8 @@ def test_collective_with_its_own_wait_is_exposed_completely():
         stream="communication",
         collective=Collective("unshard", "0", 2, 8, 16),
     )
-    (row,) = communication(snapshot(node(0, "x", "x", op="placeholder"), op)).rows
+    end = node(2, "output", "output", ((Ref(1),),), op="output")
+    (row,) = communication(snapshot(node(0, "x", "x", op="placeholder"), op, end)).rows
     assert (row.exposed_us, row.wait, row.distance) == (5, "full", 0)
 
 
@@ -557,14 +515,6 @@ def test_slices_of_a_bucket_have_the_lines_and_modules_of_all_its_parameters():
         assert about["source"] == "model.py:10, model.py:11"
         assert about["module"] == "layers.0.up, layers.1.up"
         assert about["params"] == "layers.0.up.weight, layers.1.up.weight"
-
-
-def test_what_the_prediction_counts_depends_on_the_target():
-    both = "collectives and compute slow each other"
-    starts = "the start of each collective keeps compute waiting"
-    assert contention_text({"architecture": "sm90", "issue_us": 0.0}) == both
-    assert contention_text({"architecture": "cpu", "issue_us": 500.0}) == starts
-    assert contention_text({"architecture": "gfx942", "issue_us": 5.0}) == f"{both}, and {starts}"
 
 
 def test_digits_of_counts_are_grouped_and_those_of_json_are_not():

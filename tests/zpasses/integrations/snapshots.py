@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 _recorder = None
 
@@ -17,13 +18,16 @@ def _on_event(event, args):
 
 
 @contextlib.contextmanager
-def recorded(folder, target):
-    """Copy `folder` to `target`/0, `target`/1, ... before each change of a file in it.
+def recorded(folder, target, when=True):
+    """On rank 0, if `when`, copy `folder` to `target`/0, `target`/1, ... before each change in it.
 
     Python sees what it opens, renames and removes itself, and calls of `torch.save`, after which it
     copies, too.
     """
     global _recorder
+    if not when or dist.get_rank():
+        yield
+        return
     sys.addaudithook(_on_event)
     folder, target = Path(folder), Path(target)
     count = 0

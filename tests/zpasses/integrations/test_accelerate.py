@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zpasses
+from tests.on_ranks import on_ranks
 from zpasses.testing import run_on_ranks
 
 accelerate = pytest.importorskip("accelerate")
@@ -15,7 +16,7 @@ pytest.importorskip("transformers")
 
 from tests.zpasses.integrations import snapshots, training  # noqa: E402
 from zpasses.integrations.accelerate import FOLDER, prepare  # noqa: E402
-from zpasses.integrations.optimizer_state import METADATA  # noqa: E402
+from zpasses.integrations.joint_states import METADATA  # noqa: E402
 
 pytestmark = pytest.mark.processes
 
@@ -25,52 +26,49 @@ def _model():
     return nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
 
 
-def _train(prepared, accumulate=2, steps=4, load=None, save=None, batch=2):
+def _train(prepared, load=None, save=None, batch=2):
+    """Four steps of two backwards, saved or loaded after two."""
     training.as_started_by_torchrun()
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = _model()
     if prepared:
         prepare(accelerator, model, options=training.OPTIONS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    data = [torch.randn(5, generator=torch.Generator().manual_seed(i)) for i in range(64)]
+    data = [torch.randn(5, generator=torch.Generator().manual_seed(i)) for i in range(32)]
     loader = torch.utils.data.DataLoader(data, batch_size=batch)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    done = 0
     if load is not None:
         accelerator.load_state(str(load))
-        done = 2
-    norms, reductions = [], training.reductions()
-    for number, x in enumerate(loader):
-        if number < done * accumulate:
-            continue
-        if len(norms) == steps - done:
-            break
+        loader = accelerator.skip_first_batches(loader, 4)
+    norms = []
+    for x in loader:
+        before = training.reductions()
         with accelerator.accumulate(model):
             accelerator.backward(model(x).square().mean())
             if accelerator.sync_gradients:
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.1).item())
+            else:
+                assert training.reductions() == before, "only the last backward may reduce"
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
         if save is not None and len(norms) == 2:
             accelerator.save_state(str(save))
             save = None
-    return accelerator, model, norms, training.reductions() - reductions
+    return accelerator, model, norms
 
 
 def _compare(folder):
-    _, plain, expected, _ = _train(False)
-    accelerator, model, norms, reductions = _train(True, save=folder / "state")
+    _, plain, expected = _train(False)
+    accelerator, model, norms = _train(True, save=folder / "state")
     assert norms == pytest.approx(expected, rel=1e-6)
-    assert reductions == _train(True, accumulate=1)[3]
     state = accelerator.get_state_dict(model)
     assert list(state) == (list(_model().state_dict()) if accelerator.is_main_process else [])
     for name, value in state.items():
         torch.testing.assert_close(value, plain.module.state_dict()[name])
     accelerator.save_model(model, folder / "model")
-    same = _train(True, load=folder / "state")[2]
-    assert same == norms[2:]
+    return norms
 
 
 def _resume_on_one_rank(folder):
@@ -78,12 +76,15 @@ def _resume_on_one_rank(folder):
 
 
 def test_accumulation_clipping_and_checkpoints(tmp_path):
-    run_on_ranks(_compare, tmp_path)
+    norms, same = run_on_ranks(_compare, tmp_path)
+    assert norms == same
     assert set(training.weights_of(tmp_path / "model")) == set(_model().state_dict())
-    run_on_ranks(_resume_on_one_rank, tmp_path, ranks=1)
+    (resumed,) = run_on_ranks(_resume_on_one_rank, tmp_path, ranks=1)
+    assert resumed == pytest.approx(norms[2:], rel=1e-5)
 
 
-def _hooks(folder):
+@on_ranks(2)
+def test_hooks_of_save_state_and_load_state_get_the_models(tmp_path):
     training.as_started_by_torchrun()
     accelerator = accelerate.Accelerator(cpu=True)
     model = prepare(accelerator, _model(), options=training.OPTIONS)
@@ -103,12 +104,14 @@ def _hooks(folder):
         seen.append([list(models), path])
 
     saving = accelerator.register_save_state_pre_hook(save)
-    path = str(folder / "state")
+    path = str(tmp_path / "state")
     accelerator.save_state(path)
     saving.remove()
     names = [list(_model().state_dict()), ["weight", "bias"]]
     assert seen.pop() == [[model, other.module], names, path]
-    assert {each.name for each in (folder / "state").glob("*.safetensors")} == {"model.safetensors"}
+    assert {each.name for each in (tmp_path / "state").glob("*.safetensors")} == {
+        "model.safetensors"
+    }
     before = zpasses.full_state_dict(model)
     for hooked in (False, True):
         with torch.no_grad():
@@ -123,37 +126,39 @@ def _hooks(folder):
     assert len(accelerator._models) == 2
 
 
-def test_hooks_of_save_state_and_load_state_get_the_models(tmp_path):
-    run_on_ranks(_hooks, tmp_path)
-
-
-def _warm_start(folder):
-    """A checkpoint from before the first step, loaded after one, and one step after that."""
-    steps, weights = [], []
-    for number in range(2):
-        training.as_started_by_torchrun()
-        accelerator = accelerate.Accelerator(cpu=True)
-        model = prepare(accelerator, _model(), options=training.OPTIONS)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        if number == 0:
-            accelerator.save_state(str(folder))
-        else:
-            accelerator.backward(model(torch.zeros(2, 5)).square().sum())
-            optimizer.step()
-            accelerator.load_state(str(folder))
-            assert not optimizer.optimizer.state
-            optimizer.zero_grad()
-        accelerator.backward(model(torch.ones(2, 5)).square().sum())
+@on_ranks(2)
+def test_states_from_before_the_first_step_and_no_sync(tmp_path):
+    training.as_started_by_torchrun()
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = prepare(accelerator, _model(), options=training.OPTIONS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.save_state(str(tmp_path))
+    weights = []
+    for x in (torch.zeros(2, 5), torch.ones(2, 5), torch.ones(2, 5)):
+        accelerator.load_state(str(tmp_path))
+        assert not optimizer.optimizer.state, "a state from before the first step has no steps"
+        accelerator.backward(model(x).square().sum())
         optimizer.step()
-        steps.append({int(each["step"]) for each in optimizer.optimizer.state.values()})
+        optimizer.zero_grad()
+        assert {int(each["step"]) for each in optimizer.optimizer.state.values()} == {1}
         weights.append(zpasses.full_state_dict(model))
-    assert steps == [{1}, {1}]
-    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+    torch.testing.assert_close(weights[1], weights[2], rtol=0, atol=0)
 
-
-def test_a_state_from_before_the_first_step_has_no_steps(tmp_path):
-    run_on_ranks(_warm_start, tmp_path)
+    x, before = torch.ones(2, 5), training.reductions()
+    with accelerator.no_sync(model):
+        accelerator.backward(model(x).sum())
+        assert training.reductions() == before
+        assert all(param.grad is None for param in model.parameters())
+    accelerator.backward(model(x).sum())
+    summed = [param.grad.full_tensor() for param in model.parameters()]
+    model.zero_grad()
+    accelerator.backward(model(x).sum())
+    for param, both in zip(model.parameters(), summed, strict=True):
+        torch.testing.assert_close(2 * param.grad.full_tensor(), both)
+    with pytest.raises(ValueError, match="mine"), accelerator.no_sync(model):
+        raise ValueError("mine")
+    accelerator.backward(model(x).sum())  # the window is closed
 
 
 def _save_states(folder):
@@ -167,10 +172,7 @@ def _save_states(folder):
             accelerator.backward(model(torch.ones(2, 5)).square().sum())
             optimizer.step()
             optimizer.zero_grad()
-        recorder = contextlib.nullcontext()
-        if number and dist.get_rank() == 0:
-            recorder = snapshots.recorded(folder / "out", folder / "states")
-        with recorder:
+        with snapshots.recorded(folder / "out", folder / "states", number == 1):
             accelerator.save_state(str(folder / "out"))
         weights = zpasses.full_state_dict(model)
         torch.save(weights, folder / f"weights{number}.{dist.get_rank()}.pt")
@@ -229,7 +231,9 @@ def _scaled(prepared, overflows):
     return weights, scales, skipped
 
 
-def _scaled_both():
+@pytest.mark.slow(quick="test_states_from_before_the_first_step_and_no_sync")
+@on_ranks(2)
+def test_scaled_gradients_overflow_on_all_ranks_together():
     for overflows in (False, True):
         weights, scales, skipped = _scaled(False, overflows)
         ours, our_scales, our_skipped = _scaled(True, overflows)
@@ -238,38 +242,8 @@ def _scaled_both():
         torch.testing.assert_close(ours, dict(weights))
 
 
-@pytest.mark.slow(quick="test_no_sync_defers_the_reduction")
-def test_scaled_gradients_overflow_on_all_ranks_together():
-    run_on_ranks(_scaled_both)
-
-
-def _no_sync():
-    training.as_started_by_torchrun()
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = prepare(accelerator, _model(), options=training.OPTIONS)
-    model = accelerator.prepare(model)
-    x = torch.ones(2, 5)
-    before = training.reductions()
-    with accelerator.no_sync(model):
-        accelerator.backward(model(x).sum())
-        assert training.reductions() == before
-        assert all(param.grad is None for param in model.parameters())
-    accelerator.backward(model(x).sum())
-    summed = [param.grad.full_tensor() for param in model.parameters()]
-    model.zero_grad()
-    accelerator.backward(model(x).sum())
-    for param, both in zip(model.parameters(), summed, strict=True):
-        torch.testing.assert_close(2 * param.grad.full_tensor(), both)
-    with pytest.raises(ValueError, match="mine"), accelerator.no_sync(model):
-        raise ValueError("mine")
-    accelerator.backward(model(x).sum())  # the window is closed
-
-
-def test_no_sync_defers_the_reduction():
-    run_on_ranks(_no_sync)
-
-
-def _refusals():
+@on_ranks(2)
+def test_wrong_uses_are_refused():
     training.as_started_by_torchrun()
     accelerator = accelerate.Accelerator(cpu=True, dynamo_backend="inductor")
     with pytest.raises(zpasses.OptionError, match="Leave dynamo_backend"):
@@ -281,7 +255,3 @@ def _refusals():
     prepare(accelerator, model, options=training.OPTIONS)
     with pytest.raises(zpasses.ShardingError, match="Create the optimizer after prepare"):
         accelerator.prepare(model, optimizer)
-
-
-def test_wrong_uses_are_refused():
-    run_on_ranks(_refusals)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zpasses
+from tests.on_ranks import on_ranks
 from zpasses.testing import run_on_ranks
 
 lightning = pytest.importorskip("lightning")
@@ -94,21 +95,31 @@ def _zpasses():
 
 def _fit(strategy, kind=Module, checkpoint=None, batch=2, **changes):
     trainer, module = _trainer(strategy, **changes), kind()
-    before = training.reductions()
     trainer.fit(module, _loader(batch), ckpt_path=checkpoint)
-    return trainer, module, training.reductions() - before
+    return trainer, module
+
+
+def _both(kind=Module, rel=1e-6, **changes):
+    """Train with DDP and with zpasses, and compare the losses."""
+    _, plain = _fit("ddp", kind, **changes)
+    trainer, ours = _fit(_zpasses(), kind, **changes)
+    assert ours.losses == pytest.approx(plain.losses, rel=rel)
+    return plain, trainer, ours
+
+
+class _ReducesOnce(callbacks.Callback):
+    """Checks that only the last backward of an optimizer step reduces."""
+
+    def on_train_batch_start(self, *_):
+        self.before = training.reductions()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        assert (training.reductions() > self.before) == (index % 4 == 3)
 
 
 def _compare(folder):
-    reductions = set()
-    for accumulate in (1, 4):
-        _, plain, _ = _fit("ddp", accumulate=accumulate)
-        trainer, ours, count = _fit(_zpasses(), accumulate=accumulate)
-        reductions.add(count)
-        assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
-        full = zpasses.full_state_dict(ours)
-        torch.testing.assert_close(full, dict(plain.state_dict()))
-    assert len(reductions) == 1  # one set per optimizer step
+    plain, trainer, ours = _both(accumulate=4, callbacks=[_ReducesOnce()])
+    torch.testing.assert_close(zpasses.full_state_dict(ours), dict(plain.state_dict()))
     trainer.save_checkpoint(folder / "three.ckpt")
     before = trainer.validate(ours, _loader(), verbose=False)
     assert before == trainer.validate(
@@ -157,7 +168,7 @@ def _finetune(strategy, path):
         # DDP does not reduce gradients of what is frozen at first. So ranks have the same batches.
         changes = {"limit_train_batches": 4, "use_distributed_sampler": False}
         changes |= {"max_epochs": 5, "callbacks": [thaw], "steps": steps}
-        trainer, module, _ = _fit(strategy(), FrozenBackbone, checkpoint, **changes)
+        trainer, module = _fit(strategy(), FrozenBackbone, checkpoint, **changes)
         groups = trainer.optimizers[0].param_groups
         runs.append((module.losses, [(len(each["params"]), each["lr"]) for each in groups]))
         if checkpoint is None:
@@ -165,18 +176,15 @@ def _finetune(strategy, path):
     return runs
 
 
-def _compare_finetuning(folder):
-    expected = _finetune(lambda: "ddp", folder / "ddp.ckpt")
-    found = _finetune(_zpasses, folder / "zpasses.ckpt")
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
+@on_ranks(2)
+def test_callbacks_that_add_groups_resume_as_with_ddp(tmp_path):
+    expected = _finetune(lambda: "ddp", tmp_path / "ddp.ckpt")
+    found = _finetune(_zpasses, tmp_path / "zpasses.ckpt")
     for (losses, groups), (ddp_losses, ddp_groups) in zip(found, expected, strict=True):
         assert len(groups) == 2
         assert groups == ddp_groups
         assert losses == pytest.approx(ddp_losses, rel=1e-6)
-
-
-@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
-def test_callbacks_that_add_groups_resume_as_with_ddp(tmp_path):
-    run_on_ranks(_compare_finetuning, tmp_path)
 
 
 def _learning_rates():
@@ -209,18 +217,15 @@ def _validate_inside_of_a_step(strategy, folder):  # `strategy()` is a new one
     return module.losses, _fit(strategy(), accumulate=2, checkpoint=path)[1].losses
 
 
-def _compare_inside_of_a_step(folder):
-    expected = _validate_inside_of_a_step(lambda: "ddp", folder / "ddp")
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
+@on_ranks(2)
+def test_checkpoints_between_two_micro_batches_are_as_of_ddp(tmp_path):
+    expected = _validate_inside_of_a_step(lambda: "ddp", tmp_path / "ddp")
     warned = pytest.warns(UserWarning, match="between two micro-batches")
     with warned if dist.get_rank() == 0 else contextlib.nullcontext():
-        found = _validate_inside_of_a_step(_zpasses, folder / "zpasses")
+        found = _validate_inside_of_a_step(_zpasses, tmp_path / "zpasses")
     for mine, theirs in zip(found, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6)
-
-
-@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
-def test_checkpoints_between_two_micro_batches_are_as_of_ddp(tmp_path):
-    run_on_ranks(_compare_inside_of_a_step, tmp_path)
 
 
 CALLBACKS = {
@@ -239,17 +244,14 @@ def _averaged(strategy, which):
     return module, trainer.callback_metrics["valid"]
 
 
-def _compare_averages():
+@on_ranks(2)
+def test_callbacks_that_average_weights_give_what_they_give_with_ddp():
     for which in CALLBACKS:
         plain, expected = _averaged("ddp", which)
         ours, valid = _averaged(_zpasses(), which)
         assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
         torch.testing.assert_close(valid, expected)
         torch.testing.assert_close(zpasses.full_state_dict(ours), dict(plain.state_dict()))
-
-
-def test_callbacks_that_average_weights_give_what_they_give_with_ddp():
-    run_on_ranks(_compare_averages)
 
 
 class NormModule(Module):
@@ -259,46 +261,36 @@ class NormModule(Module):
             for name, param in self.named_parameters()
             if (norm := param.grad.norm()) is not None
         }
+        if isinstance(self.scale, DTensor):
+            said = r"Log param\.grad\.norm\(\)\.full_tensor\(\)"
+            with pytest.raises(zpasses.ZpassesError, match=said):
+                self.log_dict(grad_norm(self, norm_type=2))
 
 
-class NormsAsNumbersModule(Module):
-    def on_before_optimizer_step(self, optimizer):
-        self.log_dict(grad_norm(self, norm_type=2))
-
-
-def _norms():
-    with pytest.raises(zpasses.ZpassesError, match=r"Log param\.grad\.norm\(\)\.full_tensor\(\)"):
-        _fit(_zpasses(), NormsAsNumbersModule)
-    _, plain, _ = _fit("ddp", NormModule)
-    _, ours, _ = _fit(_zpasses(), NormModule)
+@on_ranks(2)
+def test_norms_of_gradients_are_read_by_full_tensor():
+    plain, _, ours = _both(NormModule)
     assert ours.norms == pytest.approx(plain.norms, rel=1e-5)
 
 
-def test_norms_of_gradients_are_read_by_full_tensor():
-    run_on_ranks(_norms)
-
-
-def _export(folder):
+@pytest.mark.slow(quick="test_hooks_see_the_state_in_a_checkpoint_and_it_can_be_exported")
+@on_ranks(2)
+def test_weights_only_checkpoints_are_files_as_of_ddp(tmp_path):
     found = []
     for name, strategy in (("ddp", "ddp"), ("ours", _zpasses())):
-        trainer, module, _ = _fit(strategy)
-        trainer.save_checkpoint(folder / name, weights_only=True)  # as save_weights_only does
+        trainer, module = _fit(strategy)
+        trainer.save_checkpoint(tmp_path / name, weights_only=True)  # as save_weights_only does
         trainer.strategy.barrier()
-        loaded = Module.load_from_checkpoint(folder / name)
+        loaded = Module.load_from_checkpoint(tmp_path / name)
         found.append(
             (dict(loaded.state_dict()), trainer.validate(module, _loader(), verbose=False))
         )
         trainer = _trainer("ddp" if name == "ddp" else _zpasses())
-        again = trainer.validate(Module(), _loader(), ckpt_path=folder / name, verbose=False)
+        again = trainer.validate(Module(), _loader(), ckpt_path=tmp_path / name, verbose=False)
         assert again == found[-1][1]
     torch.testing.assert_close(found[1][0], found[0][0])
     with pytest.raises(zpasses.ZpassesError, match="load them before fit"):
-        _fit(_zpasses(), checkpoint=folder / "ours")
-
-
-@pytest.mark.slow(quick="test_hooks_see_the_state_in_a_checkpoint_and_it_can_be_exported")
-def test_weights_only_checkpoints_are_files_as_of_ddp(tmp_path):
-    run_on_ranks(_export, tmp_path)
+        _fit(_zpasses(), checkpoint=tmp_path / "ours")
 
 
 class LanguageModule(lightning.LightningModule):
@@ -324,21 +316,18 @@ class LanguageModule(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def _generate_and_save(folder):
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
+@on_ranks(2)
+def test_pretrained_models_generate_and_save_as_with_ddp(tmp_path):
     ids = torch.randint(3, training.VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(0))
     found = []
     for name, strategy in (("ddp", "ddp"), ("ours", _zpasses())):
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ids), batch_size=2)
-        module = LanguageModule(folder / name)
+        module = LanguageModule(tmp_path / name)
         _trainer(strategy, steps=2).fit(module, loader, loader)
         dist.barrier()
-        found.append((module.texts, load_file(folder / name / "adapter_model.safetensors")))
+        found.append((module.texts, load_file(tmp_path / name / "adapter_model.safetensors")))
     torch.testing.assert_close(found[1], found[0])
-
-
-@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
-def test_pretrained_models_generate_and_save_as_with_ddp(tmp_path):
-    run_on_ranks(_generate_and_save, tmp_path)
 
 
 class BatchNormModule(Module):
@@ -347,9 +336,11 @@ class BatchNormModule(Module):
         self.model.insert(1, nn.BatchNorm1d(7))
 
 
-def _best(folder):
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
+@on_ranks(2)
+def test_the_best_checkpoint_validates_at_the_value_that_was_recorded(tmp_path):
     monitor = callbacks.ModelCheckpoint(
-        folder, monitor="valid", save_top_k=2, save_on_train_epoch_end=False
+        tmp_path, monitor="valid", save_top_k=2, save_on_train_epoch_end=False
     )
     changes = {"enable_checkpointing": True, "callbacks": [monitor], "val_check_interval": 1}
     trainer, module = _trainer(_zpasses(), **changes), BatchNormModule()
@@ -358,11 +349,6 @@ def _best(folder):
     for path, score in monitor.best_k_models.items():
         [found] = trainer.validate(module, _loader(), ckpt_path=path, verbose=False)
         assert found["valid"] == score.item()
-
-
-@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
-def test_the_best_checkpoint_validates_at_the_value_that_was_recorded(tmp_path):
-    run_on_ranks(_best, tmp_path)
 
 
 class HookedModule(Module):
@@ -381,35 +367,34 @@ class HookedModule(Module):
         state["model.2.bias"] = torch.full((3,), 5.0)
 
 
-def _hooked(folder):
-    trainer, module, _ = _fit(_zpasses(), HookedModule)
-    trainer.save_checkpoint(folder / "hooked.ckpt")
+@on_ranks(2)
+def test_hooks_see_the_state_in_a_checkpoint_and_it_can_be_exported(tmp_path):
+    trainer, module = _fit(_zpasses(), HookedModule)
+    trainer.save_checkpoint(tmp_path / "hooked.ckpt")
     full = zpasses.full_state_dict(module)
     torch.testing.assert_close(module.seen, full)
     again, loaded = _trainer(_zpasses()), HookedModule()
-    again.validate(loaded, _loader(), ckpt_path=folder / "hooked.ckpt", verbose=False)
+    again.validate(loaded, _loader(), ckpt_path=tmp_path / "hooked.ckpt", verbose=False)
     full["model.2.bias"].fill_(5.0)
     torch.testing.assert_close(zpasses.full_state_dict(loaded), full)
     torch.testing.assert_close(loaded.twice, 2 * full["scale"])
     del full["model.2.bias"]
     torch.testing.assert_close(loaded.seen, full)
     if dist.get_rank() == 0:
-        dcp_to_torch_save(folder / "hooked.ckpt" / "tensors", folder / "export.pt")
-        torch.testing.assert_close(torch.load(folder / "export.pt")["state_dict"], full)
+        dcp_to_torch_save(tmp_path / "hooked.ckpt" / "tensors", tmp_path / "export.pt")
+        torch.testing.assert_close(torch.load(tmp_path / "export.pt")["state_dict"], full)
 
 
-def test_hooks_see_the_state_in_a_checkpoint_and_it_can_be_exported(tmp_path):
-    run_on_ranks(_hooked, tmp_path)
-
-
-def _resumed_average(folder):
+@pytest.mark.slow(quick="test_callbacks_that_average_weights_give_what_they_give_with_ddp")
+@on_ranks(2)
+def test_average_of_weights_resumes(tmp_path):
     found = []
-    for checkpoint in (None, folder / "four.ckpt"):
+    for checkpoint in (None, tmp_path / "four.ckpt"):
         saving = callbacks.ModelCheckpoint(
-            folder, "four", every_n_train_steps=4, save_top_k=-1, enable_version_counter=False
+            tmp_path, "four", every_n_train_steps=4, save_top_k=-1, enable_version_counter=False
         )
         average = callbacks.EMAWeightAveraging(decay=0.5)
-        _, module, _ = _fit(
+        _, module = _fit(
             _zpasses(),
             steps=6,
             checkpoint=checkpoint,
@@ -421,20 +406,12 @@ def _resumed_average(folder):
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.slow(quick="test_callbacks_that_average_weights_give_what_they_give_with_ddp")
-def test_average_of_weights_resumes(tmp_path):
-    run_on_ranks(_resumed_average, tmp_path)
-
-
 def _save_again(folder):
     (folder / "out").mkdir(exist_ok=True)
     path = folder / "out" / "last.ckpt"
     for number in range(2):
-        trainer, _, _ = _fit(_zpasses(), steps=1 + number)
-        recorder = contextlib.nullcontext()
-        if number and dist.get_rank() == 0:
-            recorder = snapshots.recorded(folder / "out", folder / "states")
-        with recorder:
+        trainer, _ = _fit(_zpasses(), steps=1 + number)
+        with snapshots.recorded(folder / "out", folder / "states", number == 1):
             trainer.save_checkpoint(path)
         if dist.get_rank() == 0:
             shutil.copytree(path, folder / f"complete{number}")
@@ -463,39 +440,27 @@ def test_kill_during_a_save_leaves_a_checkpoint_that_is_complete(tmp_path):
 
 
 def _manual():
-    _, plain, _ = _fit("ddp", ManualModule, gradient_clip_val=None)
-    _, ours, _ = _fit(_zpasses(), ManualModule, gradient_clip_val=None)
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+    _, _, ours = _both(ManualModule, gradient_clip_val=None)
     assert len(ours.losses) == 6
 
 
-@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
-def test_manual_optimization_accumulates():
-    run_on_ranks(_manual)
-
-
 def _precision():
-    _, plain, _ = _fit("ddp", precision="bf16-mixed")
-    _, ours, _ = _fit(_zpasses(), precision="bf16-mixed")
-    _, exact, _ = _fit(_zpasses())
-    assert ours.losses == pytest.approx(plain.losses, rel=2e-3)
-    assert ours.losses != exact.losses
+    _, _, ours = _both(rel=2e-3, precision="bf16-mixed")
+    assert ours.losses != _fit(_zpasses())[1].losses
 
 
 @pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
-def test_precision_of_the_trainer_is_autocast():
-    run_on_ranks(_precision)
+@pytest.mark.parametrize("body", [_manual, _precision])
+def test_manual_optimization_and_autocast_train_like_ddp(body):
+    run_on_ranks(body)
 
 
-def _foreign(folder):
-    path = folder / "plain.ckpt"
+@on_ranks(2)
+def test_checkpoints_of_other_strategies_are_refused(tmp_path):
+    path = tmp_path / "plain.ckpt"
     torch.save({"state_dict": {}}, path)
     with pytest.raises(zpasses.ZpassesError, match="not a checkpoint that Zpasses"):
         _fit(_zpasses(), checkpoint=path)
-
-
-def test_checkpoints_of_other_strategies_are_refused(tmp_path):
-    run_on_ranks(_foreign, tmp_path)
 
 
 def test_wrong_options_are_refused_at_once():

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import zpasses
+from tests.on_ranks import on_ranks
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks
 
 accelerate = pytest.importorskip("accelerate")
@@ -101,65 +102,46 @@ def _save_in_each_way(accelerator, model, folder):
         accelerator.unwrap_model(model).save_pretrained(folder / "state on main", state_dict=state)
 
 
-def _check(folder, kinds, options, late=False):
+def _check(folder, kind, options, late):
     rank = dist.get_rank()
-    for kind in kinds:
-        expected = _plain(kind, folder / kind / "plain")
-        accelerator, model, optimizer = _prepared(kind, options, late)
+    expected = _plain(kind, folder / "plain")
+    accelerator, model, optimizer = _prepared(kind, options, late)
 
-        def step(number):
-            rows = slice(2 * rank, 2 * rank + 2)
-            loss = _step(model, optimizer, number, rows, accelerator.backward)  # noqa: B023
-            return accelerator.reduce(loss, "mean")  # noqa: B023
+    def step(number):
+        rows = slice(2 * rank, 2 * rank + 2)
+        loss = _step(model, optimizer, number, rows, accelerator.backward)
+        return accelerator.reduce(loss, "mean")
 
-        losses = [step(0), step(1)]
-        _save_in_each_way(accelerator, model, folder / kind)
-        losses.append(step(2))
-        torch.testing.assert_close(losses, expected)
-        dist.barrier()
+    losses = [step(0), step(1)]
+    _save_in_each_way(accelerator, model, folder)
+    losses.append(step(2))
+    torch.testing.assert_close(losses, expected)
 
 
 def _files(folder):
     return {path.name: load_file(path) for path in folder.glob("*.safetensors")}
 
 
-def _compare(folder, kinds):
-    for kind in kinds:
-        plain, *ours = (folder / kind / way for way in ("plain", *WAYS))
-        expected = _files(plain)
-        assert expected
-        for each in ours:
-            names = {path.name for path in plain.iterdir()}
-            assert {path.name for path in each.iterdir()} == names, each
-            torch.testing.assert_close(_files(each), expected)
-
-
 @pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
-def test_adapters_are_written_as_those_of_a_plain_model(tmp_path):
-    kinds = ("p",)
-    run_on_ranks(_check, tmp_path, kinds, training.OPTIONS)
-    _compare(tmp_path, kinds)
-
-
-@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
-@pytest.mark.parametrize("kind", ["lora", "none", "prefix", "prompt", "tokens"])
-def test_models_are_written_as_plain_ones(tmp_path, kind):
-    run_on_ranks(_check, tmp_path, [kind], training.OPTIONS)
-    _compare(tmp_path, [kind])
-
-
-@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
-@pytest.mark.parametrize("kind", ["lora", "p"])
-def test_adapters_are_written_with_the_default_options(tmp_path, kind):
-    run_on_ranks(_check, tmp_path, [kind], {}, timeout_s=240)
-    _compare(tmp_path, [kind])
-
-
-@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
-@pytest.mark.parametrize("kind", ["lora", "prompt"])
-def test_adapters_that_were_added_after_prepare_are_written(tmp_path, kind):
-    run_on_ranks(_check, tmp_path, [kind], training.OPTIONS, True)
-    _compare(tmp_path, [kind])
+@pytest.mark.parametrize(
+    ("kind", "options", "late"),
+    [
+        *((kind, training.OPTIONS, False) for kind in KINDS),
+        ("lora", {}, False),
+        ("p", {}, False),
+        ("lora", training.OPTIONS, True),
+        ("prompt", training.OPTIONS, True),
+    ],
+)
+def test_models_and_adapters_are_written_as_plain_ones(tmp_path, kind, options, late):
+    """`late`: adapters that are added after prepare."""
+    run_on_ranks(_check, tmp_path, kind, options, late, timeout_s=240)
+    expected = _files(tmp_path / "plain")
+    assert expected
+    for each in WAYS:
+        names = {path.name for path in (tmp_path / "plain").iterdir()}
+        assert {path.name for path in (tmp_path / each).iterdir()} == names, each
+        torch.testing.assert_close(_files(tmp_path / each), expected)
 
 
 def _save_on_one_rank(folder, steps, goes_on=True):
@@ -202,49 +184,28 @@ class _OfHub(torch.nn.Module, hub.PyTorchModelHubMixin):
         return self.linear(x)
 
 
-def _other_states(folder):
+@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
+@on_ranks(2)
+def test_copies_models_of_the_hub_and_filtered_states_are_written(tmp_path):
     training.as_started_by_torchrun()
     accelerator = accelerate.Accelerator(cpu=True)
     torch.manual_seed(0)
     model = prepare(accelerator, _OfHub(5), options=training.OPTIONS)
     state = zpasses.full_state_dict(model)
-    model.save_pretrained(folder / "hub")
+    model.save_pretrained(tmp_path / "hub")
     copied = copy.deepcopy(model)
     with torch.no_grad(), zpasses.local_shards(copied):
         copied.linear.weight.mul_(2)
-    copied.save_pretrained(folder / "copy")
+    copied.save_pretrained(tmp_path / "copy")
 
     accelerator, model, _ = _prepared("lora", training.OPTIONS)
     full = accelerator.get_state_dict(model)
-    model.save_pretrained(folder / "all")
+    model.save_pretrained(tmp_path / "all")
     if accelerator.is_main_process:  # what users keep of a state
         kept = {k: v for k, v in full.items() if "lora" in k or "modules_to_save" in k}
-        model.save_pretrained(folder / "kept", state_dict=kept)
+        model.save_pretrained(tmp_path / "kept", state_dict=kept)
         for way, factor in (("hub", 1), ("copy", 2)):
-            saved = load_file(folder / way / "model.safetensors")
+            saved = load_file(tmp_path / way / "model.safetensors")
             torch.testing.assert_close(saved["linear.weight"], factor * state["linear.weight"])
             torch.testing.assert_close(saved["linear.bias"], state["linear.bias"])
-        torch.testing.assert_close(_files(folder / "kept"), _files(folder / "all"))
-
-
-@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
-def test_copies_models_of_the_hub_and_filtered_states_are_written(tmp_path):
-    run_on_ranks(_other_states, tmp_path)
-
-
-def _generate():
-    model = _prepared("prompt", training.OPTIONS)[1].eval()
-    plain = _adapted(_llama(), "prompt").eval()
-    tokens = 2 + 3 * dist.get_rank()  # ranks that have finished wait for the others
-    arguments = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-    prompt = torch.arange(3, 9)[None]
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    ours = model.generate(input_ids=prompt, **arguments)
-    assert ours.tolist() == plain.generate(input_ids=prompt, **arguments).tolist()
-    assert ours.tolist() == copy.deepcopy(model).generate(input_ids=prompt, **arguments).tolist()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-
-
-@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
-def test_generate_keeps_ranks_in_step():
-    run_on_ranks(_generate)
+        torch.testing.assert_close(_files(tmp_path / "kept"), _files(tmp_path / "all"))

@@ -98,7 +98,7 @@ def _checkpoints(folder):
         )
 
 
-@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
+@pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step")
 def test_sentence_transformer_trains_saves_and_resumes(tmp_path):
     _save_parts(tmp_path / "parts")
     run_on_ranks(_checkpoints, tmp_path)

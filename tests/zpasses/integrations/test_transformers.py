@@ -1,6 +1,5 @@
 """Trainer trains a prepared model as it trains the plain model with DDP."""
 
-import contextlib
 import functools
 import shutil
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 
 import zpasses
 from tests.cases import some_quick
+from tests.on_ranks import on_ranks
 from zpasses.testing import run_on_ranks, world_mesh
 
 accelerate = pytest.importorskip("accelerate")
@@ -30,54 +30,52 @@ def _train(folder, task, prepared, param_dtype=None, options=None, **changes):
         prepare(model, options={**training.OPTIONS, **(options or {})}, param_dtype=param_dtype)
     samples = training.Samples(task)
     trainer = training.quiet(
-        transformers.Trainer(model, args, train_dataset=samples, eval_dataset=samples)
+        transformers.Trainer(
+            model,
+            args,
+            train_dataset=samples,
+            eval_dataset=samples,
+            callbacks=[_ReducesOnce()] if prepared else [],
+        )
     )
-    before = training.reductions()
     trainer.train()
-    return trainer, training.reductions() - before
+    return trainer
 
 
-def _both(folder, task, **changes):
-    """Logged losses and norms with DDP, and with zpasses; reductions with zpasses."""
-    plain, _ = _train(folder, task, False, **changes)
-    ours, count = _train(folder, task, True, **changes)
-    names = ("loss", "grad_norm", "eval_loss")
-    return training.logged(plain, *names), training.logged(ours, *names), count
+class _ReducesOnce(transformers.TrainerCallback):
+    """Checks that only the last backward of an optimizer step reduces."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.before = training.reductions()
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        assert training.reductions() == self.before
+
+    def on_step_end(self, args, state, control, **kwargs):
+        assert training.reductions() > self.before
 
 
-TASKS = {"causal": training.llama, "seq2seq": training.t5, "image": training.vit}
+SLOW = pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step[llama-4-eager]")
 
 
-def _accumulations(folder, task):
-    return [_both(folder, task, gradient_accumulation_steps=steps) for steps in (1, 4)]
-
-
-def _check_accumulations(results):
-    for (plain, once, count), (accumulated, four, same_count) in results:
-        assert once == pytest.approx(plain, rel=1e-6)
-        assert four == pytest.approx(accumulated, rel=1e-6)
-        assert len(plain) == 6
-        assert plain != accumulated
-        assert same_count == count > 0  # one set of reductions per optimizer step
-
-
-def test_causal_language_model_trains_like_ddp_and_reduces_once_per_step(tmp_path):
-    _check_accumulations(run_on_ranks(_accumulations, tmp_path, training.llama))
-
-
-@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
-@pytest.mark.parametrize("task", [training.t5, training.vit], ids=["seq2seq", "image"])
-def test_other_tasks_train_like_ddp_and_reduce_once_per_step(tmp_path, task):
-    _check_accumulations(run_on_ranks(_accumulations, tmp_path, task, timeout_s=240))
-
-
-@pytest.mark.inductor
-@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
-def test_compiled_by_inductor_it_trains_like_ddp(tmp_path):
-    for plain, ours, _ in run_on_ranks(
-        _both, tmp_path, training.llama, options={"codegen": "inductor"}, timeout_s=240
-    ):
-        assert ours == pytest.approx(plain, rel=1e-6)
+@pytest.mark.parametrize(
+    ("task", "steps", "codegen"),
+    [
+        (training.llama, 4, "eager"),
+        pytest.param(training.t5, 4, "eager", marks=SLOW),
+        pytest.param(training.vit, 4, "eager", marks=SLOW),
+        pytest.param(training.llama, 1, "inductor", marks=[SLOW, pytest.mark.inductor]),
+    ],
+)
+@on_ranks(2, timeout_s=240)
+def test_tasks_train_like_ddp_and_reduce_once_per_step(tmp_path, task, steps, codegen):
+    changes = {"options": {"codegen": codegen}, "gradient_accumulation_steps": steps}
+    plain, ours = (
+        training.logged(_train(tmp_path, task, prepared, **changes), "loss", "grad_norm")
+        for prepared in (False, True)
+    )
+    assert ours == pytest.approx(plain, rel=1e-6)
+    assert len(plain) == 6
 
 
 class _StopBetweenBackwards(transformers.TrainerCallback):
@@ -102,14 +100,10 @@ def _stopped(folder, prepared):
     return losses
 
 
-def _stopped_both(folder):
-    return [_stopped(folder, prepared) for prepared in (False, True)]
-
-
-@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
+@pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step")
+@on_ranks(2)
 def test_training_that_stopped_between_two_backwards_starts_anew(tmp_path):
-    for plain, ours in run_on_ranks(_stopped_both, tmp_path):
-        assert ours == pytest.approx(plain, rel=1e-6)
+    assert _stopped(tmp_path, True) == pytest.approx(_stopped(tmp_path, False), rel=1e-6)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -124,7 +118,7 @@ SAVES = {
 
 
 def _save(folder):
-    trainer, _ = _train(folder, training.llama, True, gradient_accumulation_steps=2, **SAVES)
+    trainer = _train(folder, training.llama, True, gradient_accumulation_steps=2, **SAVES)
     trainer.save_model(str(folder / "best"))
     return training.logged(trainer, "loss", "grad_norm")
 
@@ -141,9 +135,11 @@ def _resume(folder, checkpoint, steps):
 
 
 @pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
-def test_checkpoints_resume_on_another_number_of_ranks(tmp_path):
+def test_checkpoints_resume_on_any_number_of_ranks(tmp_path):
     expected, same = run_on_ranks(_save, tmp_path)
     assert same == expected
+    for losses in run_on_ranks(_resume, tmp_path, tmp_path / "checkpoint-2", 2):
+        assert losses == expected
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text("{")  # killed while saving
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
@@ -154,13 +150,6 @@ def test_checkpoints_resume_on_another_number_of_ranks(tmp_path):
     saved = training.weights_of(tmp_path / "checkpoint-4")
     assert saved.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(param, saved[name]) for name, param in model.named_parameters())
-
-
-@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
-def test_checkpoints_resume_on_the_same_ranks(tmp_path):
-    expected, _ = run_on_ranks(_save, tmp_path)
-    for losses in run_on_ranks(_resume, tmp_path, tmp_path / "checkpoint-2", 2):
-        assert losses == expected
 
 
 class _CopyComplete(transformers.TrainerCallback):
@@ -195,10 +184,7 @@ def _save_twice(folder):
             train_dataset=training.Samples(training.llama),
             callbacks=[_CopyComplete(folder / f"complete{number}")],
         )
-        recorder = contextlib.nullcontext()
-        if number and dist.get_rank() == 0:
-            recorder = snapshots.recorded(folder / "out", folder / "states")
-        with recorder:
+        with snapshots.recorded(folder / "out", folder / "states", number == 1):
             training.quiet(trainer).train()
 
 
@@ -220,21 +206,20 @@ def test_kill_at_any_time_leaves_a_last_checkpoint_that_is_complete(tmp_path):
     assert set(found) == {(0, "3"), (1, "2"), (1, "3"), (1, "4")}
 
 
-def _resume_from_incomplete(folder):
-    (folder / "checkpoint-8").mkdir(exist_ok=True)
-    with pytest.raises(zpasses.ZpassesError, match=r"checkpoint-8 is incomplete.*last_checkpoint"):
-        _resume(folder, folder / "checkpoint-8", 2)
-    with pytest.raises(zpasses.ZpassesError, match=r"checkpoint-8 is incomplete.*last_checkpoint"):
-        _resume(folder, True, 2)
-
-
+@on_ranks(2)
 def test_incomplete_checkpoint_is_refused(tmp_path):
-    run_on_ranks(_resume_from_incomplete, tmp_path)
+    (tmp_path / "checkpoint-8").mkdir(exist_ok=True)
+    with pytest.raises(zpasses.ZpassesError, match=r"checkpoint-8 is incomplete.*last_checkpoint"):
+        _resume(tmp_path, tmp_path / "checkpoint-8", 2)
+    with pytest.raises(zpasses.ZpassesError, match=r"checkpoint-8 is incomplete.*last_checkpoint"):
+        _resume(tmp_path, True, 2)
 
 
-def _fail_to_save(folder):
+@pytest.mark.slow(quick="test_a_callback_that_saves_on_one_rank_is_an_error_on_all")
+@on_ranks(2)
+def test_rank_that_cannot_write_fails_on_all_ranks(tmp_path):
     training.as_started_by_torchrun()
-    args = training.arguments(folder / "out", save_strategy="steps", save_steps=1)
+    args = training.arguments(tmp_path / "out", save_strategy="steps", save_steps=1)
     model = prepare(training.llama(), options=training.OPTIONS)
     samples = training.Samples(training.llama)
     trainer = training.quiet(transformers.Trainer(model, args, train_dataset=samples))
@@ -248,13 +233,9 @@ def _fail_to_save(folder):
         trainer.train()
 
 
-@pytest.mark.slow(quick="test_a_callback_that_saves_on_one_rank_is_an_error_on_all")
-def test_rank_that_cannot_write_fails_on_all_ranks(tmp_path):
-    run_on_ranks(_fail_to_save, tmp_path)
-
-
 # --- methods of the model -------------------------------------------------------------------------
-def _generate(folder):
+@on_ranks(2)
+def test_generate_keeps_ranks_in_step_and_save_pretrained_gathers(tmp_path):
     training.as_started_by_torchrun()
     torch.manual_seed(0)
     plain = training.llama(eos_token_id=None).eval()
@@ -266,16 +247,12 @@ def _generate(folder):
     ours = model.generate(prompt, max_new_tokens=length, do_sample=False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
     assert torch.equal(ours, plain.generate(prompt, max_new_tokens=length, do_sample=False))
-    model.save_pretrained(folder)
-    again = transformers.LlamaForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert all(
         torch.equal(a, b)
         for a, b in zip(plain.state_dict().values(), again.state_dict().values(), strict=True)
     )
-
-
-def test_generate_keeps_ranks_in_step_and_save_pretrained_gathers(tmp_path):
-    run_on_ranks(_generate, tmp_path)
 
 
 class _SaveOnOneRank(transformers.TrainerCallback):
@@ -287,25 +264,22 @@ class _SaveOnOneRank(transformers.TrainerCallback):
             model.save_pretrained(folder)
 
 
-def _save_on_one_rank(folder, event):
+@pytest.mark.parametrize("event", some_quick(["on_save", "on_train_end"], ["on_save"]))
+@on_ranks(2)
+def test_a_callback_that_saves_on_one_rank_is_an_error_on_all(tmp_path, event):
     training.as_started_by_torchrun()
     model = prepare(training.llama(), options={**training.OPTIONS, "agreement_timeout_s": 20})
     trainer = training.quiet(
         transformers.Trainer(
             model,
-            training.arguments(folder, max_steps=2, save_strategy="steps", save_steps=1),
+            training.arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1),
             train_dataset=training.Samples(training.llama),
-            callbacks=[_SaveOnOneRank(event, folder / "own")],
+            callbacks=[_SaveOnOneRank(event, tmp_path / "own")],
         )
     )
     advice = r"save_pretrained without state_dict \(call it on every rank"
     with pytest.raises(zpasses.AgreementError, match=advice):
         trainer.train()
-
-
-@pytest.mark.parametrize("event", some_quick(["on_save", "on_train_end"], ["on_save"]))
-def test_a_callback_that_saves_on_one_rank_is_an_error_on_all(tmp_path, event):
-    run_on_ranks(_save_on_one_rank, tmp_path, event)
 
 
 def _seq2seq(folder, prepared):
@@ -335,11 +309,7 @@ def _seq2seq(folder, prepared):
     samples = training.Samples(training.t5, 13)  # the last batch of the second rank is padded
     trainer = training.quiet(
         transformers.Seq2SeqTrainer(
-            model,
-            args,
-            train_dataset=samples,
-            eval_dataset=samples,
-            data_collator=collate,
+            model, args, train_dataset=samples, eval_dataset=samples, data_collator=collate
         )
     )
     trainer.train()
@@ -348,19 +318,19 @@ def _seq2seq(folder, prepared):
     return losses, predicted.predictions.tolist()
 
 
-def _seq2seq_both(folder):
-    return [_seq2seq(folder, prepared) for prepared in (False, True)]
-
-
 @pytest.mark.slow(quick="test_generate_keeps_ranks_in_step_and_save_pretrained_gathers")
+@on_ranks(2)
 def test_seq2seq_trainer_predicts_with_generate_as_with_ddp(tmp_path):
-    for (plain, expected), (ours, predicted) in run_on_ranks(_seq2seq_both, tmp_path):
-        assert ours == pytest.approx(plain, rel=1e-6)
-        assert predicted == expected
-        assert len({tuple(each) for each in predicted}) > 1
+    plain, expected = _seq2seq(tmp_path, False)
+    ours, predicted = _seq2seq(tmp_path, True)
+    assert ours == pytest.approx(plain, rel=1e-6)
+    assert predicted == expected
+    assert len({tuple(each) for each in predicted}) > 1
 
 
-def _resize():
+@pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step")
+@on_ranks(2)
+def test_embeddings_are_resized_before_sharding():
     training.as_started_by_torchrun()
     size = training.VOCABULARY + 6
     model = prepare(training.llama(), options=training.OPTIONS)
@@ -380,11 +350,6 @@ def _resize():
     model(input_ids=ids, labels=ids).loss.backward()
     grad = model.get_input_embeddings().get_parameter("weight").grad
     assert grad.full_tensor()[size - 1].abs().sum() > 0
-
-
-@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
-def test_embeddings_are_resized_before_sharding():
-    run_on_ranks(_resize)
 
 
 def _skip_layers(layerdrop):
@@ -416,86 +381,70 @@ def _skip_and_not():
         _skip_layers(0.5)
 
 
-@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
+@pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step")
 def test_layers_that_are_skipped_at_random_are_refused_by_name():
     run_on_ranks(_skip_and_not)
     run_on_ranks(_skip_layers, 0.0)
 
 
 # --- precision ------------------------------------------------------------------------------------
-def _precisions(folder):
-    changes = {"label_smoothing_factor": 0.1, "max_steps": 2}
-    names = ("loss", "grad_norm")
-    exact, _ = _train(folder, training.llama, True, **changes)
-    autocast, _ = _train(folder, training.llama, True, bf16=True, **changes)
-    plain, _ = _train(folder, training.llama, False, bf16=True, **changes)
-    gathered, _ = _train(folder, training.llama, True, param_dtype=torch.bfloat16, **changes)
-    return [training.logged(each, *names) for each in (exact, autocast, plain, gathered)]
-
-
-@pytest.mark.slow(
-    quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step",
-)
+@pytest.mark.slow(quick="test_tasks_train_like_ddp_and_reduce_once_per_step")
+@on_ranks(2, timeout_s=240)
 def test_bf16_is_autocast_and_param_dtype_gathers(tmp_path):
-    for exact, autocast, plain, gathered in run_on_ranks(_precisions, tmp_path, timeout_s=240):
-        assert autocast == pytest.approx(plain, rel=2e-3)
-        for lower in (autocast, gathered):
-            assert lower != exact
-            assert lower == pytest.approx(exact, rel=2e-2)
+    def losses(prepared, **changes):
+        changes = {"label_smoothing_factor": 0.1, "max_steps": 2, **changes}
+        trainer = _train(tmp_path, training.llama, prepared, **changes)
+        return training.logged(trainer, "loss", "grad_norm")
+
+    exact, autocast = losses(True), losses(True, bf16=True)
+    assert autocast == pytest.approx(losses(False, bf16=True), rel=2e-3)
+    for lower in (autocast, losses(True, param_dtype=torch.bfloat16)):
+        assert lower != exact
+        assert lower == pytest.approx(exact, rel=2e-2)
 
 
 # --- refusals -------------------------------------------------------------------------------------
-def _refused(folder, changes):
-    training.as_started_by_torchrun()
-    args = training.arguments(folder, **changes)
-    model = prepare(training.llama(), options=training.OPTIONS)
-    with pytest.raises(zpasses.OptionError) as caught:
-        transformers.Trainer(model, args)
-    return str(caught.value)
+COMPILE_OR_SHARD = [
+    ({"torch_compile": True}, ("torch_compile=True", "prepare(model, options={...})")),
+    ({"torch_compile_mode": "max-autotune"}, ("torch_compile_mode='max-autotune'", "inductor")),
+    ({"fsdp": True}, ("fsdp=", "Leave fsdp out")),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"torch_compile": True}, ("torch_compile=True", "prepare(model, options={...})")),
-        ({"torch_compile_mode": "max-autotune"}, ("torch_compile_mode='max-autotune'", "inductor")),
-        ({"fsdp": True}, ("fsdp=", "Leave fsdp out")),
-    ],
-)
-def test_arguments_that_compile_or_shard_are_refused_by_name(tmp_path, changes, words):
-    for message in run_on_ranks(_refused, tmp_path, changes):
-        assert all(word in message for word in (*words, "zpasses"))
+def _refused_arguments(folder):
+    for changes, words in COMPILE_OR_SHARD:
+        training.as_started_by_torchrun()
+        args = training.arguments(folder, **changes)
+        model = prepare(training.llama(), options=training.OPTIONS)
+        with pytest.raises(zpasses.OptionError) as caught:
+            transformers.Trainer(model, args)
+        assert all(word in str(caught.value) for word in (*words, "zpasses"))
 
 
 def _named_as_backend(folder):
-    told = []
     training.as_started_by_torchrun()
     args = training.arguments(folder, torch_compile_backend="zpasses")
     samples = training.Samples(training.llama)
     sharded = zpasses.shard(training.llama(), mesh=world_mesh())
     prepared = prepare(training.llama(), options=training.OPTIONS)
-    for model in (training.llama(), sharded, prepared):
-        with pytest.raises(zpasses.OptionError) as caught:
+    for model, words in (
+        (training.llama(), "names of its own list"),
+        (sharded, "zpasses"),
+        (prepared, "has compiled the model in place"),
+    ):
+        with pytest.raises(
+            zpasses.OptionError, match=rf"(?s)(?=.*prepare\()(?=.*zpasses).*{words}"
+        ):
             transformers.Trainer(model, args, train_dataset=samples).train()
-        told.append(str(caught.value))
     training.as_started_by_torchrun()
-    with pytest.raises(zpasses.OptionError) as caught:
+    with pytest.raises(zpasses.OptionError, match=r"(?s)(?=.*prepare\().*zpasses"):
         accelerate.Accelerator(cpu=True, dynamo_backend="zpasses")
     with pytest.raises(ValueError, match="'OTHER' is not a valid DynamoBackend"):
         accelerate.Accelerator(cpu=True, dynamo_backend="other")
-    return [*told, str(caught.value)]
-
-
-def test_zpasses_as_a_backend_of_accelerate_says_what_to_call(tmp_path):
-    for told in run_on_ranks(_named_as_backend, tmp_path):
-        assert all("prepare(" in each and "zpasses" in each for each in told)
-        assert "names of its own list" in told[0]
-        assert "has compiled the model in place" in told[2]
 
 
 def _misused(folder):
     training.as_started_by_torchrun()
-    training.arguments(folder)
     model = prepare(training.llama(), options=training.OPTIONS)
     with pytest.raises(zpasses.ShardingError, match="prepared already"):
         prepare(model)
@@ -503,39 +452,25 @@ def _misused(folder):
         prepare(torch.compile(training.llama()))
     with pytest.raises(zpasses.OptionError, match="zero_stage"):
         prepare(training.llama(), options={"zero_stag": 3})
-    torch.manual_seed(0)
-    late = training.llama()
-    params = list(late.parameters())
+    late, args = training.llama(), training.arguments(folder)
+    optimizer = torch.optim.SGD(list(late.parameters()), lr=0.1)
     prepare(late, options=training.OPTIONS)
-    optimizer = torch.optim.SGD(params, lr=0.1)
     samples = training.Samples(training.llama)
-    trainer = transformers.Trainer(
-        late, training.arguments(folder), train_dataset=samples, optimizers=(optimizer, None)
-    )
+    trainer = transformers.Trainer(late, args, train_dataset=samples, optimizers=(optimizer, None))
     with pytest.raises(zpasses.ShardingError, match="Create the optimizer after prepare"):
         trainer.train()
-
-
-def test_wrong_uses_of_prepare_are_refused(tmp_path):
-    run_on_ranks(_misused, tmp_path)
-
-
-def _sharded_only(folder, trainer):
     training.as_started_by_torchrun()
-    args = training.arguments(folder)
-    model = zpasses.shard(training.llama(), mesh=world_mesh())
-    samples = training.Samples(training.llama)
-    if trainer:
-        run = transformers.Trainer(model, args, train_dataset=samples).train
-    else:
-        run = functools.partial(accelerate.Accelerator(cpu=True).prepare, model)
+    sharded = zpasses.shard(training.llama(), mesh=world_mesh())  # and not prepared
+    trainer = transformers.Trainer(sharded, training.arguments(folder), train_dataset=samples)
     with pytest.raises(zpasses.ZpassesError, match=r"zpasses\."):
-        run()
+        trainer.train()
+    with pytest.raises(zpasses.ZpassesError, match=r"zpasses\."):
+        accelerate.Accelerator(cpu=True).prepare(sharded)
 
 
-@pytest.mark.parametrize("trainer", [True, False])
-def test_sharded_model_that_was_not_prepared_is_refused(tmp_path, trainer):
-    run_on_ranks(_sharded_only, tmp_path, trainer)
+@pytest.mark.parametrize("use", [_refused_arguments, _named_as_backend, _misused])
+def test_wrong_uses_are_refused_with_the_way_out(tmp_path, use):
+    run_on_ranks(use, tmp_path)
 
 
 def test_prepare_needs_a_process_group():

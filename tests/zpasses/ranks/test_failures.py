@@ -158,13 +158,11 @@ widths = itertools.count(100, 2)
 """Each test has shapes of its own: ranks do not vote again on collectives that they agreed on."""
 
 
+inductor, SLOW = pytest.mark.inductor, pytest.mark.slow(quick="in_forward-inductor-1")
+
+
 def slow(*values, quick):
     return pytest.param(*values, marks=pytest.mark.slow(quick=quick))
-
-
-def inductor(*values, slow=True):
-    quick = [pytest.mark.slow(quick="in_forward-inductor-1")] if slow else []
-    return pytest.param(*values, marks=[pytest.mark.inductor, *quick])
 
 
 @pytest.mark.parametrize(
@@ -178,9 +176,8 @@ def inductor(*values, slow=True):
         (in_a_late_variant_of_backward, "eager", 1),
         slow(in_the_last_backward_of_a_window, "eager", 1, quick="in_a_late_variant_of_backward"),
         slow(at_the_end_of_a_window, "eager", 0, quick="in_a_late_variant_of_backward"),
-        inductor(in_forward, "inductor", 1, slow=False),
-        inductor(in_backward, "inductor", 0),
-        inductor(in_a_late_variant_of_backward, "inductor", 0),
+        pytest.param(in_forward, "inductor", 1, marks=inductor),
+        pytest.param(in_backward, "inductor", 0, marks=[inductor, SLOW]),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import zpasses
+from tests.fake_mori import Settings, installed
 from tests.flattening import host_as_device
 from zpasses.ranks import vote
 from zpasses.testing import run_in_fresh_ranks, world_mesh
-from zpasses.testing.fake_mori import Settings, installed
 
 pytestmark = pytest.mark.processes
 

@@ -1,7 +1,6 @@
 """Ranks that run different graphs, or a different number of them, get an error."""
 
 import re
-import time
 
 import pytest
 import torch
@@ -9,22 +8,23 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
-import zpasses
-from tests.cases import some_quick
 from tests.on_ranks import on_ranks
+from tests.zpasses.ranks.outcomes import (
+    LIMIT_S,
+    compiled,
+    compiled_part,
+    in_time,
+    outcome_of,
+)
 from zpasses import AgreementError, compat
 from zpasses.ranks.failures import report_failure
 from zpasses.ranks.run_order import RunEvent, check_run_event
 from zpasses.ranks.vote import group_state
 from zpasses.runtime.edits import EditLog
 from zpasses.runtime.local_shards import CallParams
-from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
+from zpasses.testing import run_in_fresh_ranks, run_on_ranks
 
 pytestmark = pytest.mark.processes
-
-LIMIT_S = 5.0
-SLACK_S = 120.0
-"""How much longer than the limit an error may take on a loaded machine; 10 s on an idle one."""
 
 
 class EitherLayer(nn.Module):
@@ -36,22 +36,6 @@ class EitherLayer(nn.Module):
 
     def forward(self, x):
         return self.a(x) if x.sum() > 0 else self.b(x)
-
-
-def compiled(model, **options):
-    zpasses.shard(model, mesh=world_mesh())
-    options = {"codegen": "eager", "agreement_timeout_s": LIMIT_S, **options}
-    return torch.compile(model, backend="zpasses", options=options)
-
-
-def outcome_of(fn):
-    """Seconds until the error, and its text."""
-    started = time.monotonic()
-    try:
-        fn()
-    except Exception as error:
-        return time.monotonic() - started, f"{type(error).__name__}: {error}"
-    return time.monotonic() - started, None
 
 
 # --- branches ------------------------------------------------------------------------------------
@@ -66,26 +50,24 @@ def _branch_by_rank(stage, agreed_before, agreement, **options):
 
 
 def test_ranks_that_gather_other_parameters_of_equal_shape_get_an_error():
-    results = [each.result for each in run_in_fresh_ranks(_branch_by_rank, 3, False, True)]
-    for seconds, error in results:
+    for each in run_in_fresh_ranks(_branch_by_rank, 3, False, True):
+        error = in_time(each)
         assert "AgreementError: ranks would run different collectives" in error
         assert re.search(r"of a\.(weight|bias).* at", error)
         assert re.search(r"of b\.(weight|bias).* at", error)
         assert "self.a(x) if x.sum() > 0 else self.b(x)" in error
-        assert seconds < LIMIT_S + SLACK_S
 
 
-def assert_different_graphs(results):
-    for seconds, error in results:
+def assert_different_graphs(errors):
+    for error in errors:
         assert "AgreementError: ranks of group '0' are about to do different things" in error
         assert "the first of a.weight" in error
         assert "the first of b.weight" in error
-        assert seconds < LIMIT_S + SLACK_S
 
 
 def test_ranks_that_choose_different_agreed_graphs_get_an_error():
     outcomes = run_in_fresh_ranks(_branch_by_rank, 2, True, True)
-    assert_different_graphs(each.result for each in outcomes)
+    assert_different_graphs(map(in_time, outcomes))
 
 
 def _branch_by_rank_from_the_cache(compile_cache):
@@ -95,12 +77,23 @@ def _branch_by_rank_from_the_cache(compile_cache):
 
 
 # --- modules that share a graph -------------------------------------------------------------------
+class Block(nn.Module):
+    """Dynamo compiles its forward by itself; it does not begin with one of `torch.nn`."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
 class Blocks(nn.Module):
     """A graph break after each block, so that all blocks share one graph."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.layers = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, x, order):
         for number in order:
@@ -128,22 +121,13 @@ def _drop_a_layer(one_by_one, agreed_before):
     return outcome_of(lambda: step(x, orders[dist.get_rank()]).sum().backward())
 
 
-def compiled_part(module):
-    options = {"codegen": "eager", "agreement_timeout_s": LIMIT_S}
-    return torch.compile(module, backend="zpasses", options=options)
-
-
-@pytest.mark.parametrize(
-    "one_by_one", [True, pytest.param(False, marks=pytest.mark.slow(quick="one by one"))]
-)
-@pytest.mark.parametrize("agreed_before", some_quick([False, True], [True]))
+@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize("agreed_before", [True, False])
 @pytest.mark.slow(quick="test_ranks_that_choose_different_agreed_graphs_get_an_error")
 def test_ranks_that_run_different_blocks_of_one_graph_get_an_error(one_by_one, agreed_before):
-    results = [each.result for each in run_in_fresh_ranks(_drop_a_layer, one_by_one, agreed_before)]
-    for seconds, error in results:
-        assert "AgreementError" in error
-        assert seconds < LIMIT_S + SLACK_S
-    both = " ".join(error for _, error in results)
+    errors = [*map(in_time, run_in_fresh_ranks(_drop_a_layer, one_by_one, agreed_before))]
+    assert all("AgreementError" in error for error in errors)
+    both = " ".join(errors)
     assert "'layers.2.weight', sharded in call 1 of zpasses.shard" in both
 
 
@@ -178,7 +162,7 @@ def test_graphs_from_a_warm_cache_are_told_apart_too(tmp_path, compile_cache):
             env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
             timeout_s=200,
         )
-        assert_different_graphs(each.result[0] for each in outcomes)
+        assert_different_graphs(each.result[0][1] for each in outcomes)
         for hits, misses in (each.result[1] for each in outcomes if not compile_cache):
             assert hits + misses >= 4  # forward and backward of both branches
             assert misses == 0 or run == "cold"
@@ -210,23 +194,21 @@ def _micro_batches_by_rank(steps_before):
 
 
 def test_another_number_of_micro_batches_is_an_error_in_the_first_step():
-    for seconds, error in (each.result for each in run_in_fresh_ranks(_micro_batches_by_rank, 0)):
+    for error in map(in_time, run_in_fresh_ranks(_micro_batches_by_rank, 0)):
         assert "rank 0 comes to graph 0/0 forward" in error
         assert "rank 1 to SGD.step()" in error
-        assert seconds < SLACK_S + LIMIT_S
 
 
 @pytest.mark.slow(quick="test_another_number_of_micro_batches_is_an_error_in_the_first_step")
 def test_another_number_of_micro_batches_is_an_error_in_later_steps():
     """Rank 0 does what was predicted, and waits in a collective; rank 1 votes, and waits there."""
-    first, second = (each.result for each in run_in_fresh_ranks(_micro_batches_by_rank, 5))
-    assert "rank 0 waited in a collective while running graph 0/0 forward" in first[1]
-    assert "Rank 1 is alive" in first[1]
-    assert "waiting for other ranks at the next graph or optimizer step (group '0', to " in first[1]
-    assert "rank 0 of group '0' did not come to SGD.step()" in second[1]
-    assert "agreement_timeout_s" in first[1]
-    assert "agreement_timeout_s" in second[1]
-    assert max(first[0], second[0]) < LIMIT_S + SLACK_S
+    first, second = map(in_time, run_in_fresh_ranks(_micro_batches_by_rank, 5))
+    assert "rank 0 waited in a collective while running graph 0/0 forward" in first
+    assert "Rank 1 is alive" in first
+    assert "waiting for other ranks at the next graph or optimizer step (group '0', to " in first
+    assert "rank 0 of group '0' did not come to SGD.step()" in second
+    assert "agreement_timeout_s" in first
+    assert "agreement_timeout_s" in second
 
 
 def _steps_before_the_first_graph():
@@ -240,12 +222,9 @@ def _steps_before_the_first_graph():
 
 def test_a_step_of_one_rank_before_the_first_graph_is_an_error():
     """Otherwise its second step would meet the first of the others, and its learning rates too."""
-    for seconds, error in (
-        each.result for each in run_in_fresh_ranks(_steps_before_the_first_graph)
-    ):
+    for error in map(in_time, run_in_fresh_ranks(_steps_before_the_first_graph)):
         assert "rank 1 at the next graph or optimizer step" in error
         assert "run the same backwards and optimizer steps" in error
-        assert seconds < LIMIT_S + SLACK_S
 
 
 def _as_a_plain_loop():
@@ -319,20 +298,14 @@ def _mismatch_then_same():
 
 
 # --- unsharded modules ----------------------------------------------------------------------------
-def _trains_unsharded():
-    step = torch.compile(nn.Linear(4, 4), backend="zpasses", options={"codegen": "eager"})
-    trained = outcome_of(lambda: step(torch.ones(2, 4)))
-    with torch.no_grad():
-        evaluated = step(torch.ones(2, 4))
-    return trained[1], tuple(evaluated.shape)
-
-
 @on_ranks(2)
 def test_module_without_sharded_parameters_is_refused_where_ranks_train():
-    error, evaluated = _trains_unsharded()
+    step = compiled_part(nn.Linear(4, 4))
+    _, error = outcome_of(lambda: step(torch.ones(2, 4)))
     assert "ShardingError: nothing in this compiled module is sharded" in error
     assert "trains weight, bias on 2 ranks" in error
-    assert evaluated == (2, 4)  # without gradients there is nothing to average
+    with torch.no_grad():  # without gradients there is nothing to average
+        assert step(torch.ones(2, 4)).shape == (2, 4)
 
 
 def _edits_before_a_failure():

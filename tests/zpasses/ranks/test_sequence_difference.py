@@ -63,6 +63,12 @@ def test_what_later_collectives_lack_is_said_too():
     assert "Only on rank 1" not in text
 
 
+def test_a_shorter_sequence_is_said():
+    assert "nothing more on rank 1" in said(
+        ballot(["a.weight"], ["b.weight"]), ballot(["a.weight"])
+    )
+
+
 def test_equal_tensors_with_another_reduction_are_told_apart():
     text = said(ballot(bucket(9), reduce_op=", avg"), ballot(bucket(9), reduce_op=", sum"))
     assert f"is {OP} of 9 tensors, avg on rank 0" in text

@@ -11,6 +11,7 @@ from torch import nn
 
 import zpasses
 import zpasses.runtime.gloo  # the operators
+from tests.on_ranks import on_ranks
 from zpasses import compat
 from zpasses.testing import fake_world, run_in_fresh_ranks, run_on_ranks, world_mesh
 
@@ -38,38 +39,22 @@ def _bits(gathered):
     ]
 
 
-def _gathered(dtypes):
+@on_ranks(2)
+def test_gloo_all_gathers_give_the_bits_of_the_functional_ones():
     ours, torchs, name = torch.ops.zpasses, compat.functional, dist.group.WORLD.group_name
-    for dtype in dtypes:
+    floats = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    for dtype in (*floats, torch.int64, torch.bool, torch.uint8):
         sources = _sources(dtype)
         expected = _bits(torchs.all_gather_into_tensor_coalesced(sources[1:], 2, name))
         assert _bits(ours.gloo_all_gather_coalesced(sources[1:], 2, name)) == expected
-        assert (
-            _bits([ours.gloo_all_gather(source, 2, name) for source in sources[2:]]) == expected[1:]
-        )
+        single = [ours.gloo_all_gather(source, 2, name) for source in sources[2:]]
+        assert _bits(single) == expected[1:]
     mixed = [torch.ones(2, 2), torch.ones(3, dtype=torch.int64)]
-    assert _bits(ours.gloo_all_gather_coalesced(mixed, 2, name)) == _bits(
-        [torchs.all_gather_into_tensor(each, 2, name) for each in mixed]
-    )
+    expected = _bits([torchs.all_gather_into_tensor(each, 2, name) for each in mixed])
+    assert _bits(ours.gloo_all_gather_coalesced(mixed, 2, name)) == expected
     turned = torch.arange(6.0).reshape(2, 3).t()
-    assert _bits([ours.gloo_all_gather(turned, 2, name)]) == _bits(
-        [torchs.all_gather_into_tensor(turned.contiguous(), 2, name)]
-    )
-
-
-def test_gloo_all_gathers_give_the_bits_of_the_functional_ones():
-    run_on_ranks(
-        _gathered,
-        (
-            torch.float32,
-            torch.bfloat16,
-            torch.float16,
-            torch.float64,
-            torch.int64,
-            torch.bool,
-            torch.uint8,
-        ),
-    )
+    expected = _bits([torchs.all_gather_into_tensor(turned.contiguous(), 2, name)])
+    assert _bits([ours.gloo_all_gather(turned, 2, name)]) == expected
 
 
 def _reduced(dtypes):
@@ -117,7 +102,7 @@ def _sum_in_order(parts):
     return total
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3])  # the order of two summands does not matter
 def test_gloo_reduce_scatters_sum_in_the_order_of_ranks(ranks):
     dtypes = [(torch.float32, "avg"), (torch.bfloat16, "sum"), (torch.float64, "avg")]
     run_on_ranks(_reduced, dtypes, ranks=ranks)
@@ -146,8 +131,9 @@ def test_reductions_that_gloo_cannot_exchange_stay_as_they_are():
 
 def _late():
     name = dist.group.WORLD.group_name
+    store = compat.default_store()
     if dist.get_rank() == 1:
-        time.sleep(6)
+        store.wait(["rank 0 gave up"])
         return None
     with compat.limited_timeouts([name], 1.0):
         parts = [torch.ones(4), torch.ones(5)]
@@ -157,7 +143,9 @@ def _late():
         with pytest.raises(RuntimeError) as error:
             compat.functional.wait_tensor(output)
         assert compat.is_collective_timeout(error.value)
-    return time.monotonic() - began
+    seconds = time.monotonic() - began
+    store.set("rank 0 gave up", "")
+    return seconds
 
 
 def test_an_exchange_gives_up_after_the_time_limit():
@@ -220,22 +208,15 @@ def test_only_cpu_tensors_of_a_mixed_group_use_gloo(monkeypatch):
 
 
 def _called(pipeline, codegen):
-    model = zpasses.shard(
-        nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), mesh=world_mesh()
-    )
-    step = torch.compile(
-        model, backend="zpasses", options={"pipeline": pipeline, "codegen": codegen}
-    )
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    model = zpasses.shard(nn.Sequential(*layers), mesh=world_mesh())
+    options = {"pipeline": pipeline, "codegen": codegen}
+    step = torch.compile(model, backend="zpasses", options=options)
     step(torch.ones(2, 4)).sum().backward()
     with torch.profiler.profile() as profile:
         step(torch.ones(2, 4)).sum().backward()
-    return sorted(
-        {
-            event.name
-            for event in profile.events()
-            if "all_gather" in event.name and "::" in event.name
-        }
-    )
+    names = {event.name for event in profile.events()}
+    return sorted(name for name in names if "all_gather" in name and "::" in name)
 
 
 @pytest.mark.parametrize(
@@ -246,16 +227,10 @@ def _called(pipeline, codegen):
     ],
 )
 def test_compiled_code_calls_gloo_all_gathers(codegen):
-    single, merged = (
-        f"gather-params,reduce-grads,reshard-after-forward,bucket{{cap_mb={mb},mode=coalesced,memory_budget=1GiB}}"
-        for mb in (0, 25)
-    )
-    for pipeline, op in (
-        (single, "zpasses::gloo_all_gather"),
-        (merged, "zpasses::gloo_all_gather_coalesced"),
-    ):
+    for mb, op in ((0, "gloo_all_gather"), (25, "gloo_all_gather_coalesced")):
+        bucket = f"bucket{{cap_mb={mb},mode=coalesced,memory_budget=1GiB}}"
+        pipeline = f"gather-params,reduce-grads,reshard-after-forward,{bucket}"
         called, _ = run_on_ranks(_called, pipeline, codegen)
-        assert op in called
-        assert not any(
-            "all_gather_into_tensor" in name and not name.endswith("_out") for name in called
-        )
+        assert f"zpasses::{op}" in called
+        names = [name for name in called if not name.endswith("_out")]
+        assert not any("all_gather_into_tensor" in name for name in names)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zpasses
+from tests.on_ranks import on_ranks
 from tests.zpasses.runtime.test_watched import EAGER, X, build, compiled, whole
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
@@ -30,11 +31,13 @@ def _step(model, run):
     model.zero_grad()
 
 
-def _writes_by(kind, stage):
+@pytest.mark.parametrize("kind", HANDLES)
+@on_ranks(2)
+def test_writes_by_a_handle_that_is_kept_over_steps_are_seen(kind):
     shown = []
     for sharded in (False, True):
         model = build(sharded)
-        run = compiled(model, stage) if sharded else model
+        run = compiled(model, 2) if sharded else model
         handles = [HANDLES[kind](param) for param in model.parameters()]
         found = []
         for _ in range(2):
@@ -46,16 +49,6 @@ def _writes_by(kind, stage):
         run(X).square().sum().backward()
         shown.append([*found, *[whole(param.grad) for param in model.parameters()]])
     torch.testing.assert_close(shown[1], shown[0])
-
-
-def _all_writes(stage):
-    for kind in HANDLES:
-        _writes_by(kind, stage)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_writes_by_a_handle_that_is_kept_over_steps_are_seen(stage):
-    run_on_ranks(_all_writes, stage)
 
 
 class Block(nn.Module):
@@ -76,7 +69,9 @@ def _blocks(sharded):
     return model
 
 
-def _one_rank_reads():
+@pytest.mark.slow(quick="test_writes_between_a_forward_and_its_backward_are_refused")
+@on_ranks(2)
+def test_one_rank_may_read_its_rows_at_any_time():
     for stage in (2, "blocks"):
         shown = []
         for sharded in (False, True):
@@ -98,28 +93,19 @@ def _one_rank_reads():
         torch.testing.assert_close(shown[1], shown[0])
 
 
-@pytest.mark.slow(quick="test_writes_between_a_forward_and_its_backward_are_refused")
-def test_one_rank_may_read_its_rows_at_any_time():
-    run_on_ranks(_one_rank_reads)
-
-
-def _edited_before_backward():
-    for stage in (2, 3):
-        for hidden in (True, False):
-            model = build(True)
-            loss = compiled(model, stage)(X).square().sum()
-            for param in model.parameters():
-                local = param.to_local()
-                with torch.no_grad():
-                    (local.data if hidden else local).mul_(1.5)
-            # Unsharded, backward uses what is written through `.data`. Stage 2 has saved the old
-            # value, so all stages refuse it.
-            with pytest.raises(zpasses.ShardingError, match="edited between a forward and its"):
-                loss.backward()
-
-
+@on_ranks(2)
 def test_writes_between_a_forward_and_its_backward_are_refused():
-    run_on_ranks(_edited_before_backward)
+    for stage, hidden in ((2, True), (3, False), (3, True)):
+        model = build(True)
+        loss = compiled(model, stage)(X).square().sum()
+        for param in model.parameters():
+            local = param.to_local()
+            with torch.no_grad():
+                (local.data if hidden else local).mul_(1.5)
+        # Unsharded, backward uses what is written through `.data`. Stage 2 has saved the old
+        # value, so all stages refuse it.
+        with pytest.raises(zpasses.ShardingError, match="edited between a forward and its"):
+            loss.backward()
 
 
 def _one_rank_writes(cached):
@@ -154,8 +140,8 @@ class _Alone(nn.Module):
         return x * self.row
 
 
-def _own_steps():
-    """A step of the user's own, which leaves out ranks without rows."""
+@on_ranks(2)
+def test_steps_of_ones_own_may_leave_out_ranks_without_rows():
     shown = []
     for sharded in (False, True):
         model = _Alone()
@@ -172,11 +158,8 @@ def _own_steps():
     torch.testing.assert_close(shown[1], shown[0])
 
 
-def test_steps_of_ones_own_may_leave_out_ranks_without_rows():
-    run_on_ranks(_own_steps)
-
-
-def _replaced():
+@on_ranks(2)
+def test_parameters_that_were_replaced_unseen_are_refused():
     for way in ("dict", "swap"):
         model = build(True)
         run = compiled(model, 3)
@@ -188,7 +171,3 @@ def _replaced():
             torch.utils.swap_tensors(param, other)
         with pytest.raises(zpasses.ShardingError, match=r"0\.weight was replaced where"):
             run(X)
-
-
-def test_parameters_that_were_replaced_unseen_are_refused():
-    run_on_ranks(_replaced)

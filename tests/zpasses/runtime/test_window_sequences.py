@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
+from tests.cases import some_quick
 from tests.graphs import drawn_examples
 from tests.zpasses.models import integers
 from zpasses import ZpassesError
@@ -67,13 +68,9 @@ class Program:
 
     # --- the documented behaviour of windows
     def begin(self, backwards):
-        self.backwards, self.count, self.announced, self.reduced, self.pending = (
-            backwards,
-            0,
-            False,
-            False,
-            [None] * len(self.params),
-        )
+        self.backwards, self.count = backwards, 0
+        self.announced = self.reduced = False
+        self.pending = [None] * len(self.params)
 
     def counted(self, grads):
         """Account for a backward. Returns whether it is allowed."""
@@ -86,15 +83,10 @@ class Program:
         self.pending = plus(self.pending, grads)
         self.reduced = self.announced or self.count == self.backwards
         if self.reduced:  # gradients that this backward does not produce are reduced on exit
-            now = [
-                pending if grad is not None else None
-                for pending, grad in zip(self.pending, grads, strict=True)
-            ]
-            self.grads = plus(self.grads, now)
-            self.pending = [
-                None if each is not None else pending
-                for pending, each in zip(self.pending, now, strict=True)
-            ]
+            for at, grad in enumerate(grads):
+                if grad is not None:
+                    self.grads[at] = add(self.grads[at], self.pending[at])
+                    self.pending[at] = None
         return True
 
     # --- actions
@@ -214,8 +206,12 @@ def mean(grads):
     return [None if each[0] is None else sum(each) / len(each) for each in zip(*grads, strict=True)]
 
 
+def add(a, b):
+    return b if a is None else a if b is None else a + b
+
+
 def plus(left, right):
-    return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
+    return list(map(add, left, right))
 
 
 def same(found, expected):
@@ -260,16 +256,11 @@ def run_programs(examples, **options):
     run()
 
 
-@pytest.mark.slow(quick="test_any_program_gives_the_mean_of_the_gradients_on_two_ranks")
-def test_any_program_gives_the_gradients_of_a_plain_model():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        run_programs(drawn_examples(100), zero_stage=2)
-    finally:
-        dist.destroy_process_group()
+def test_any_program_gives_the_gradients_of_a_plain_model(one_rank):
+    run_programs(drawn_examples(100), zero_stage=2)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow(quick="stage 3")), 3])
+@pytest.mark.parametrize("stage", some_quick([2, 3], [3]))
 def test_any_program_gives_the_mean_of_the_gradients_on_two_ranks(stage):
     run_on_ranks(run_programs, drawn_examples(20), zero_stage=stage, timeout_s=240)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.foreign import simple_fsdp
 from zpasses import Level, Pass, Pipeline, compat
-from zpasses.graph.nodes import Editor, collectives
+from zpasses.graph.queries import Editor, collectives
 from zpasses.passes import Sdma
 from zpasses.sdma.ops import SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_ALL_GATHER_OUT
 from zpasses.testing import fake_world

@@ -1,10 +1,9 @@
 import pytest
 import torch
-import torch.distributed as dist
 
 from zpasses import compat
-from zpasses.cost.memory import scratch_bytes
-from zpasses.graph.nodes import collective_of, collectives, value_of
+from zpasses.cost.memory.liveness import scratch_bytes
+from zpasses.graph.queries import collective_of, collectives, value_of
 from zpasses.ranks.agreement import digest
 from zpasses.sdma.ops import (
     SDMA_ALL_GATHER,
@@ -19,11 +18,9 @@ wait = torch.ops._c10d_functional.wait_tensor
 
 
 @pytest.fixture
-def single_rank():
-    """A real group of one rank; yields its name."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD.group_name
-    dist.destroy_process_group()
+def single_rank(one_rank):
+    """The name of a real group of one rank."""
+    return one_rank.get_group().group_name
 
 
 def test_schemas_take_the_group_last():

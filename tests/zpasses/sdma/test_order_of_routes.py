@@ -5,16 +5,16 @@ accesses, whatever the devices do first. Each test shows what happens without on
 import pytest
 import torch
 
+from tests.simulated_routes import (
+    SimulatedAllgather,
+    SimulatedSymmMemory,
+    record_ranks,
+)
 from zpasses import compat
 from zpasses.sdma import mori_route, routes
 from zpasses.sdma.mori_route import MoriRoute, _MoriState
 from zpasses.sdma.symm_route import SymmRoute
 from zpasses.testing.simulated_device import SimulatedStream
-from zpasses.testing.simulated_routes import (
-    SimulatedAllgather,
-    SimulatedSymmMemory,
-    record_ranks,
-)
 
 SEEDS = 60
 wait = torch.ops._c10d_functional.wait_tensor

@@ -2,7 +2,6 @@
 the route has not run on a device.
 """
 
-import pytest
 import torch
 
 from tests.on_ranks import on_ranks
@@ -44,7 +43,6 @@ class FunctionalMemory:
         return compat.functional.reduce_scatter_tensor(source, op, size, group)
 
 
-@pytest.mark.processes
 @on_ranks(2)
 def test_tensors_of_every_kind_are_gathered_as_bytes():
     import torch.distributed as dist

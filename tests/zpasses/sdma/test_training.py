@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fake_mori import Settings, installed
 from zpasses.dumps import read
 from zpasses.inspect.view import Text
 from zpasses.inspect.views import list_view
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
-from zpasses.testing.fake_mori import Settings, installed
 
 PLAIN = "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=nothing}"
 SINGLE = f"{PLAIN},overlap"

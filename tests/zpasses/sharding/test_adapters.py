@@ -14,7 +14,7 @@ from tests.cases import some_quick
 from tests.on_ranks import on_ranks
 from tests.zpasses.checkpoint.checkpoint_models import sharded
 from tests.zpasses.models import assert_same
-from zpasses.testing import run_on_ranks, world_mesh
+from zpasses.testing import world_mesh
 
 pytestmark = pytest.mark.processes
 
@@ -33,10 +33,6 @@ class Net(nn.Module):
 
 
 TOKENS = torch.arange(7).view(1, 7)
-
-
-def _slow(name):
-    return pytest.mark.slow(quick=name)
 
 
 def _config(targets=("q", "v"), **options):
@@ -92,9 +88,9 @@ def _same(model, plain):
 
 
 # --- merging --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("which", some_quick(ADAPTERS, MOST_UNLIKE))
-@on_ranks(2)
+@pytest.mark.parametrize("which", ADAPTERS)
 @pytest.mark.slow(quick="test_merge_on_ranks_without_rows_is_seen_by_cached_parameters")
+@on_ranks(2)
 def test_merging_equals_the_unsharded_model(which):
     plain, model = _pair(which)
     _same(model, plain)
@@ -110,14 +106,13 @@ def test_merging_equals_the_unsharded_model(which):
 
 
 @pytest.mark.parametrize("which", some_quick(ADAPTERS, MOST_UNLIKE))
-@pytest.mark.parametrize("how", ["merge_and_unload", "unload"])
 @on_ranks(2)
-def test_unloading_equals_the_unsharded_model(which, how):
-    plain, model = _pair(which)
-    plain, model = getattr(plain, how)(), getattr(model, how)()
-    assert not any("lora" in name for name, _ in model.named_parameters())
-    _same(model, plain)
-    model.requires_grad_(True)(TOKENS).sum().backward()  # a plain sharded model again
+def test_unloading_equals_the_unsharded_model(which):
+    for how in ("merge_and_unload", "unload"):
+        plain, model = (getattr(each, how)() for each in _pair(which))
+        assert not any("lora" in name for name, _ in model.named_parameters())
+        _same(model, plain)
+        model.requires_grad_(True)(TOKENS).sum().backward()  # a plain sharded model again
 
 
 @on_ranks(2)
@@ -159,15 +154,7 @@ def _trained(model, run):
 
 @pytest.mark.parametrize(
     ("which", "stage"),
-    [
-        ("DoRA", 3),
-        ("several LoRA", None),
-        *(
-            pytest.param(which, stage, marks=_slow("test_training_equals_the_unsharded_model"))
-            for which, stage in itertools.product(ADAPTERS, (None, 2, 3))
-            if (which, stage) not in (("DoRA", 3), ("several LoRA", None))
-        ),
-    ],
+    some_quick(itertools.product(ADAPTERS, (None, 2, 3)), [("DoRA", 3)]),
 )
 @on_ranks(2)
 def test_training_equals_the_unsharded_model(which, stage):
@@ -178,7 +165,7 @@ def test_training_equals_the_unsharded_model(which, stage):
     torch.testing.assert_close(state, dict(_trained(plain, plain).state_dict()))
 
 
-@pytest.mark.parametrize("which", ["LoRA", "DoRA", "modules to save"])
+@pytest.mark.parametrize("which", some_quick(["LoRA", "DoRA", "modules to save"], ["DoRA"]))
 @on_ranks(2)
 def test_adapters_are_saved_and_loaded(which, tmp_path):
     plain, model = _pair(which)
@@ -214,28 +201,18 @@ def _late(which="LoRA"):
     return peft.get_peft_model(base, _config(use_dora=which == "DoRA"))
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
 @on_ranks(2)
-def test_training_adapters_that_are_not_sharded_is_an_error(how):
+def test_training_adapters_that_are_not_sharded_is_an_error():
     model = _late()
-    options = {"codegen": "eager"}
-    run = torch.compile(model, backend="zpasses", options=options) if how == "compiled" else model
-    with pytest.raises(Exception, match=r"zpasses.shard\(model, mesh=...\) again") as caught:
-        run(TOKENS)
-    assert "lora_A.default.weight" in str(caught.value)
+    for run in (model, torch.compile(model, backend="zpasses", options={"codegen": "eager"})):
+        with pytest.raises(Exception, match=r"zpasses.shard\(model, mesh=...\) again") as caught:
+            run(TOKENS)
+        assert "lora_A.default.weight" in str(caught.value)
     with torch.no_grad():
         model(TOKENS)  # evaluation is correct
 
 
-@pytest.mark.parametrize(
-    ("which", "stage"),
-    [
-        ("DoRA", 3),
-        ("LoRA", None),
-        pytest.param("LoRA", 3, marks=_slow("test_second_call_of_shard_finds_late_adapters")),
-        pytest.param("DoRA", None, marks=_slow("test_second_call_of_shard_finds_late_adapters")),
-    ],
-)
+@pytest.mark.parametrize(("which", "stage"), [("DoRA", 3), ("LoRA", None)])
 @on_ranks(2)
 @pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
 def test_second_call_of_shard_finds_late_adapters(which, stage):
@@ -261,18 +238,6 @@ def test_adapters_may_be_ignored():
     zpasses.shard(nn.Linear(2, 2), mesh=world_mesh(), ignored_params=adapters)
     model(TOKENS).sum().backward()
     assert all(type(param.grad) is torch.Tensor for param in adapters)
-
-
-def _alone():
-    model = _late()
-    model(TOKENS).sum().backward()
-    run = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
-    run(TOKENS).sum().backward()
-
-
-@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
-def test_one_rank_needs_no_average():
-    run_on_ranks(_alone, ranks=1)
 
 
 # --- edits by `.data` -----------------------------------------------------------------------------

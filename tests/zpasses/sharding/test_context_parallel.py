@@ -10,10 +10,11 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
+from tests.cases import some_quick
 from tests.zpasses.parallel_models import assert_near, sgd, whole
 from zpasses.testing import run_on_ranks
 
-STEPS, WIDTH, LENGTH = 6, 8, 12
+STEPS, WIDTH, LENGTH = 3, 8, 12
 
 
 class Attention(nn.Module):
@@ -43,8 +44,8 @@ def _loss(out):
 
 def _train(stage, hybrid, windows):
     torch.manual_seed(0)
-    plain = nn.Sequential(Attention(), Attention())
-    reference, theirs = copy.deepcopy(plain), None
+    plain = nn.Sequential(*(Attention() for _ in range(windows)))
+    reference = copy.deepcopy(plain)
     theirs = sgd(reference)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     for layer in plain:
@@ -67,12 +68,9 @@ def _train(stage, hybrid, windows):
     assert_near(ours, dict(reference.named_parameters()), 2e-6)
 
 
-def test_training_equals_the_whole_sequence():
-    run_on_ranks(_train, 3, True, 1, ranks=4)
+CASES = [(3, True, 1), (2, False, 2), (3, True, 2)]
 
 
-@pytest.mark.slow(quick="test_training_equals_the_whole_sequence")
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_windows_and_other_meshes(stage, hybrid):
-    run_on_ranks(_train, stage, hybrid, 2, ranks=4)
+@pytest.mark.parametrize(("stage", "hybrid", "windows"), some_quick(CASES, CASES[:1]))
+def test_training_equals_the_whole_sequence(stage, hybrid, windows):
+    run_on_ranks(_train, stage, hybrid, windows, ranks=4)

@@ -25,8 +25,6 @@ def _step(model, x):
 
 
 CONVERSIONS = {
-    "to": (lambda model: model.to(torch.float64), torch.float64),
-    "double": (lambda model: model.double(), torch.float64),
     "bfloat16": (lambda model: model.bfloat16(), torch.bfloat16),
     "device": (lambda model: model.to("cpu"), torch.float32),
 }

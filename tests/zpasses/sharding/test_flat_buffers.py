@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zpasses
 from tests.graphs import few_examples
+from tests.on_ranks import on_ranks
 from tests.zpasses.models import (
     Odd,
     Tied,
@@ -30,7 +31,7 @@ from tests.zpasses.models import (
 )
 from zpasses import compat
 from zpasses.sharding.flat_buffers import pack_parameters
-from zpasses.testing import fake_world, run_on_ranks, world_mesh
+from zpasses.testing import fake_world, world_mesh
 
 
 def assert_parts(flats, tensors):
@@ -69,19 +70,12 @@ def odd_tensors():
 
 
 def test_tensors_lie_aligned_in_one_buffer_per_dtype():
+    assert pack_parameters([]) == []
     flats = pack_parameters(odd_tensors())
     assert [flat.buffer.dtype for flat in flats] == [torch.float32, torch.bfloat16]
     assert_parts(flats, odd_tensors())
-
-
-def test_tied_tensors_share_a_place():
-    tensors = odd_tensors()
-    (flat, _) = pack_parameters(tensors)
-    assert flat.views[1].data_ptr() == flat.views[6].data_ptr()
-
-
-def test_views_have_no_autograd_and_separate_version_counters():
-    (flat, _) = pack_parameters(odd_tensors())
+    (flat, _) = flats
+    assert flat.views[1].data_ptr() == flat.views[6].data_ptr(), "tied tensors share a place"
     assert flat.buffer.grad_fn is None
     before = flat.views[2]._version
     flat.views[0].add_(1)
@@ -89,18 +83,12 @@ def test_views_have_no_autograd_and_separate_version_counters():
     assert flat.buffer[0] == 8.0
 
 
-def test_reserved_room_is_zero_and_moves_the_next_tensor():
-    (flat,) = pack_parameters([torch.ones(3), torch.ones(2)], reserve=[9, 2])
+def test_room_can_be_reserved_and_alignment_be_wider():
+    tensors = [torch.ones(3), torch.ones(2)]
+    (flat,) = pack_parameters(tensors, reserve=[9, 2])
     assert flat.buffer.tolist() == [1.0] * 3 + [0.0] * 9 + [1.0] * 2 + [0.0] * 2
-
-
-def test_alignment_can_be_wider():
-    (flat,) = pack_parameters([torch.ones(3), torch.ones(2)], align_bytes=64)
+    (flat,) = pack_parameters(tensors, align_bytes=64)
     assert (flat.views[1].data_ptr() - flat.buffer.data_ptr(), flat.buffer.nbytes) == (64, 128)
-
-
-def test_no_tensors_make_no_buffers():
-    assert pack_parameters([]) == []
 
 
 @pytest.mark.parametrize(
@@ -161,22 +149,17 @@ def places(model):
 
 
 @pytest.mark.parametrize("rank", range(3))
-@pytest.mark.parametrize("how", ["shard", "pack_shards"])
-def test_packed_shards_lie_in_one_buffer_identically_on_every_rank(rank, how):
+def test_packed_shards_lie_in_one_buffer_identically_on_every_rank(rank):
     with fake_world(3, rank) as mesh:
         plain = zpasses.shard(Odd(), mesh=mesh)
-        if how == "shard":
-            packed = zpasses.shard(Odd(), mesh=mesh, pack_mb=1)
-        else:
-            packed = zpasses.pack_shards(zpasses.shard(Odd(), mesh=mesh), 1)
-    ours, theirs = locals_of(packed), locals_of(plain)
-    assert_same(ours, theirs)
+        packed = zpasses.shard(Odd(), mesh=mesh, pack_mb=1)
+        later = zpasses.pack_shards(zpasses.shard(Odd(), mesh=mesh), 1)
     # Blocks of 14, 15, 5, 1, 0, 10 and 3 elements, each at a multiple of 4 elements. Only the first
     # rank holds the parameter with one row.
-    assert places(packed) == [
-        4 * first for first in ([0, 16, 32, 40, 44, 56] if rank == 0 else [0, 16, 40, 44, 56])
-    ]
-    assert places(plain) != places(packed)
+    offsets = [0, 16, 32, 40, 44, 56] if rank == 0 else [0, 16, 40, 44, 56]
+    for each in (packed, later):
+        assert_same(locals_of(each), locals_of(plain))
+        assert places(each) == [4 * first for first in offsets] != places(plain)
 
 
 def test_buffers_end_where_they_are_full():
@@ -288,7 +271,9 @@ def _train(model, batches, stage):
     return {name: param.full_tensor() for name, param in model.named_parameters()}
 
 
-def _packed_training(folder):
+@pytest.mark.slow(quick="test_inductor_takes_shards_of_one_buffer")
+@on_ranks(2)
+def test_packed_models_train_and_checkpoint_like_others(tmp_path):
     rank, mesh = dist.get_rank(), world_mesh()
     batches = [integers(2, 7, seed=rank), integers(2, 7, seed=10 + rank)]
     model = zpasses.shard(Odd(), mesh=mesh, pack_mb=1)
@@ -299,18 +284,16 @@ def _packed_training(folder):
     assert_same(full_gradients(model), expected)
 
     for stage in (2, 3):  # packing does not change training
-        packed, plain = (
-            zpasses.shard(Odd(), mesh=mesh, pack_mb=0.0001),
-            zpasses.shard(Odd(), mesh=mesh),
-        )
+        packed = zpasses.shard(Odd(), mesh=mesh, pack_mb=0.0001)
+        plain = zpasses.shard(Odd(), mesh=mesh)
         assert_same(_train(packed, batches, stage), _train(plain, batches, stage))
 
     # Nor does it change checkpoints.
-    dcp.save({"model": get_model_state_dict(packed)}, checkpoint_id=folder)
+    dcp.save({"model": get_model_state_dict(packed)}, checkpoint_id=tmp_path)
     loaded = zpasses.shard(Odd(), mesh=mesh, pack_mb=1)
     memory = {name: local.data_ptr() for name, local in locals_of(loaded).items()}
     state = {"model": get_model_state_dict(loaded)}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     set_model_state_dict(loaded, state["model"])
     assert_same(locals_of(loaded), locals_of(packed))
     assert {name: local.data_ptr() for name, local in locals_of(loaded).items()} == memory
@@ -331,30 +314,17 @@ def _packed_training(folder):
     before = run(batches[0]).detach().clone()
     zpasses.pack_shards(packed, 1)
     assert torch.equal(run(batches[0]), before)
-    return True
 
 
-@pytest.mark.processes
-@pytest.mark.slow(quick="test_inductor_takes_shards_of_one_buffer")
-def test_packed_models_train_and_checkpoint_like_others(tmp_path):
-    assert run_on_ranks(_packed_training, str(tmp_path)) == [True, True]
-
-
-@pytest.mark.processes
 @pytest.mark.inductor
+@on_ranks(2)
 def test_inductor_takes_shards_of_one_buffer():
-    assert run_on_ranks(_compiles) == [True, True]
-
-
-def _compiles():
-    model = zpasses.shard(with_integer_weights(nn.Linear(4, 6)), mesh=world_mesh(), pack_mb=1)
-    batches = [integers(2, 4, seed=rank) for rank in range(2)]
-    expected = reference_gradients(with_integer_weights(nn.Linear(4, 6)), batches)
-    torch.compile(model, backend="zpasses", options={"zero_stage": 2})(
-        batches[dist.get_rank()]
-    ).sum().backward()
+    plain, batches = nn.Linear(4, 6), [integers(2, 4, seed=rank) for rank in range(2)]
+    expected = reference_gradients(with_integer_weights(plain), batches)
+    model = zpasses.shard(plain, mesh=world_mesh(), pack_mb=1)
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2})
+    step(batches[dist.get_rank()]).sum().backward()
     assert_same(full_gradients(model), expected)
-    return True
 
 
 # --- memory of the host ---------------------------------------------------------------------------

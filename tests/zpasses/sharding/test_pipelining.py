@@ -16,6 +16,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zpasses
+from tests.cases import some_quick
 from tests.zpasses.parallel_models import assert_near, whole
 from zpasses.testing import run_on_ranks
 
@@ -65,7 +66,7 @@ def _train(schedule, explicit=False, stage=3, most=MICRO_BATCHES, tp=1):
     run = schedule(stages if several else stages[0], MICRO_BATCHES, loss_fn=_loss)
     optim = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     theirs = torch.optim.SGD(reference.parameters(), lr=0.2, momentum=0.9)
-    for step in range(5):
+    for step in range(3):
         generator = torch.Generator().manual_seed(step)
         x, y = torch.randn(2, 2, 8, 6, generator=generator)
         optim.zero_grad()
@@ -83,30 +84,19 @@ def _train(schedule, explicit=False, stage=3, most=MICRO_BATCHES, tp=1):
     assert_near(ours, dict(expected.named_parameters()), 2e-6)
 
 
-@pytest.mark.slow(quick="test_windows_are_divided_by_the_number_of_micro_batches")
-def test_training_equals_one_process():
-    run_on_ranks(_train, Schedule1F1B, ranks=4)
+CASES = [
+    (Schedule1F1B, {"explicit": True}),  # divides gradients before the window reduces them
+    (Schedule1F1B, {}),
+    (Schedule1F1B, {"most": MICRO_BATCHES + 1}),  # the optimizer ends the window
+    (Schedule1F1B, {"explicit": True, "tp": 2}),
+    (Schedule1F1B, {"tp": 2}),
+    (ScheduleGPipe, {"explicit": True, "stage": 2}),
+    (ScheduleGPipe, {}),
+    (ScheduleInterleaved1F1B, {"explicit": True}),
+    (ScheduleInterleaved1F1B, {"stage": 2}),
+]
 
 
-def test_windows_are_divided_by_the_number_of_micro_batches():
-    """The schedule divides gradients before the window ends and reduces them."""
-    run_on_ranks(_train, Schedule1F1B, True, ranks=4)
-
-
-@pytest.mark.slow(quick="test_windows_are_divided_by_the_number_of_micro_batches")
-@pytest.mark.parametrize("explicit", [False, True])
-def test_stages_with_tensor_parallelism(explicit):
-    run_on_ranks(_train, Schedule1F1B, explicit, tp=2, ranks=8)
-
-
-@pytest.mark.slow(quick="test_windows_are_divided_by_the_number_of_micro_batches")
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, ScheduleInterleaved1F1B])
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_other_schedules(schedule, explicit, stage):
-    run_on_ranks(_train, schedule, explicit, stage, ranks=4)
-
-
-@pytest.mark.slow(quick="test_windows_are_divided_by_the_number_of_micro_batches")
-def test_windows_that_the_optimizer_ends():
-    run_on_ranks(_train, Schedule1F1B, most=MICRO_BATCHES + 1, ranks=4)
+@pytest.mark.parametrize(("schedule", "how"), some_quick(CASES, CASES[:1]))
+def test_training_equals_one_process(schedule, how):
+    run_on_ranks(_train, schedule, **how, ranks=4 * how.get("tp", 1))

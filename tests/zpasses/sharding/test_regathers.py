@@ -1,6 +1,6 @@
 """Gathering parameters again in backward from fewer ranks: `shard(reshard_after_forward=...)`."""
 
-import itertools
+import copy
 import re
 
 import pytest
@@ -15,11 +15,12 @@ from torch.utils.checkpoint import checkpoint
 import zpasses
 from tests.cases import some_quick
 from tests.graphs import expect_listing
+from tests.on_ranks import on_ranks
 from zpasses import compat
-from zpasses.cost.step_time import estimate_collective_us
-from zpasses.cost.target import Target
+from zpasses.cost.time.step_time import collective_timing
+from zpasses.cost.time.target import Target
 from zpasses.errors import ShardingError
-from zpasses.graph.nodes import collective_of, collectives
+from zpasses.graph.queries import collective_of, collectives
 from zpasses.graph.regathers import remove_regathers
 from zpasses.graph.tags import tagged
 from zpasses.pipeline.events import observe_graphs
@@ -29,7 +30,6 @@ from zpasses.testing import (
     capture_ranks,
     fake_world,
     listing,
-    run_on_ranks,
 )
 
 STAGE3 = (
@@ -81,68 +81,75 @@ def along_columns(model, mesh):
     zpasses.shard(model, mesh=mesh, reshard_after_forward=2, shard_placement_fn=place)
 
 
-def with_tensor_parallelism(model, mesh):
-    mesh = init_device_mesh("cpu", (mesh.size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    plan = {"up": ColwiseParallel(), "mid": RowwiseParallel()}
-    parallelize_module(model, mesh["tp"], plan)
-    zpasses.shard(model, mesh=mesh["dp"], reshard_after_forward=2)
-
-
 # --- graphs ---------------------------------------------------------------------------------------
 SHARDED = {
-    "2 of 4": (4, {"reshard_after_forward": 2}),
     "3 of 6": (6, {"reshard_after_forward": 3}),
-    "4 of 8": (8, {"reshard_after_forward": 4}),
     "hybrid": (8, hybrid),
     "bfloat16": (4, in_bfloat16),
     "columns": (4, along_columns),
+    "even": (4, {"reshard_after_forward": 2}),
 }
-PIPELINES = {"scheduled": LEAN, "single": SINGLE}
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "how"),
+    ("how", "pipeline"),
     some_quick(
-        itertools.product(PIPELINES, SHARDED),
-        [
-            ("scheduled", "columns"),
-        ],
+        [("3 of 6", SINGLE), ("even", KEEPING), *((how, LEAN) for how in SHARDED)],
+        [("columns", LEAN)],
     ),
 )
-def test_simulated_ranks_compute_the_same_step(pipeline, how):
-    ranks, shard = SHARDED[how]
+def test_simulated_ranks_compute_the_same_step(how, pipeline):
+    (ranks, shard), model = SHARDED[how], EvenNet() if how == "even" else Net()
     dtype = torch.bfloat16 if shard is in_bfloat16 else torch.float32
-    x = torch.ones(3, 7, dtype=dtype)
-    assert_step_equals_reference(
-        capture_ranks(Net(), (x,), world_size=ranks, shard=shard, pipeline=PIPELINES[pipeline])
-    )
+    x = torch.ones(3, 16 if how == "even" else 7, dtype=dtype)
+    captures = capture_ranks(model, (x,), world_size=ranks, shard=shard, pipeline=pipeline)
+    assert_step_equals_reference(captures)
 
 
-def gathers(gm):
+def _gathers(gm):
     return [
-        (len(compat.group_ranks(each.group)), tuple(shape))
+        (compat.group_ranks(each.group), tuple(shape))
         for _, each in collectives(gm.graph)
         if "gather" in each.op
         for shape in each.shapes
     ]
 
 
+def _gathered(model=None, rank=1, *, pipeline=LEAN, **how):
+    """Returns what forward and backward gather, and how many parts forward saves."""
+    model = model or Net()
+    x = torch.ones(3, 16 if isinstance(model, EvenNet) else 7)
+    how = {"shard": {"reshard_after_forward": 2}, "pipeline": pipeline, **how}
+    with fake_world(4, rank):
+        after = capture_graphs(model, (x,), **how).after
+        parts = len(list(tagged(after.forward.graph, "part")))
+        return _gathers(after.forward), _gathers(after.backward), parts
+
+
 def test_forward_gathers_once_and_backward_from_fewer_ranks():
-    with fake_world(4, rank=3):
-        found = capture_graphs(
-            Net(), (torch.ones(3, 7),), shard={"reshard_after_forward": 2}, pipeline=SINGLE
-        )
-        forward, backward = gathers(found.after.forward), gathers(found.after.backward)
-        groups = {
-            each.group for _, each in collectives(found.after.backward.graph) if "gather" in each.op
-        }
-        assert [compat.group_ranks(name) for name in groups] == [[2, 3]]
-        assert {size for size, _ in forward} == {4}
-        assert len(forward) == 5
-        # `mid` and `down`: blocks of 3 and 2 rows, of which a part has those of two ranks.
-        assert sorted(backward) == [(2, (4, 9)), (2, (6, 13))]
-        parts = [node for node, _ in tagged(found.after.forward.graph, "part")]
-        assert len(parts) == 2
+    forward, backward, parts = _gathered(rank=3, pipeline=SINGLE)
+    assert len(forward) == 5
+    assert {len(ranks) for ranks, _ in forward} == {4}
+    # `mid` and `down`: blocks of 3 and 2 rows, of which a part has those of two ranks.
+    assert sorted(backward) == [([2, 3], (4, 9)), ([2, 3], (6, 13))]
+    assert parts == 2
+
+
+def test_parameters_that_are_kept_are_not_saved_in_parts():
+    assert _gathered(pipeline=KEEPING)[1:] == ([], 0)  # so small a model fits
+    _, lean, parts = _gathered(EvenNet())
+    assert len(lean) == parts == 2
+    _, again, parts = _gathered(EvenNet(), pipeline=KEEPING)
+    assert len(again) == parts < 2
+    rich = {"memory_budget": "1GiB"}
+    assert _gathered(EvenNet(), pipeline=KEEPING, options=rich)[1:] == ([], 0)
+
+
+def test_without_gradients_nothing_is_gathered_again():
+    with fake_world(4):
+        how = {"shard": {"reshard_after_forward": 2}, "pipeline": LEAN, "train": False}
+        found = capture_graphs(Net(), (torch.ones(3, 7),), **how)
+        assert {len(ranks) for ranks, _ in _gathers(found.after.inference)} == {4}
 
 
 def test_one_parameter_as_text():
@@ -196,107 +203,22 @@ def _short(text):
 def test_the_cost_model_takes_the_network_of_fewer_ranks():
     """Two nodes of two ranks each: forward gathers over the network, backward within a node."""
     target = Target.parse("h100,ranks_per_node=2")
-    sums = {}
-    for size in (None, 2):
-        shard = {} if size is None else {"reshard_after_forward": size}
+
+    def gathering_us(gm):
+        return sum(
+            collective_timing(node, each, target).duration_us
+            for node, each in collectives(gm.graph)
+            if "gather" in each.op
+        )
+
+    model, sums = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3))), []
+    for shard in ({}, {"reshard_after_forward": 2}):
         with fake_world(4):
-            found = capture_graphs(Wide(), (torch.ones(3, 512),), shard=shard, pipeline=SINGLE)
-            sums[size] = [
-                sum(
-                    estimate_collective_us(node, each, compat.group_ranks(each.group), target)
-                    for node, each in collectives(gm.graph)
-                    if "gather" in each.op
-                )
-                for gm in (found.after.forward, found.after.backward)
-            ]
-    assert sums[2][0] == sums[None][0]
-    assert sums[2][1] < sums[None][1] / 2
-
-
-class Wide(nn.Sequential):
-    def __init__(self):
-        super().__init__(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
-
-
-def test_a_parameter_that_is_kept_is_not_saved_in_parts():
-    with fake_world(4, rank=1):
-        found = capture_graphs(
-            Net(), (torch.ones(3, 7),), shard={"reshard_after_forward": 2}, pipeline=KEEPING
-        )
-        assert not gathers(found.after.backward)  # so small a model fits
-        assert not any(tagged(found.after.forward.graph, "part"))
-
-
-def _even_step(pipeline, **options):
-    """Returns how many parameters backward gathers again, and how many parts forward saves."""
-    with fake_world(4, rank=1):
-        found = capture_graphs(
-            EvenNet(),
-            (torch.ones(3, 16),),
-            shard={"reshard_after_forward": 2},
-            pipeline=pipeline,
-            options=options,
-        )
-        parts = [node for node, _ in tagged(found.after.forward.graph, "part")]
-        return len(gathers(found.after.backward)), len(parts)
-
-
-def test_even_parameters_that_fit_are_kept_whole():
-    assert _even_step(LEAN) == (2, 2)
-    again, parts = _even_step(KEEPING)
-    assert again == parts < 2
-
-
-def test_a_large_budget_keeps_all_even_parameters_whole():
-    assert _even_step(KEEPING, memory_budget="1GiB") == (0, 0)
-
-
-@pytest.mark.parametrize(
-    "pipeline",
-    [
-        pytest.param(LEAN, marks=pytest.mark.slow(quick="kept"), id="gathered"),
-        pytest.param(KEEPING, id="kept"),
-    ],
-)
-@pytest.mark.slow(quick="test_simulated_ranks_compute_the_same_step")
-def test_simulated_ranks_compute_the_same_step_with_even_parameters(pipeline):
-    found = capture_ranks(
-        EvenNet(),
-        (torch.ones(3, 16),),
-        world_size=4,
-        shard={"reshard_after_forward": 2},
-        pipeline=pipeline,
-    )
-    assert_step_equals_reference(found)
-
-
-def test_without_gradients_nothing_is_gathered_again():
-    with fake_world(4):
-        found = capture_graphs(
-            Net(),
-            (torch.ones(3, 7),),
-            shard={"reshard_after_forward": 2},
-            pipeline=LEAN,
-            train=False,
-        )
-        assert {size for size, _ in gathers(found.after.inference)} == {4}
-
-
-@pytest.mark.slow(quick="test_a_large_budget_keeps_all_even_parameters_whole")
-def test_memory_budgets_count_the_parts():
-    counts = {}
-    for budget in ("0%", "1GiB"):
-        options = {"memory_budget": budget}
-        with fake_world(4):
-            found = capture_graphs(
-                Net(),
-                (torch.ones(3, 7),),
-                shard={"reshard_after_forward": 2},
-                pipeline=KEEPING,
-                options=options,
-            )
-            counts[budget] = len(gathers(found.after.backward))
-    assert counts["0%"] >= counts["1GiB"] == 0
+            how = {"shard": shard, "pipeline": SINGLE}
+            after = capture_graphs(copy.deepcopy(model), (torch.ones(3, 512),), **how).after
+            sums.append((gathering_us(after.forward), gathering_us(after.backward)))
+    assert sums[1][0] == sums[0][0]
+    assert sums[1][1] < sums[0][1] / 2
 
 
 def test_labels_name_the_dimension():
@@ -310,26 +232,18 @@ def test_labels_name_the_dimension():
 
 def test_a_step_with_tensor_parallelism():
     with fake_world(8, rank=5):
-        model = nn.ModuleDict({"up": nn.Linear(8, 16), "mid": nn.Linear(16, 8)})
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
-        plan = {"up": ColwiseParallel(), "mid": RowwiseParallel()}
-        parallelize_module(model, mesh["tp"], plan)
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         zpasses.shard(model, mesh=mesh["dp"], reshard_after_forward=2)
-        logs = []
-        step = torch.compile(
-            lambda x: model["mid"](model["up"](x)),
-            backend="zpasses",
-            options={"pipeline": LEAN, "codegen": "eager", "agreement": False},
-        )
+        options, logs = {"pipeline": LEAN, "codegen": "eager", "agreement": False}, []
+        step = torch.compile(model, backend="zpasses", options=options)
         with observe_graphs(logs.append):
             step(torch.ones(3, 8)).sum().backward()
         (backward,) = (each.graph for each in logs if each.kind == "backward")
-        ranks = [
-            tuple(compat.group_ranks(each.group))
-            for _, each in collectives(backward)
-            if "gather" in each.op
-        ]
-        assert (5, 7) in ranks  # of tp 1: ranks 1, 3, 5, 7
+        found = collectives(backward)
+        ranks = [compat.group_ranks(each.group) for _, each in found if "gather" in each.op]
+        assert [5, 7] in ranks  # of tp 1: ranks 1, 3, 5, 7
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -379,48 +293,27 @@ def _train(rank, size, options, make=Net, width=7):
     return losses, [param.full_tensor() for param in model.parameters()], groups
 
 
-def _train_both(options):
-    rank = dist.get_rank()
-    whole, parts = (_train(rank, size, options) for size in (None, 2))
-    assert whole[0] == parts[0]
-    assert all(map(torch.equal, whole[1], parts[1]))
-    assert (whole[2], parts[2]) == ({4}, {2, 4})
+KEPT = {"pipeline": KEEPING, "memory_budget": "1GiB", "backwards_per_step": 2}
 
 
+@pytest.mark.slow(quick="test_simulated_ranks_compute_the_same_step")
 @pytest.mark.parametrize(
-    "options",
+    ("options", "model", "groups"),
     [
-        pytest.param({"codegen": "eager"}, marks=pytest.mark.slow(quick="window")),
-        {"codegen": "eager", "backwards_per_step": 2},
+        pytest.param({"backwards_per_step": 2}, (Net, 7), {2, 4}, id="window"),
+        pytest.param(KEPT, (EvenNet, 16), {4}, id="kept"),
         pytest.param(
-            {"codegen": "inductor"},
-            marks=[pytest.mark.inductor, pytest.mark.slow(quick="window")],
+            {"codegen": "inductor"}, (Net, 7), {2, 4}, id="inductor", marks=pytest.mark.inductor
         ),
     ],
-    ids=["eager", "window", "inductor"],
 )
-@pytest.mark.slow(quick="test_simulated_ranks_compute_the_same_step")
-def test_training_equals_gathering_from_all_ranks(options):
-    run_on_ranks(_train_both, options, ranks=4)
-
-
-def _train_with_cached_params():
-    rank = dist.get_rank()
-    options = {
-        "pipeline": KEEPING,
-        "codegen": "eager",
-        "memory_budget": "1GiB",
-        "backwards_per_step": 2,
-    }
-    whole, parts = (_train(rank, size, options, EvenNet, 16) for size in (None, 2))
+@on_ranks(4)
+def test_training_equals_gathering_from_all_ranks(options, model, groups):
+    options = {"codegen": "eager", **options}
+    whole, parts = (_train(dist.get_rank(), size, options, *model) for size in (None, 2))
     assert whole[0] == parts[0]
     assert all(map(torch.equal, whole[1], parts[1]))
-    assert whole[2] == parts[2] == {4}
-
-
-@pytest.mark.slow(quick="test_simulated_ranks_compute_the_same_step")
-def test_parameters_cached_in_a_window_are_not_gathered_again():
-    run_on_ranks(_train_with_cached_params, ranks=4)
+    assert (whole[2], parts[2]) == ({4}, groups)
 
 
 def test_removing_leaves_other_graphs_alone():

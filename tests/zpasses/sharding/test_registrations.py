@@ -9,7 +9,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.utils.prune
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -18,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import needs, on_ranks
-from zpasses.testing import run_on_ranks, world_mesh
+from zpasses.testing import world_mesh
 
 pytestmark = pytest.mark.processes
 
@@ -109,7 +108,15 @@ def _registered(how, model):
     return model
 
 
-def _registers_late(how, stage, codegen="eager"):
+@pytest.mark.parametrize(
+    ("how", "stage", "codegen"),
+    some_quick(
+        [("several", 3, "inductor"), *itertools.product(KINDS, (0, 2, 3), ["eager"])],
+        [("LoRA", 2, "eager")],
+    ),
+)
+@on_ranks(2, timeout_s=300)
+def test_parametrizations_after_sharding_train_as_before_it(how, stage, codegen):
     plain, model = _registered(how, _net()), _sharded()
     params = dict(model.named_parameters())
     _registered(how, model)
@@ -137,61 +144,36 @@ def _registers_late(how, stage, codegen="eager"):
     torch.testing.assert_close(run(_data()), plain(_data()))
 
 
+@on_ranks(2)
+def test_parametrizations_of_several_tensors_are_refused_after_sharding():
+    said = r"of parameter 'weight' of a Linear.* before zpasses\.shard"
+    for how in OF_SEVERAL_TENSORS:
+        with pytest.raises(zpasses.ShardingError, match=said):
+            _registered(how, _sharded())
+
+
 @pytest.mark.parametrize(
-    ("how", "stage"),
+    ("how", "stage", "codegen"),
     some_quick(
-        itertools.product(KINDS, (0, 2, 3)),
-        [("LoRA", 2)],
+        [
+            ("weight norm", 3, "inductor"),
+            *itertools.product(OF_SEVERAL_TENSORS, (2, 3), ["eager"]),
+        ],
+        [("old spectral norm", 3, "eager")],
     ),
 )
-@on_ranks(2)
-def test_parametrizations_after_sharding_train_as_before_it(how, stage):
-    _registers_late(how, stage)
-
-
-@pytest.mark.inductor
 @on_ranks(2, timeout_s=300)
-@pytest.mark.slow(quick="test_parametrizations_after_sharding_train_as_before_it")
-def test_parametrizations_after_sharding_under_inductor():
-    _registers_late("several", 3, "inductor")
-
-
-@pytest.mark.parametrize("how", OF_SEVERAL_TENSORS)
-@on_ranks(2)
-def test_parametrizations_of_several_tensors_are_refused_after_sharding(how):
-    with pytest.raises(
-        zpasses.ShardingError, match=r"of parameter 'weight' of a Linear.* before zpasses\.shard"
-    ):
-        _registered(how, _sharded())
-
-
-def _registers_early(how, stage, codegen="eager"):
+def test_parametrizations_of_several_tensors_before_sharding(how, stage, codegen):
     plain, model = _registered(how, _net()), _sharded(_registered(how, _net()))
     _train(_compiled(model, stage, codegen), model)
     _train(plain, plain)
     _assert_like(model, plain)
 
 
-@pytest.mark.parametrize(
-    ("how", "stage"),
-    some_quick(itertools.product(OF_SEVERAL_TENSORS, (2, 3)), [("old spectral norm", 3)]),
-)
-@on_ranks(2)
-def test_parametrizations_of_several_tensors_before_sharding(how, stage):
-    _registers_early(how, stage)
-
-
-@pytest.mark.slow(quick="test_parametrizations_of_several_tensors_before_sharding")
-@pytest.mark.inductor
-@on_ranks(2, timeout_s=300)
-def test_parametrizations_of_several_tensors_before_sharding_under_inductor():
-    _registers_early("weight norm", 3, "inductor")
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @on_ranks(2)
 def test_parametrizations_of_before_sharding_are_removed_after_it(bias):
-    plain, model = nn.Linear(6, 5, bias=bias), nn.Linear(6, 5, bias=bias)
+    plain, model = (nn.Linear(6, 5, bias=bias) for _ in range(2))
     model.load_state_dict(plain.state_dict())
     for each in (plain, model):
         parametrize.register_parametrization(each, "weight", Half())
@@ -296,8 +278,13 @@ def _tie_without_gradients(model):
         _tie_new_head(model)
 
 
-@pytest.mark.parametrize("tie", [_tie, _tie_new_head, _tie_without_gradients])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("tie", "stage"),
+    some_quick(
+        itertools.product([_tie, _tie_new_head, _tie_without_gradients], [0, 2, 3]),
+        [(_tie, 2), (_tie_new_head, 3), (_tie_without_gradients, 0)],
+    ),
+)
 @on_ranks(2)
 def test_assignment_of_a_read_ties_weights(tie, stage):
     plain, model = Words(), _sharded(Words())
@@ -347,15 +334,16 @@ def test_tie_weights_of_transformers():
         assert tied.grad.full_tensor().abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", ["weight", "other"])
 @on_ranks(2)
-def test_new_parameters_of_a_copy_are_not_registered(name):
+def test_new_parameters_of_a_copy_are_not_registered():
     model = _sharded(Words())
     made = nn.Parameter(model.embed.weight.T)  # code of PEFT computes with it
     assert made.shape == (6, 7)
-    with pytest.raises(zpasses.ShardingError, match=rf"{name}.*without nn\.Parameter.*clone\(\)"):
-        setattr(model.head, name, nn.Parameter(model.embed.weight))
-    setattr(model.head, name, nn.Parameter(model.embed.weight.detach().clone()))
+    for name in ("weight", "other"):
+        said = rf"{name}.*without nn\.Parameter.*clone\(\)"
+        with pytest.raises(zpasses.ShardingError, match=said):
+            setattr(model.head, name, nn.Parameter(model.embed.weight))
+        setattr(model.head, name, nn.Parameter(model.embed.weight.detach().clone()))
 
 
 @on_ranks(2)
@@ -381,15 +369,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("how", REFUSED)
 @on_ranks(2)
-def test_what_is_about_the_parameter_is_refused_on_a_copy(how):
+def test_what_is_about_the_parameter_is_refused_on_a_copy():
     model = _sharded()
-    with pytest.raises(
-        zpasses.ShardingError,
-        match=r"parameter 'weight' of a Linear.*with zpasses\.local_shards\(model\)",
-    ):
-        REFUSED[how](model[0].weight)
+    said = r"parameter 'weight' of a Linear.*with zpasses\.local_shards\(model\)"
+    for call in REFUSED.values():
+        with pytest.raises(zpasses.ShardingError, match=said):
+            call(model[0].weight)
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -438,7 +424,7 @@ def test_gradients_with_respect_to_another_read():
     assert torch.equal(grad, torch.full((5, 6), 2.0))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", some_quick([False, True], [True]))
 @on_ranks(2)
 def test_backward_with_respect_to_another_read_raises_at_the_next_step(compiled):
     model = _sharded()
@@ -471,19 +457,17 @@ def test_a_group_that_is_empty_because_it_was_chosen_by_identity_is_told():
         assert len(told) == (0 if chosen else 1)
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @on_ranks(2)
-def test_models_with_hooks_on_parameters_are_refused(kind):
-    model = _net()
-    handle = getattr(model[0].weight, kind)(print)
-    with pytest.raises(
-        zpasses.ShardingError,
-        match=r"parameter 0\.weight has hooks.*model\.get_parameter\('0\.weight'\)",
-    ):
+def test_models_with_hooks_on_parameters_are_refused():
+    said = r"parameter 0\.weight has hooks.*model\.get_parameter\('0\.weight'\)"
+    for kind in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = _net()
+        handle = getattr(model[0].weight, kind)(print)
+        with pytest.raises(zpasses.ShardingError, match=said):
+            _sharded(model)
+        assert type(model[0].weight) is nn.Parameter
+        handle.remove()
         _sharded(model)
-    assert type(model[0].weight) is nn.Parameter
-    handle.remove()
-    _sharded(model)
 
 
 # --- buffers, marks, copies -----------------------------------------------------------------------
@@ -518,7 +502,8 @@ def test_copies_of_a_read_are_full_parameters():
     assert type(copy.deepcopy(model[0].weight.detach())) is torch.Tensor
 
 
-def _deleted():
+@on_ranks(2)
+def test_deleted_parameters_may_become_plain_tensors_and_parameters_again():
     model = _sharded()
     del model[0].weight
     assert not hasattr(model[0], "weight")
@@ -529,9 +514,4 @@ def _deleted():
     del model[0].weight
     model[0].weight = nn.Parameter(torch.ones(5, 6))
     assert isinstance(model[0]._parameters["weight"], DTensor)
-    assert dist.get_rank() >= 0
-    return model[0].weight.sum().item()
-
-
-def test_deleted_parameters_may_become_plain_tensors_and_parameters_again():
-    assert run_on_ranks(_deleted) == [30.0, 30.0]
+    assert model[0].weight.sum() == 30

@@ -6,14 +6,13 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,19 +29,16 @@ from tests.zpasses.models import (
     with_integer_weights,
 )
 from zpasses import compat
-from zpasses.testing import run_on_ranks, world_mesh
+from zpasses.graph.queries import collectives
+from zpasses.pipeline.events import observe_graphs
+from zpasses.testing import fake_world, world_mesh
 
 
 @pytest.fixture
 def mesh():
-    """A mesh of a fake world of three ranks, of which this process is the second. Nothing is
-    communicated.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
-    yield init_device_mesh("cpu", (3,))
-    dist.destroy_process_group()
+    """A mesh of a fake world of three ranks, of which this process is the second."""
+    with fake_world(3, 1) as mesh:
+        yield mesh
 
 
 class CountCollectives(TorchDispatchMode):
@@ -55,97 +51,59 @@ class CountCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # let it come back as local operations
-        name = func.overloadpacket.__name__
-        if name.startswith("gloo_"):
+        name, functional = func.overloadpacket.__name__, func.namespace == "_c10d_functional"
+        if functional and name in ("wait_tensor", "_wrap_tensor_autograd"):
+            return func(*args, **(kwargs or {}))
+        if functional or name.startswith("gloo_"):
             self.calls.append((name, str(args[0].dtype), args[0].nbytes))
         elif func.namespace == "zpasses":
             self.reads += name == "unshard"
             with self:  # look inside
-                return getattr(zpasses.graph.ops, f"_{name}")(*args, **(kwargs or {}))
-        if func.namespace == "_c10d_functional" and name not in (
-            "wait_tensor",
-            "_wrap_tensor_autograd",
-        ):
-            self.calls.append((name, str(args[0].dtype), args[0].nbytes))
+                return getattr(zpasses.graph.dialect, f"_{name}")(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 # --- structure ------------------------------------------------------------------------------------
-def test_every_parameter_becomes_a_dtensor_under_its_name(mesh):
-    plain = Odd()
-    model = zpasses.shard(copy.deepcopy(plain), mesh=mesh)
-    assert [name for name, _ in model.named_parameters()] == [
-        name for name, _ in plain.named_parameters()
-    ]
-    for name, param in model.named_parameters():
+ROWS = {
+    "wide": [2, 3],
+    "deep": [3, 4, 5],
+    "single": [],
+    "scale": ...,
+    "empty": [],
+    "frozen": [2, 3],
+    "unused": [1],
+}
+"""Rows of the parameters of `Odd` that the second of three ranks holds."""
+
+
+def test_every_parameter_becomes_a_dtensor_with_its_rows_and_nothing_is_communicated(mesh):
+    plain, model = Odd(), Odd()
+    offset, model.wide.no_weight_decay = model.offset, True
+    with CountCollectives() as counted:
+        assert zpasses.shard(model, mesh=mesh) is model
+    assert counted.calls == []
+    assert model.offset is offset, "buffers are not changed"
+    assert model._parameters["wide"].no_weight_decay
+    params = dict(model.named_parameters())
+    assert list(params) == list(ROWS)
+    for name, param in params.items():
+        full, local = plain.get_parameter(name), param.to_local()
         assert isinstance(param, nn.Parameter), name
         assert isinstance(param, DTensor), name
-        assert param.is_leaf
-        assert param.shape == plain.get_parameter(name).shape
-        assert param.placements == ((Shard(0),) if param.dim() else (Replicate(),))
+        assert param.is_leaf, name
+        assert (param.shape, param.requires_grad) == (full.shape, full.requires_grad), name
+        assert param.placements == ((Shard(0),) if param.dim() else (Replicate(),)), name
+        assert torch.equal(local, full.detach()[ROWS[name]]), name
+        assert local.untyped_storage().nbytes() == local.nbytes, f"{name} owns its memory"
 
 
-def test_model_is_sharded_in_place_and_returned(mesh):
-    model = Odd()
-    assert zpasses.shard(model, mesh=mesh) is model
-
-
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [("wide", [2, 3]), ("deep", [3, 4, 5]), ("single", []), ("empty", []), ("unused", [1])],
-)
-def test_rank_holds_its_block_of_rows(mesh, name, rows):
-    plain = Odd()
-    model = zpasses.shard(copy.deepcopy(plain), mesh=mesh)
-    assert torch.equal(model._parameters[name].to_local(), plain.get_parameter(name).detach()[rows])
-
-
-def test_shards_own_their_memory(mesh):
-    model = zpasses.shard(nn.Linear(4, 9), mesh=mesh)
-    assert model._parameters["weight"].to_local().untyped_storage().nbytes() == 3 * 4 * 4
-
-
-def test_scalar_stays_whole(mesh):
-    model = zpasses.shard(Odd(), mesh=mesh)
-    assert model._parameters["scale"].to_local().shape == ()
-
-
-def test_frozen_parameters_stay_frozen(mesh):
-    model = zpasses.shard(Odd(), mesh=mesh)
-    assert [name for name, param in model.named_parameters() if not param.requires_grad] == [
-        "frozen"
-    ]
-
-
-def test_buffers_are_not_changed(mesh):
-    model = Odd()
-    offset = model.offset
-    assert zpasses.shard(model, mesh=mesh).offset is offset
-
-
-def test_nothing_is_communicated(mesh):
-    with CountCollectives() as counted:
-        zpasses.shard(Odd(), mesh=mesh)
-    assert counted.calls == []
-
-
-def test_attributes_of_parameters_are_kept(mesh):
-    model = nn.Linear(2, 2)
-    model.weight.no_weight_decay = True
-    assert zpasses.shard(model, mesh=mesh)._parameters["weight"].no_weight_decay
-
-
-def test_tied_parameters_are_sharded_once(mesh):
-    model = zpasses.shard(Tied(), mesh=mesh)
+@pytest.mark.parametrize("calls", [1, 2])
+def test_tied_parameters_are_sharded_once(mesh, calls):
+    model = Tied()
+    for each in (model.embed, model)[-calls:]:
+        zpasses.shard(each, mesh=mesh)
     assert model.embed._parameters["weight"] is model.head._parameters["weight"]
     assert [name for name, _ in model.named_parameters()] == ["embed.weight"]
-
-
-def test_parameters_tied_across_two_calls_are_sharded_once(mesh):
-    model = Tied()
-    zpasses.shard(model.embed, mesh=mesh)
-    zpasses.shard(model, mesh=mesh)
-    assert model.embed._parameters["weight"] is model.head._parameters["weight"]
 
 
 def test_a_later_call_on_the_whole_model_shards_the_rest(mesh):
@@ -170,16 +128,13 @@ def test_parameters_added_later_can_be_sharded_by_another_call(mesh):
     assert type(model).__mro__.count(zpasses.sharding.module.ShardedModule) == 1
 
 
-def test_ignored_parameters_are_not_changed(mesh):
-    model = nn.Linear(2, 6)
-    bias = model.bias
+def test_ignored_and_missing_parameters_are_not_changed(mesh):
+    model = nn.Sequential(nn.Linear(2, 6), nn.Linear(6, 2, bias=False))
+    bias = model[0].bias
     zpasses.shard(model, mesh=mesh, ignored_params=[bias])
-    assert model.bias is bias
-    assert isinstance(model._parameters["weight"], DTensor)
-
-
-def test_parameters_that_are_none_stay_none(mesh):
-    assert zpasses.shard(nn.Linear(2, 6, bias=False), mesh=mesh).bias is None
+    assert model[0].bias is bias
+    assert model[1].bias is None
+    assert isinstance(model[0]._parameters["weight"], DTensor)
 
 
 def test_integer_parameters_are_sharded_in_their_own_dtype(mesh):
@@ -295,27 +250,13 @@ def test_parameters_tied_over_two_meshes_are_refused(mesh):
 
 
 def test_parameter_on_another_device_type_is_refused():
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = (
-            init_device_mesh("cuda", (2,))
-            if torch.cuda.is_available()
-            else _pretend_cuda(init_device_mesh("cpu", (2,)))
-        )
+    with fake_world(2) as mesh:
+        mesh._device_type = "cuda"
         with pytest.raises(
             zpasses.ShardingError,
             match=r"parameter 0\.weight is on cpu, the mesh on cuda.*model\.to\('cuda'\)",
         ):
             zpasses.shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh)
-    finally:
-        dist.destroy_process_group()
-
-
-def _pretend_cuda(mesh):
-    mesh._device_type = "cuda"
-    return mesh
 
 
 def test_shard_without_a_process_group_is_refused():
@@ -335,62 +276,33 @@ def _run(model, stage):
     )
 
 
-def _odd_gradients(stage):
-    model, batches = Odd(), [integers(2, 7, seed=rank) for rank in range(dist.get_world_size())]
-    expected, loss = (
-        reference_gradients(model, batches),
-        model(batches[dist.get_rank()]).sum().item(),
-    )
-    zpasses.shard(model, mesh=world_mesh())
-    out = _run(model, stage)(batches[dist.get_rank()]).sum()
-    assert out.item() == loss
-    out.backward()
-    assert model._parameters["unused"].grad is None
-    assert model._parameters["frozen"].grad is None
-    if dist.get_world_size() == 2:
-        assert_same(full_gradients(model), expected)
-    else:  # the mean of three is rounded
+@pytest.mark.parametrize("stage", some_quick([None, 2, 3], [None, 2]))
+@on_ranks(3)
+def test_gradients_of_odd_and_tied_parameters_equal_the_unsharded_ones(stage):
+    tokens = [integers(6, seed=rank).long().abs() for rank in range(3)]
+    for model, batches in (
+        (Odd(), [integers(2, 7, seed=rank) for rank in range(3)]),
+        (with_integer_weights(Tied()), tokens),
+    ):
+        expected, x = reference_gradients(model, batches), batches[dist.get_rank()]
+        loss = model(x).sum().item()
+        out = _run(zpasses.shard(model, mesh=world_mesh()), stage)(x).sum()
+        assert out.item() == loss
+        out.backward()
+        # The mean of three is rounded. None stays None, as of unused and frozen parameters.
         torch.testing.assert_close(full_gradients(model), expected)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow(quick="3 ranks")), 3])
-@pytest.mark.parametrize("stage", [None, 2, 3], ids=["eager", "stage2", "stage3"])
-def test_gradients_of_odd_parameters_equal_the_unsharded_ones(stage, ranks):
-    run_on_ranks(_odd_gradients, stage, ranks=ranks)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("stage", [None, 2, 3], ids=["eager", "stage2", "stage3"])
 @on_ranks(2)
-def test_tied_parameters_get_one_gradient(stage):
-    model, batches = (
-        with_integer_weights(Tied()),
-        [integers(6, seed=rank).long().abs() for rank in range(2)],
-    )
-    expected = reference_gradients(model, batches)
-    zpasses.shard(model, mesh=world_mesh())
-    _run(model, stage)(batches[dist.get_rank()]).sum().backward()
-    assert_same(full_gradients(model), expected)
-
-
-def _frozen_is_not_reduced():
-    model = zpasses.shard(
-        nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), mesh=world_mesh()
-    )
-    model[0].requires_grad_(False)
+def test_frozen_parameters_are_gathered_but_not_reduced():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    zpasses.shard(model, mesh=world_mesh())[0].requires_grad_(False)
     with CountCollectives() as counted:
         model(integers(2, 4)).sum().backward()
-    return [name for name, _, _ in counted.calls]
-
-
-@pytest.mark.processes
-def test_frozen_parameters_are_gathered_but_not_reduced():
-    names = run_on_ranks(_frozen_is_not_reduced)[0]
+    names = [name for name, _, _ in counted.calls]
     assert names == ["gloo_all_gather", "gloo_all_gather", "gloo_reduce_scatter"]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("stage", [None, 3], ids=["eager", "stage3"])
 @on_ranks(2)
 def test_submodules_may_differ_in_mesh_and_dtype(stage):
@@ -406,95 +318,39 @@ def test_submodules_may_differ_in_mesh_and_dtype(stage):
     assert_same(full_gradients(model), expected)
 
 
-@pytest.mark.processes
-@on_ranks(2)
-def test_gradients_of_two_backwards_add_up():
-    model, batches = (
-        with_integer_weights(nn.Linear(4, 4)),
-        [integers(2, 4, seed=rank) for rank in range(2)],
-    )
-    expected = {name: 2 * grad for name, grad in reference_gradients(model, batches).items()}
-    zpasses.shard(model, mesh=world_mesh())
-    for _ in range(2):
-        model(batches[dist.get_rank()]).sum().backward()
-    assert_same(full_gradients(model), expected)
-
-
 # --- mixed precision ------------------------------------------------------------------------------
-def _mixed_precision():
-    seen = {}
 
-    def look(module, args, out):
-        seen["out"] = out.dtype
 
-    model = zpasses.shard(
-        nn.Linear(8, 8, bias=False),
-        mesh=world_mesh(),
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
-    )
-    model.register_forward_hook(look)
+@on_ranks(2)
+def test_gathers_are_in_param_dtype_and_averages_in_reduce_dtype():
+    low, model = torch.bfloat16, with_integer_weights(nn.Linear(8, 8, bias=False))
+    batches = [integers(2, 8, seed=rank) for rank in range(2)]
+    expected = reference_gradients(model, batches)["weight"]
+    zpasses.shard(model, mesh=world_mesh(), param_dtype=low, reduce_dtype=torch.float32)
+    x, weight = batches[dist.get_rank()].to(low), model._parameters["weight"]
     with CountCollectives() as counted:
-        model(integers(2, 8, dtype=torch.bfloat16)).sum().backward()
-    weight = model._parameters["weight"]
-    return counted.calls, str(seen["out"]), str(weight.dtype), str(weight.grad.dtype)
-
-
-@pytest.mark.processes
-def test_eager_gathers_in_param_dtype_and_reduces_in_reduce_dtype():
-    calls, out, shard, grad = run_on_ranks(_mixed_precision)[0]
-    assert calls == [
+        out = model(x)
+        out.sum().backward()
+    assert counted.calls == [
         ("gloo_all_gather", "torch.bfloat16", 4 * 8 * 2),
         ("gloo_reduce_scatter", "torch.float32", 8 * 8 * 4),
     ]
-    assert (out, shard, grad) == ("torch.bfloat16", "torch.float32", "torch.float32")
-
-
-def _bytes_of(param_dtype):
-    from zpasses.graph.nodes import collectives
-    from zpasses.pipeline.events import observe_graphs
+    assert (out.dtype, weight.dtype, weight.grad.dtype) == (low, torch.float32, torch.float32)
+    assert torch.equal(weight.grad.full_tensor(), expected)  # exact in bfloat16 too
 
     moved = {}
 
-    def count(logged):
-        for _, each in collectives(logged.graph):
-            moved.setdefault(logged.kind, []).append(
-                (each.op, [str(dtype) for dtype in each.dtypes], each.shapes)
-            )
+    def count(log):
+        moved[log.kind] = [
+            (each.op, [str(dtype) for dtype in each.dtypes], each.shapes)
+            for _, each in collectives(log.graph)
+        ]
 
-    model = zpasses.shard(
-        nn.Linear(8, 8, bias=False),
-        mesh=world_mesh(),
-        param_dtype=param_dtype,
-        reduce_dtype=torch.float32,
-    )
     with observe_graphs(count):
-        _run(model, 3)(integers(2, 8, dtype=param_dtype)).sum().backward()
-    return moved
-
-
-@pytest.mark.processes
-def test_compiled_gathers_move_half_the_bytes_in_bfloat16():
-    half, full = (
-        run_on_ranks(_bytes_of, torch.bfloat16)[0],
-        run_on_ranks(_bytes_of, torch.float32)[0],
-    )
-    assert half["forward"] == [("all_gather_into_tensor", ["bfloat16"], ((4, 8),))]
-    assert full["forward"] == [("all_gather_into_tensor", ["float32"], ((4, 8),))]
-    assert half["backward"] == full["backward"], "reduced in float32"
-
-
-@pytest.mark.processes
-@on_ranks(2)
-def test_gradients_under_mixed_precision_are_averaged_over_ranks():
-    model, batches = (
-        with_integer_weights(nn.Linear(4, 4)),
-        [integers(2, 4, seed=rank) for rank in range(2)],
-    )
-    expected = reference_gradients(model, batches)
-    zpasses.shard(model, mesh=world_mesh(), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model(batches[dist.get_rank()].bfloat16()).sum().backward()
-    assert_same(full_gradients(model), expected)  # small integers are exact in bfloat16 too
+        _run(model, 3)(x).sum().backward()
+    assert moved["forward"] == [("all_gather_into_tensor", ["bfloat16"], ((4, 8),))]
+    assert moved["backward"] == [("reduce_scatter_tensor", ["float32"], ((8, 8),))]
+    assert torch.equal(weight.grad.full_tensor(), 2 * expected), "added to the eager gradient"
 
 
 # --- optimizers -----------------------------------------------------------------------------------
@@ -508,7 +364,23 @@ OPTIMIZERS = {
 }
 
 
-def _trains(optimizer, clip, stage):
+@pytest.mark.parametrize(
+    ("optimizer", "clip", "stage"),
+    some_quick(
+        [
+            *((optimizer, None, None) for optimizer in OPTIMIZERS),
+            *(("sgd", foreach, None) for foreach in (False, True)),
+            *(("adamw foreach", None, stage) for stage in (2, 3)),
+        ],
+        [
+            *((optimizer, None, None) for optimizer in OPTIMIZERS),
+            ("sgd", True, None),
+            ("adamw foreach", None, 3),
+        ],
+    ),
+)
+@on_ranks(3)
+def test_steps_equal_the_unsharded_ones(optimizer, clip, stage):
     torch.manual_seed(0)
     plain = nn.Sequential(
         nn.Embedding(7, 6), nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)
@@ -544,26 +416,6 @@ def _trains(optimizer, clip, stage):
     )
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow(quick="3 ranks")), 3])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizer_steps_equal_the_unsharded_ones(optimizer, ranks):
-    run_on_ranks(_trains, optimizer, None, None, ranks=ranks)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow(quick="stage 3")), 3])
-def test_compiled_steps_equal_the_unsharded_ones(stage):
-    run_on_ranks(_trains, "adamw foreach", None, stage)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("foreach", [False, True])
-def test_clipped_steps_equal_the_unsharded_ones(foreach):
-    run_on_ranks(_trains, "sgd", foreach, None)
-
-
-@pytest.mark.processes
 @on_ranks(3)
 def test_norm_counts_scalars_once_and_empty_shards_not_at_all():
     model, batches = Odd(), [integers(2, 7, seed=rank) for rank in range(dist.get_world_size())]
@@ -580,7 +432,6 @@ def test_norm_counts_scalars_once_and_empty_shards_not_at_all():
 # --- state dicts and checkpoints ------------------------------------------------------------------
 
 
-@pytest.mark.processes
 @on_ranks(2)
 def test_state_dict_holds_the_shards_under_the_old_names():
     plain = Odd()
@@ -590,142 +441,74 @@ def test_state_dict_holds_the_shards_under_the_old_names():
         sharded = get_model_state_dict(model)
     assert (counted.reads, counted.calls) == (0, [])
     assert list(state) == list(sharded) == list(plain.state_dict())
-    params = dict(model.named_parameters())
-    assert all(
-        isinstance(state[name], DTensor)
-        and state[name].to_local().data_ptr() == params[name].to_local().data_ptr()
-        for name in params
-    )
-    assert_same(
-        {
-            name: value.full_tensor() if isinstance(value, DTensor) else value
-            for name, value in state.items()
-        },
-        plain.state_dict(),
-    )
+    for name, param in model.named_parameters():
+        assert isinstance(state[name], DTensor), name
+        assert state[name].to_local().data_ptr() == param.to_local().data_ptr(), name
+    assert_same(zpasses.full_state_dict(model), plain.state_dict())
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("cls", [Odd, Tied])
 @on_ranks(2)
-def test_full_state_dict_equals_the_unsharded_one(cls):
-    plain = cls()
-    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
-    with CountCollectives() as counted:
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    assert_same(dict(state), dict(plain.state_dict()))
-    assert counted.reads == 0
-    assert len(counted.calls) <= sum(
-        isinstance(value, DTensor) and value.dim() > 0 for value in model.state_dict().values()
-    )
+def test_full_state_dict_of_torch_equals_the_unsharded_one():
+    for plain in (Odd(), Tied()):
+        model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+        with CountCollectives() as counted:
+            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        assert_same(dict(state), dict(plain.state_dict()))
+        assert counted.reads == 0
+        cut = [value for value in model.state_dict().values() if isinstance(value, DTensor)]
+        assert len(counted.calls) <= sum(value.dim() > 0 for value in cut)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 @on_ranks(2)
-def test_set_model_state_dict_loads_into_the_shards(full):
+def test_set_model_state_dict_loads_into_the_shards():
     plain = Odd()
-    model = zpasses.shard(Odd(), mesh=world_mesh())
     with torch.no_grad():
         for param in plain.parameters():
             param.add_(1)
-    source = plain if full else zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
-    set_model_state_dict(model, source.state_dict(), options=StateDictOptions(full_state_dict=full))
-    assert_same(
-        {name: param.full_tensor() for name, param in model.named_parameters()},
-        {n: p.detach() for n, p in plain.named_parameters()},
-    )
-
-
-def _trained(seed):
-    torch.manual_seed(seed)
-    model = zpasses.shard(
-        nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 7, bias=False)), mesh=world_mesh()
-    )
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(integers(2, 4, seed=seed)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
-
-
-def _full(state):
-    if isinstance(state, dict):
-        return {key: _full(value) for key, value in state.items()}
-    return state.full_tensor() if isinstance(state, DTensor) else state
-
-
-def _save(folder):
-    model, optimizer = _trained(0)
-    dcp.save(zpasses.training_state(model, optimizer), checkpoint_id=folder)
-    return _full(model.state_dict()), _full(optimizer.state_dict()["state"])
-
-
-def _load(folder):
-    model, optimizer = _trained(1)
-    zpasses.load_training_state(folder, model, optimizer)
-    return _full(model.state_dict()), _full(optimizer.state_dict()["state"])
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        pytest.param(1, marks=pytest.mark.slow(quick="3 ranks")),
-        pytest.param(2, marks=pytest.mark.slow(quick="3 ranks")),
-        3,
-    ],
-)
-def test_checkpoint_of_two_ranks_loads_onto_another_world(ranks, tmp_path):
-    weights, moments = run_on_ranks(_save, str(tmp_path))[0]
-    for loaded_weights, loaded_moments in run_on_ranks(_load, str(tmp_path), ranks=ranks):
-        torch.testing.assert_close(loaded_weights, weights, rtol=0, atol=0)
-        torch.testing.assert_close(loaded_moments, moments, rtol=0, atol=0)
+    expected = {name: param.detach() for name, param in plain.named_parameters()}
+    for full in (False, True):
+        model = zpasses.shard(Odd(), mesh=world_mesh())
+        source = plain if full else zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+        options = StateDictOptions(full_state_dict=full)
+        set_model_state_dict(model, source.state_dict(), options=options)
+        assert_same({name: each.full_tensor() for name, each in model.named_parameters()}, expected)
 
 
 # --- invalidation of cached parameters ------------------------------------------------------------
-def _edit_of_memory(invalidate):
+
+
+@on_ranks(2)
+def test_writes_to_memory_by_other_code_are_seen_after_invalidate():
     model = zpasses.shard(with_integer_weights(nn.Linear(4, 4, bias=False)), mesh=world_mesh())
     run, x = _run(model, 2), integers(2, 4)
     # With gradients, so that stage 2 caches the gathered parameters until the next step.
     before = run(x).detach().clone()
+    assert before.any()
     compat.local_of(model._parameters["weight"]).numpy()[...] *= 2
-    if invalidate:
-        zpasses.invalidate(model)
-    return bool(torch.equal(run(x), 2 * before)), bool(before.any())
+    assert torch.equal(run(x), before)
+    zpasses.invalidate(model)
+    assert torch.equal(run(x), 2 * before)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("invalidate", some_quick([True, False], [True]))
-def test_writes_to_memory_by_other_code_are_seen_after_invalidate(invalidate):
-    assert run_on_ranks(_edit_of_memory, invalidate) == [(invalidate, True)] * 2
-
-
-def _warnings(ignored):
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("zpasses")
+@on_ranks(2)
+def test_trained_parameters_that_are_ignored_cause_a_warning():
+    said, handler, logger = [], logging.Handler(), logging.getLogger("zpasses")
+    handler.emit = lambda record: said.append(record.getMessage())
     logger.addHandler(handler)
     try:
-        model = nn.Linear(4, 4)
-        zpasses.shard(model, mesh=world_mesh(), ignored_params=[model.bias] if ignored else [])
-        _run(model, 3)(integers(2, 4)).sum().backward()
+        for ignored in (False, True):
+            assert said == []
+            model = nn.Linear(4, 4)
+            left = [model.bias] if ignored else []
+            zpasses.shard(model, mesh=world_mesh(), ignored_params=left)
+            _run(model, 3)(integers(2, 4)).sum().backward()
     finally:
         logger.removeHandler(handler)
-    return "\n".join(records)
+    if dist.get_rank() == 0:
+        expected = "parameters bias are trained but not sharded, because they are ignored"
+        assert expected in "\n".join(said)
 
 
-@pytest.mark.processes
-def test_trained_parameters_that_are_ignored_cause_a_warning():
-    assert (
-        "parameters bias are trained but not sharded, because they are ignored"
-        in (run_on_ranks(_warnings, True)[0])
-    )
-    assert run_on_ranks(_warnings, False)[0] == ""
-
-
-@pytest.mark.processes
 @on_ranks(2)
 def test_trained_parameters_that_are_not_sharded_are_an_error():
     model = nn.Sequential(zpasses.shard(nn.Linear(4, 4), mesh=world_mesh()), nn.Linear(4, 4))
@@ -735,14 +518,10 @@ def test_trained_parameters_that_are_not_sharded_are_an_error():
     _run(model, 3)(integers(2, 4)).sum().backward()
 
 
-def _distributed_edit():
+@on_ranks(2)
+def test_shards_can_be_edited_as_dtensors():
     model = zpasses.shard(with_integer_weights(nn.Linear(4, 4, bias=False)), mesh=world_mesh())
     full = integers(4, 4, seed=9)
     with torch.no_grad():
         model._parameters["weight"].copy_(distribute_tensor(full, world_mesh(), [Shard(0)]))
-    return bool(torch.equal(model.weight, full))
-
-
-@pytest.mark.processes
-def test_shards_can_be_edited_as_dtensors():
-    assert run_on_ranks(_distributed_edit) == [True, True]
+    assert torch.equal(model.weight, full)

@@ -1,7 +1,5 @@
 """Tests that simulated ranks compute what gloo ranks compute."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -44,20 +42,14 @@ REDUCE_SCATTER = "merge-reads,gather-params,reduce-grads{form=reduce_scatter}"
 @pytest.mark.parametrize(
     ("ranks", "pipeline"),
     some_quick(
-        itertools.product([2, 3], ["zero2", REDUCE_SCATTER, ""]),
-        [(2, REDUCE_SCATTER)],
+        [(2, REDUCE_SCATTER), (3, REDUCE_SCATTER), (3, "zero2"), (2, "")], [(2, REDUCE_SCATTER)]
     ),
 )
 def test_a_joint_graph_gives_the_same_bits_on_gloo(pipeline, ranks):
-    chosen = (
-        "merge-reads,gather-params,reduce-grads{form=all_reduce}"
-        if pipeline == "zero2"
-        else pipeline
-    )
-    graphs = [
-        each.after.joint
-        for each in capture_ranks(model(), (torch.ones(4, 6),), world_size=ranks, pipeline=chosen)
-    ]
+    all_reduce = "merge-reads,gather-params,reduce-grads{form=all_reduce}"
+    chosen = all_reduce if pipeline == "zero2" else pipeline
+    captures = capture_ranks(model(), (torch.ones(4, 6),), world_size=ranks, pipeline=chosen)
+    graphs = [each.after.joint for each in captures]
     inputs = random_inputs(graphs)
     simulated = simulate(graphs, inputs)
     real = run_on_ranks(_run_joint_graph, pipeline, inputs, ranks=ranks)
@@ -66,6 +58,5 @@ def test_a_joint_graph_gives_the_same_bits_on_gloo(pipeline, ranks):
             assert (simulated_value is None) == (real_value is None)
             if real_value is not None:
                 # An average over three ranks rounds, and gloo may divide at another point.
-                torch.testing.assert_close(
-                    simulated_value, real_value, rtol=0 if ranks == 2 else 1e-6, atol=0
-                )
+                rtol = 0 if ranks == 2 else 1e-6
+                torch.testing.assert_close(simulated_value, real_value, rtol=rtol, atol=0)

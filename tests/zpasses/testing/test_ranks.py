@@ -51,19 +51,18 @@ def _environment(name):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_rank_returns_its_result(ranks):
-    assert run_on_ranks(_sum_of_ranks, 1, ranks=ranks) == [
-        (rank, ranks * (ranks + 1) / 2) for rank in range(ranks)
-    ]
+    total = ranks * (ranks + 1) / 2
+    assert run_on_ranks(_sum_of_ranks, 1, ranks=ranks) == [(rank, total) for rank in range(ranks)]
 
 
-def test_failing_rank_is_shown_and_waiting_ranks_are_killed():
-    started = time.monotonic()
+def test_failing_rank_is_shown_and_waiting_ranks_are_killed(monkeypatch):
+    run_on_ranks(_sum_of_ranks, 0)  # the ranks have started
+    monkeypatch.setenv("ZPASSES_TEST_PATIENCE", "0.2")  # the others are killed within a second
     with pytest.raises(RanksError, match=r"rank 1: failed\n(.*\n)*ValueError: expected failure"):
-        run_on_ranks(_fail_on, 1)
-    assert time.monotonic() - started < 100  # far below the limit of the call
-    assert run_on_ranks(_sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)], (
-        "the next call gets new processes"
-    )
+        run_on_ranks(_fail_on, 1, timeout_s=10_000)
+    monkeypatch.undo()
+    # The next call gets new processes.
+    assert run_on_ranks(_sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)]
 
 
 def test_failed_assertion_shows_the_values():
@@ -71,19 +70,16 @@ def test_failed_assertion_shows_the_values():
         run_on_ranks(_assert_first_rank)
 
 
-def test_limits_are_multiplied_for_slow_machines(monkeypatch):
-    monkeypatch.setenv("ZPASSES_TEST_PATIENCE", "0.001")
-    with pytest.raises(RanksError, match=r"rank 1 of 2 did not finish within 1 s"):
+def test_a_hanging_rank_is_killed_at_its_multiplied_limit_and_its_stack_is_shown(monkeypatch):
+    run_on_ranks(_sum_of_ranks, 0)  # the ranks have started
+    monkeypatch.setenv("ZPASSES_TEST_PATIENCE", "0.008")
+    with pytest.raises(RanksError, match=r"rank 1 of 2 did not finish within 8 s") as error:
         run_on_ranks(_sleep_on, 1, timeout_s=1000)
+    assert re.search(r"rank 1: did not finish\n(.*\n)*.*in _sleep_on", str(error.value))
     for wrong in ("soon", "0", "nan", "inf"):
         monkeypatch.setenv("ZPASSES_TEST_PATIENCE", wrong)
         with pytest.raises(ValueError, match=f"got ZPASSES_TEST_PATIENCE='{wrong}'"):
             run_on_ranks(_sum_of_ranks, 0)
-
-
-def test_hanging_rank_is_killed_and_its_stack_shown():
-    with pytest.raises(RanksError, match=r"rank 1: did not finish\n(.*\n)*.*in _sleep_on"):
-        run_on_ranks(_sleep_on, 1, timeout_s=2)
 
 
 def test_fresh_ranks_report_exit_codes_and_output():
@@ -93,24 +89,21 @@ def test_fresh_ranks_report_exit_codes_and_output():
 
 
 def test_fresh_ranks_get_their_environment():
-    assert [
-        each.result
-        for each in run_in_fresh_ranks(_environment, "SOME_SETTING", env={"SOME_SETTING": "on"})
-    ] == ["on", "on"]
-    assert run_on_ranks(_environment, "SOME_SETTING") == [None, None]
+    name = "SOME_SETTING"
+    fresh = run_in_fresh_ranks(_environment, name, env={name: "on"})
+    assert [each.result for each in fresh] == ["on", "on"]
+    assert run_on_ranks(_environment, name) == [None, None]
 
 
 def _deletes_its_log():
     Path(os.readlink("/proc/self/fd/1")).unlink()
-    if dist.get_rank() == 1:
-        os._exit(3)
-    return "alive"
+    return _die_on(1)
 
 
 def test_a_rank_without_a_log_has_no_output():
     alive, dead = run_in_fresh_ranks(_deletes_its_log, timeout_s=30)
     assert (alive.result, alive.output) == ("alive", "")
-    assert (dead.exit_code, dead.output) == (3, "")
+    assert (dead.exit_code, dead.output) == (7, "")
 
 
 # --- programs ------------------------------------------------------------------------------------

@@ -46,9 +46,8 @@ def test_joint_pipelines_keep_the_bits_of_drawn_graphs(recipe, pipeline):
 def test_whole_pipelines_keep_the_bits_of_a_step(pipeline, world_size):
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     inputs = (torch.ones(2, 5),)
-    assert_step_equals_reference(
-        capture_ranks(model, inputs, world_size=world_size, pipeline=pipeline)
-    )
+    captures = capture_ranks(model, inputs, world_size=world_size, pipeline=pipeline)
+    assert_step_equals_reference(captures)
 
 
 @pytest.mark.slow(quick="test_every_pass_and_option_of_the_catalogue_is_drawn_or_says_why_not")

@@ -17,8 +17,6 @@ from torch import fx
 from zpasses import compat
 from zpasses.graph.tags import Tag
 
-__all__ = ["NotCacheableError", "graph_text", "input_text", "state_text"]
-
 _NAMESPACES = frozenset({"aten", "prims", "prim", "_c10d_functional", "zpasses", "torchvision"})
 """Operators whose code belongs to torch or zpasses, whose versions are in the key."""
 

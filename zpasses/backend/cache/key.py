@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.backend.cache.graph_text import NotCacheableError, graph_text, input_text, state_text
-from zpasses.backend.capture import Capture, local_shard
-from zpasses.cost.target import current_target
+from zpasses.backend.captured import Capture, local_shard
+from zpasses.cost.time.target import current_target
 from zpasses.pipeline.events import has_listeners
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.passes import package_digest
@@ -20,8 +20,6 @@ from zpasses.pipeline.pipeline import Pipeline
 from zpasses.probe import is_probed
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.layout import layout_of
-
-__all__ = ["GraphKey", "graph_key", "refusal", "refusal_here"]
 
 _FORMAT = 1
 """Version of the files."""

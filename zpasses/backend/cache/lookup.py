@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from zpasses import compat
-from zpasses.backend.cache.artifacts import GraphArtifacts
+from zpasses.backend.cache.entry import GraphArtifacts
 from zpasses.backend.cache.key import GraphKey
 from zpasses.ranks.agree import are_remembered, exchange, is_remembered, restore_answers
-
-__all__ = ["decline_artifacts", "find_artifacts"]
 
 _OCCASION = "taking a graph from the compile cache"
 

@@ -20,8 +20,6 @@ from pathlib import Path
 
 from zpasses import compat
 
-__all__ = ["CacheFiles", "cache_folder"]
-
 log = logging.getLogger("zpasses")
 
 _DIGEST_BYTES = 32

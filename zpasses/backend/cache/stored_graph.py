@@ -12,31 +12,29 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.cache.artifacts import GraphArtifacts
+from zpasses.backend.cache.entry import GraphArtifacts
 from zpasses.backend.cache.graph_text import NotCacheableError
 from zpasses.backend.cache.key import graph_key, refusal, refusal_here
 from zpasses.backend.cache.lookup import decline_artifacts, find_artifacts
-from zpasses.backend.code import (
+from zpasses.backend.compile_job import Compiled, CompileJob, Decisions
+from zpasses.backend.split import inductor_patches
+from zpasses.backend.variant_code import (
     Template,
     agree_on,
     backward_code,
     forward_code,
     preload,
 )
-from zpasses.backend.compile import Compile, Compiled, Decisions
-from zpasses.backend.split import inductor_patches
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.forward import first_variant
 from zpasses.runtime.forward_variants import ForwardVariant
-
-__all__ = ["from_cache"]
 
 log = logging.getLogger("zpasses")
 
 
 def from_cache(
-    job: Compile, example_inputs: Sequence[Any]
-) -> tuple[Compile, Callable[..., Any] | None]:
+    job: CompileJob, example_inputs: Sequence[Any]
+) -> tuple[CompileJob, Callable[..., Any] | None]:
     """Look for the code of a compile in the compile cache. All ranks take it, or none does.
 
     Args:
@@ -51,11 +49,11 @@ def from_cache(
     """
     started = time.perf_counter()
     groups = job.captured.groups
-    reason = refusal(job.captured, job.options, job.pipeline)
+    reason = refusal(job.captured, job.options, job.cache_pipeline)
     try:
         if reason is None:
-            key = graph_key(job.captured, example_inputs, job.options, job.pipeline)
-            reason = refusal_here(job.options, recorded=bool(job.events))
+            key = graph_key(job.captured, example_inputs, job.options, job.cache_pipeline)
+            reason = refusal_here(job.options, recorded=bool(job.listeners))
             if reason is not None:  # a dump, for example, is often that of one rank
                 decline_artifacts(key, groups)
     except NotCacheableError as error:
@@ -79,7 +77,7 @@ def from_cache(
     return graph.job, graph.compiled
 
 
-def _loading(job: Compile, artifacts: GraphArtifacts) -> Compile:
+def _loading(job: CompileJob, artifacts: GraphArtifacts) -> CompileJob:
     """Returns the compile with the decisions of the compile that was stored."""
     entry, pipeline = artifacts.entry, job.decided.pipeline
     if entry.memory_budget is not None:
@@ -101,7 +99,7 @@ class _StoredGraph:
         Exception: any kind, from damaged files, and from sizes that the graph was not made for.
     """
 
-    def __init__(self, job: Compile) -> None:
+    def __init__(self, job: CompileJob) -> None:
         assert job.artifacts is not None
         entry, inputs = job.artifacts.entry, job.captured.inputs
         mode = compat.fake_mode_of(inputs)

@@ -14,12 +14,10 @@ from torch import fx
 from zpasses.errors import PassError
 from zpasses.graph.verifier.collectives import check_collectives
 from zpasses.graph.verifier.interface import check_inputs, check_output_exists, check_outputs
-from zpasses.graph.verifier.memory import check_initialised, check_memory
 from zpasses.graph.verifier.parameters import affected_by, check_params
+from zpasses.graph.verifier.shared_memory import check_initialised, check_memory
 from zpasses.graph.verifier.values import check_values
 from zpasses.graph.verifier.versions import CurrentGraph, PreviousGraph
-
-__all__ = ["CHECKS", "PreviousGraph", "check", "check_unchanged"]
 
 CHECKS = (
     "lint",

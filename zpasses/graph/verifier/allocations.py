@@ -7,8 +7,6 @@ from torch import fx
 from zpasses.graph.aliases import GETITEM, shared_arguments, written_arguments
 from zpasses.graph.verifier.versions import GraphVersion, nodes_in
 
-__all__ = ["Aliases", "Root"]
-
 Root = tuple[fx.Node, int]
 """One allocation: the node that made it, and which of its outputs it is."""
 
@@ -61,8 +59,4 @@ class Aliases:
         """The allocations that a node writes to."""
         record = self._version.record(node)
         names = written_arguments(record.target) if record.op.startswith("call_") else ()
-        if not names:
-            return frozenset()
-        arguments = record.arguments()
-        targets = nodes_in(tuple(arguments.get(name) for name in names))
-        return frozenset[Root]().union(*map(self.roots, targets))
+        return frozenset[Root]().union(*map(self.roots, record.nodes_at(names)))

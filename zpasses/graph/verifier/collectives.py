@@ -11,12 +11,11 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.errors import PassError
-from zpasses.graph.aliases import GETITEM, WAIT, written_arguments
-from zpasses.graph.ops import DIALECT
-from zpasses.graph.verifier.operators import REDUCE_OPS, is_collective
+from zpasses.graph.aliases import GETITEM, written_arguments
+from zpasses.graph.dialect import DIALECT
+from zpasses.graph.queries import WAIT, communicates
+from zpasses.graph.verifier.operators import REDUCE_OPS
 from zpasses.graph.verifier.versions import CurrentGraph, GraphVersion, PreviousGraph
-
-__all__ = ["check_collectives"]
 
 
 def check_collectives(
@@ -27,7 +26,7 @@ def check_collectives(
     for node in changed:
         if before.is_new(node):
             _check_tag(node, now, pass_name)
-        if is_collective(node.target) and not before.same_call(node):
+        if communicates(node.target) and not before.same_call(node):
             _check_arguments(node, now, before, known, pass_name)
     for node in dict.fromkeys(started for each in changed for started in _started_by(each)):
         found = _waiting_error(now, node)
@@ -41,13 +40,13 @@ def _started_by(node: fx.Node) -> Iterator[fx.Node]:
     """
     for each in (node, *node.all_input_nodes):
         source = each.all_input_nodes[0] if each.target is GETITEM else each
-        if is_collective(source.target):
+        if communicates(source.target):
             yield source
 
 
 def _waiting_error(version: GraphVersion, node: fx.Node) -> str | None:
     """What is wrong with the waits of a collective. In-place and out= forms are awaited through the
-    tensor that they write; `zpasses.graph.verifier.memory` looks at them.
+    tensor that they write; `zpasses.graph.verifier.shared_memory` looks at them.
     """
     record = version.record(node)
     if record.target in DIALECT or written_arguments(record.target):
@@ -92,7 +91,7 @@ def _must_be_awaited(names: str, which: str) -> str:
 
 
 def _check_tag(node: fx.Node, now: CurrentGraph, pass_name: str) -> None:
-    if (is_collective(node.target) or node.target is WAIT) and now.record(node).tag is None:
+    if (communicates(node.target) or node.target is WAIT) and now.record(node).tag is None:
         raise PassError(
             f"pass {pass_name!r} made {node.format_node()} without a tag; use "
             "zpasses.graph.tags.add_tag where it is made."

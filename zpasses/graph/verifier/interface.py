@@ -7,11 +7,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from zpasses.errors import PassError
-from zpasses.graph.nodes import value_of
+from zpasses.graph.queries import value_of
 from zpasses.graph.verifier.values import describe_difference
 from zpasses.graph.verifier.versions import CurrentGraph, GraphVersion, PreviousGraph
-
-__all__ = ["check_inputs", "check_output_exists", "check_outputs"]
 
 
 def check_output_exists(graph: fx.Graph, before: PreviousGraph, pass_name: str) -> None:

@@ -10,19 +10,9 @@ from typing import Any, Literal
 import torch
 
 from zpasses import compat
-from zpasses.graph.aliases import COPIES, GETITEM, WAIT, shared_arguments
-from zpasses.graph.ops import DIALECT
-
-__all__ = [
-    "REDUCE_OPS",
-    "Kind",
-    "awaits_each_output",
-    "is_collective",
-    "is_factory_of_uninitialised",
-    "is_launch",
-    "is_link",
-    "keeps_arguments",
-]
+from zpasses.graph.aliases import COPIES, GETITEM, shared_arguments
+from zpasses.graph.dialect import DIALECT
+from zpasses.graph.queries import communicates
 
 aten = torch.ops.aten
 
@@ -57,23 +47,12 @@ _UNINITIALISED = {
 
 
 @functools.cache
-def is_collective(target: Any) -> bool:
-    """Whether a call of `target` starts a functional collective, or is an op of the dialect."""
-    return (
-        isinstance(target, compat.OpOverload)
-        and target.namespace in ("_c10d_functional", "zpasses")
-        and target is not WAIT
-        and any(argument.name == "group_name" for argument in target._schema.arguments)
-    )
-
-
-@functools.cache
 def is_launch(target: Any) -> bool:
     """Whether a call of `target` returns before its work is done, which `wait_tensor` awaits.
 
     The ops of the dialect communicate, but return their results.
     """
-    return (is_collective(target) and target not in DIALECT) or _is_low_contention(target)
+    return (communicates(target) and target not in DIALECT) or _is_low_contention(target)
 
 
 @functools.cache

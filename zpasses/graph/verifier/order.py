@@ -21,13 +21,11 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.graph.aliases import GETITEM, WAIT, shared_arguments, written_arguments
-from zpasses.graph.nodes import saved_inputs
+from zpasses.graph.aliases import GETITEM, shared_arguments, written_arguments
+from zpasses.graph.queries import WAIT, saved_inputs
 from zpasses.graph.verifier.allocations import Aliases, Root
 from zpasses.graph.verifier.operators import awaits_each_output, is_launch, keeps_arguments
-from zpasses.graph.verifier.versions import CurrentGraph, GraphVersion, NodeRecord, nodes_in
-
-__all__ = ["Race", "StreamOf", "find_races", "group_stream", "may_race", "own_stream", "races_in"]
+from zpasses.graph.verifier.versions import CurrentGraph, GraphVersion, NodeRecord
 
 StreamOf = Callable[[fx.Node, NodeRecord, int], str]
 """(launch, its record, number of the output) -> name of the stream on which it runs, in order with
@@ -239,12 +237,11 @@ class _Walk:
         return awaited
 
     def _launch(self, node: fx.Node, record: NodeRecord) -> list[_Launch]:
-        arguments = record.arguments()
-        written = nodes_in(tuple(arguments.get(name) for name in written_arguments(record.target)))
+        written = record.nodes_at(written_arguments(record.target))
         read = [item for item in self._version.inputs(node) if item not in written]
         outputs = sorted(self._aliases.roots(node), key=lambda root: root[1])
         writes = self._regions(written) or [_Region(root) for root in outputs]
-        given = arguments.get(0)
+        given = record.arguments().get(0)
         if (
             awaits_each_output(record.target)
             and isinstance(given, (list, tuple))
@@ -267,8 +264,7 @@ class _Walk:
         if record.op in ("placeholder", "get_attr") or record.target in (WAIT, GETITEM):
             return [], []
         names = written_arguments(record.target) if record.op.startswith("call_") else ()
-        arguments = record.arguments()
-        written = nodes_in(tuple(arguments.get(name) for name in names))
+        written = record.nodes_at(names)
         is_view = record.op != "output" and shared_arguments(record.target) and not written
         read = (
             [] if is_view else [each for each in self._version.inputs(node) if each not in written]

@@ -7,39 +7,36 @@ that the pass inserted, and up to collectives, whose tags name parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
 from zpasses.errors import PassError
+from zpasses.graph.queries import communicates, numel
 from zpasses.graph.tags import Tag
-from zpasses.graph.verifier.operators import is_collective, is_link
+from zpasses.graph.verifier.operators import is_link
 from zpasses.graph.verifier.provenance import (
     RESULT_ROLES,
     Provenance,
     computes_the_same,
     has_one_rank,
-    numel,
 )
-from zpasses.graph.verifier.reductions import check_reduced_outputs
+from zpasses.graph.verifier.reduced_outputs import check_reduced_outputs
 from zpasses.graph.verifier.versions import CurrentGraph, PreviousGraph
-
-__all__ = ["affected_by", "check_params"]
+from zpasses.graph.walks import reachable
 
 
 def affected_by(changed: Sequence[fx.Node], now: CurrentGraph) -> list[fx.Node]:
     """The changed nodes, and what their values reach through links and collectives, with the first
     readers behind them.
     """
-    found = dict.fromkeys(changed)
-    queue = list(changed)
-    while queue:
-        for user in queue.pop().users:
-            if user not in found:
-                found[user] = None
-                if is_link(user.target, "reduce") or is_collective(user.target):
-                    queue.append(user)
-    return list(found)
+    origins = set(changed)
+
+    def readers(node: fx.Node) -> Iterable[fx.Node]:
+        passes_on = is_link(node.target, "reduce") or communicates(node.target)
+        return node.users if passes_on or node in origins else ()
+
+    return list(reachable(changed, readers))
 
 
 def check_params(
@@ -57,7 +54,7 @@ def check_params(
         tag = now.record(node).tag
         if tag is None or node.op == "placeholder":
             continue
-        if tag.role == "gather" and is_collective(node.target):
+        if tag.role == "gather" and communicates(node.target):
             _check_gather_input(node, tag, new, old, pass_name)
         _check_result_tag(node, tag, new, old, pass_name)
     _check_reduction_inputs(affected, erased, new, old, pass_name)
@@ -141,7 +138,7 @@ def _check_reader(
         pairs = [
             (node.format_node() or node.name, new.version.inputs(node), old.version.inputs(node))
         ]
-    if node.op != "output" and (is_link(node.target, "gather") or is_collective(node.target)):
+    if node.op != "output" and (is_link(node.target, "gather") or communicates(node.target)):
         return
     for where, got, wanted in pairs:
         before = {
@@ -175,7 +172,7 @@ def _is_trivial(provenance: Provenance, node: fx.Node) -> bool:
     groups = [
         provenance.version.record(start).arguments().get("group_name")
         for start, _ in provenance.source_gathers(node)
-        if is_collective(provenance.version.record(start).target)
+        if communicates(provenance.version.record(start).target)
     ]
     return bool(groups) and all(has_one_rank(group) for group in groups)
 
@@ -216,7 +213,7 @@ def _check_reduction_inputs(
 
 def _reduced_roots(provenance: Provenance, node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
     record = provenance.version.record(node)
-    if not is_collective(record.target) or record.tag is None or record.tag.role != "reduce":
+    if not communicates(record.target) or record.tag is None or record.tag.role != "reduce":
         return
     members, params = provenance.inputs_by_param(node, record.tag.params), record.tag.params
     if members:
@@ -226,14 +223,16 @@ def _reduced_roots(provenance: Provenance, node: fx.Node) -> Iterator[tuple[str,
 
 def _reduced_from(provenance: Provenance, root: fx.Node) -> set[str]:
     """The parameters whose reductions read a value through links."""
-    found, queue, seen = set[str](), [root], set[fx.Node]()
-    while queue:
-        at = queue.pop()
-        for user in provenance.version.users(at):
-            found.update(
-                param for param, start in _reduced_roots(provenance, user) if start is root
-            )
-            if user not in seen and is_link(provenance.version.record(user).target, "gather"):
-                seen.add(user)
-                queue.append(user)
-    return found
+    version = provenance.version
+
+    def links(node: fx.Node) -> list[fx.Node]:
+        users = version.users(node)
+        return [user for user in users if is_link(version.record(user).target, "gather")]
+
+    return {
+        param
+        for node in reachable([root], links)
+        for user in version.users(node)
+        for param, start in _reduced_roots(provenance, user)
+        if start is root
+    }

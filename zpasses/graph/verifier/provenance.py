@@ -6,23 +6,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from zpasses import compat
 from zpasses.graph.aliases import GETITEM
-from zpasses.graph.nodes import nbytes
+from zpasses.graph.queries import communicates, numel
 from zpasses.graph.tags import SOURCE_ROLES, Role, Tag
-from zpasses.graph.verifier.operators import Kind, is_collective, is_link
+from zpasses.graph.verifier.operators import Kind, is_link
 from zpasses.graph.verifier.versions import GraphVersion
-
-__all__ = [
-    "RESULT_ROLES",
-    "Provenance",
-    "computes_the_same",
-    "has_one_rank",
-    "names_of",
-    "numel",
-]
+from zpasses.graph.walks import reachable
 
 RESULT_ROLES: dict[Kind, tuple[Role, ...]] = {
     "gather": ("gathered", "full"),
@@ -49,7 +41,7 @@ class Provenance:
 
     def follows_through(self, node: fx.Node, kind: Kind) -> bool:
         target = self.version.record(node).target
-        return not is_collective(target) and (
+        return not communicates(target) and (
             is_link(target, kind) or (self.is_inserted(node) and node.op.startswith("call_"))
         )
 
@@ -77,7 +69,7 @@ class Provenance:
             tag = record.tag if not (ignore_own_tag and step.node is node) else None
             if tag is not None and tag.role in RESULT_ROLES["gather"] and step.claim is None:
                 step = step._replace(claim=tag.params, numel=numel(record.value))
-            if is_collective(record.target):
+            if communicates(record.target):
                 if tag is not None and tag.role == "gather":
                     yield step.node, _narrowed(tag.params, record.value, step)
             elif record.op == "placeholder":
@@ -114,7 +106,7 @@ class Provenance:
         """Whether the gather of a parameter reads its shard; None if the node is no such gather."""
         record = self.version.record(node)
         tag = record.tag
-        if not (tag and tag.role == "gather" and is_collective(record.target)):
+        if not (tag and tag.role == "gather" and communicates(record.target)):
             return None
         if param not in tag.params:
             return None
@@ -135,7 +127,7 @@ class Provenance:
             inputs = self.version.inputs(node)
             if not is_link(self.version.record(node).target, "gather") or len(inputs) != 1:
                 return node
-            if is_collective(self.version.record(inputs[0]).target):
+            if communicates(self.version.record(inputs[0]).target):
                 return node
             node = inputs[0]
 
@@ -143,18 +135,17 @@ class Provenance:
         """The graph inputs that a value comes from, or the parts that a pass cut out of full
         parameters to gather them again.
         """
-        found, queue, seen = set[fx.Node](), [node], set[fx.Node]()
-        while queue:
-            at = queue.pop()
-            if at in seen:
-                continue
-            seen.add(at)
+
+        def is_source(at: fx.Node) -> bool:
             record = self.version.record(at)
-            if record.op == "placeholder" or (record.tag and record.tag.role == "part"):
-                found.add(at)
-            elif self.follows_through(at, "gather"):
-                queue += self.version.inputs(at)
-        return found
+            is_part = record.tag is not None and record.tag.role == "part"
+            return record.op == "placeholder" or is_part
+
+        def inputs(at: fx.Node) -> list[fx.Node]:
+            follows = not is_source(at) and self.follows_through(at, "gather")
+            return self.version.inputs(at) if follows else []
+
+        return set(filter(is_source, reachable([node], inputs)))
 
     def shards(self, param: str) -> list[fx.Node]:
         """The graph inputs that hold the shard of a parameter."""
@@ -190,10 +181,6 @@ def _narrowed(params: tuple[str, ...], value: Any, step: _Step) -> tuple[str, ..
 
 def names_of(tag: Tag | None) -> tuple[str, ...]:
     return tag.params if tag is not None else ()
-
-
-def numel(value: Any) -> int:
-    return nbytes(value) // value.element_size() if isinstance(value, Tensor) else 0
 
 
 def has_one_rank(group: object) -> bool:

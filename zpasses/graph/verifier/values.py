@@ -10,10 +10,8 @@ from torch.fx.node import map_arg
 
 from zpasses import compat
 from zpasses.errors import PassError
-from zpasses.graph.nodes import propagate, value_of
+from zpasses.graph.queries import propagate, value_of
 from zpasses.graph.verifier.versions import PreviousGraph
-
-__all__ = ["check_values", "describe_difference"]
 
 
 def check_values(changed: list[fx.Node], before: PreviousGraph, pass_name: str) -> None:
@@ -35,7 +33,7 @@ def _check_value(node: fx.Node, pass_name: str, known: dict[tuple[Any, str], lis
     if not _has_value(node):
         raise PassError(
             f"pass {pass_name!r} made node {node.format_node()} without meta['val']; build nodes "
-            "with zpasses.graph.nodes.Editor."
+            "with zpasses.graph.queries.Editor."
         )
     if not all(_has_value(item) for item in node.all_input_nodes) or compat.has_unbacked_size(
         recorded

@@ -13,10 +13,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from zpasses import compat
-from zpasses.graph.nodes import value_of
+from zpasses.graph.queries import value_of
 from zpasses.graph.tags import Tag, tag_of
-
-__all__ = ["CurrentGraph", "GraphVersion", "NodeRecord", "PreviousGraph"]
 
 
 class NodeRecord(NamedTuple):
@@ -38,6 +36,11 @@ class NodeRecord(NamedTuple):
             found.update(zip(names, self.args, strict=False))
         found.update(self.kwargs)
         return found
+
+    def nodes_at(self, names: Sequence[str | int]) -> list[fx.Node]:
+        """The nodes in some arguments of the call."""
+        arguments = self.arguments() if names else {}
+        return nodes_in(tuple(arguments.get(name) for name in names))
 
 
 def _record(node: fx.Node) -> NodeRecord:

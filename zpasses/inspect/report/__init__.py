@@ -35,7 +35,7 @@ _SCRIPTS = (
     "ranks",
     "overview",
     "listing",
-    "unified",
+    "pairs",
     "diff",
     "pairing",
     "counterparts",

@@ -37,9 +37,14 @@ function compileName(compile) {
 }
 
 function drawHeader() {
-  clear(
+  const menu = () => document.body.classList.toggle("with-nav");
+  const toCompile = (at) => go({ compile: +at, graph: "", node: null });
+  const options = compiles.map((compile, at) =>
+    option(at, at === state.compile, compileName(compile) + (compile.error ? " (failed)" : "")),
+  );
+  return clear(
     top_,
-    button("☰", () => document.body.classList.toggle("with-nav"), {
+    button("☰", menu, {
       class: "quiet",
       id: "menu",
       "aria-label": "Graphs and passes",
@@ -47,25 +52,10 @@ function drawHeader() {
     }),
     el("h1", {}, "zpasses"),
     compiles.length > 1
-      ? el(
-          "select",
-          {
-            id: "compile",
-            "aria-label": "Compile",
-            onchange: (event) =>
-              go({ compile: +event.target.value, graph: "", node: null }),
-          },
-          compiles.map((compile, at) =>
-            el(
-              "option",
-              { value: at, selected: at === state.compile },
-              `${compileName(compile)}${compile.error ? " (failed)" : ""}`,
-            ),
-          ),
-        )
+      ? choice("Compile", options, toCompile, { id: "compile" })
       : compiles.length === 1 && el("span", {}, `compile ${compiles[0].name}`),
     el("span", { class: "muted", id: "about" }, aboutHere()),
-    el("span", { class: "stretch" }),
+    stretchSpace(),
     el("span", { class: "muted path", id: "path", title: pathHere() }, shortHere()),
     button("◐", nextTheme, {
       class: "quiet",
@@ -74,24 +64,15 @@ function drawHeader() {
       title: "Switch between the system's, the dark and the light theme",
     }),
   );
-  return top_;
 }
 
 // The theme survives a reload. A browser may forbid storage to pages from files.
-function rememberTheme(theme) {
+function storedTheme(theme) {
   try {
-    localStorage.setItem("zpasses-theme", theme);
+    if (theme !== undefined) localStorage.setItem("zpasses-theme", theme);
+    return localStorage.getItem("zpasses-theme");
   } catch {
-    return;
-  }
-}
-
-function restoreTheme() {
-  try {
-    const theme = localStorage.getItem("zpasses-theme");
-    if (["dark", "light"].includes(theme)) document.documentElement.dataset.theme = theme;
-  } catch {
-    return;
+    return null;
   }
 }
 
@@ -99,7 +80,7 @@ function restoreTheme() {
 function aboutHere() {
   const compile = compiles[state.compile];
   return [
-    `rank ${compile ? compile.rank : report.rank} of ${compile ? compile.world : report.meta.world}`,
+    `rank ${(compile || report).rank} of ${(compile || report.meta).world}`,
     compile && compile.target.name,
     `torch ${(compile && compile.torch) || report.meta.torch}`,
   ]
@@ -121,83 +102,54 @@ function nextTheme() {
   const order = ["", "dark", "light"],
     root = document.documentElement;
   root.dataset.theme = order[(order.indexOf(root.dataset.theme || "") + 1) % order.length];
-  rememberTheme(root.dataset.theme);
+  storedTheme(root.dataset.theme);
   document.querySelectorAll("canvas").forEach((each) => each.repaint());
 }
 
 function drawNav() {
-  const compile = current.compile;
-  clear(
-    parts.nav,
-    byInterest(compile.graphs).map((graph) =>
-      el(
-        "section",
-        {},
-        el("h2", {}, graph.name),
-        el(
-          "ul",
-          {},
-          graph.steps.map((step, at) => {
-            const here =
-              graph.name === state.graph && at === state.step && state.tab !== "overview";
-            const changed = step.after && step.same === undefined && step.diff;
-            return el(
-              "li",
-              {},
-              button(
-                [
-                  el("span", { class: "step" }, step.after ? step.after : "before passes"),
-                  step.error
-                    ? el("span", { class: "count failed" }, "failed")
-                    : changed && el(
-                        "span",
-                        {
-                          class: "count",
-                          title: "Nodes: + inserted, − removed, ~ moved or changed. Each counts once.",
-                        },
-                        countOf(step.diff),
-                      ),
-                ],
-                () => {
-                  document.body.classList.remove("with-nav");
-                  go({
-                    graph: graph.name,
-                    step: at,
-                    tab: state.tab === "overview" ? (step.after ? "diff" : "listing") : state.tab,
-                  });
-                },
-                {
-                  "aria-current": here ? "true" : null,
-                  class: step.after && !changed && !step.error ? "idle" : "",
-                  title: step.after
-                    ? `${step.after}${step.same !== undefined ? ": no change" : ""}`
-                    : "Before the first pass",
-                },
-              ),
-            );
-          }),
-        ),
-      ),
-    ),
-  );
+  const section = (graph) =>
+    el(
+      "section",
+      {},
+      el("h2", {}, graph.name),
+      el("ul", {}, graph.steps.map((step, at) => el("li", {}, navButton(graph, step, at)))),
+    );
+  clear(parts.nav, byInterest(current.compile.graphs).map(section));
+}
+
+function navButton(graph, step, at) {
+  const here = graph.name === state.graph && at === state.step && state.tab !== "overview";
+  const changed = step.after && step.same === undefined && step.diff;
+  const title = "Nodes: + inserted, − removed, ~ moved or changed. Each counts once.";
+  const count = step.error
+    ? span("count failed", "failed")
+    : changed && el("span", { class: "count", title }, countOf(step.diff));
+  const show = () => {
+    document.body.classList.remove("with-nav");
+    const tab = state.tab === "overview" ? (step.after ? "diff" : "listing") : state.tab;
+    go({ graph: graph.name, step: at, tab });
+  };
+  return button([span("step", step.after || "before passes"), count], show, {
+    "aria-current": here ? "true" : null,
+    class: step.after && !changed && !step.error ? "idle" : "",
+    title: step.after
+      ? `${step.after}${step.same !== undefined ? ": no change" : ""}`
+      : "Before the first pass",
+  });
 }
 
 // "+2 −1 ~3": nodes. A node that was moved or changed in several ways counts once in "~", as in
 // `Difference.changed_nodes` of zpasses/inspect/difference.py.
 function countOf(diff) {
-  const count = (kind) => (diff[kind] || []).length;
-  const signed = (sign, size) => size && `${sign}${countText(size)}`;
-  const other = new Set(CHANGES.slice(2).flatMap((kind) => (diff[kind] || []).map(([id]) => id))).size;
-  return [
-    signed("+", count("inserted")),
-    signed("−", count("removed")),
-    signed("~", other),
-  ]
-    .filter(Boolean)
-    .join(" ");
+  const ids = (kinds) =>
+    new Set(kinds.flatMap((kind) => (diff[kind] || []).map(([id]) => id))).size;
+  const signed = { "+": ids(["inserted"]), "−": ids(["removed"]), "~": ids(CHANGES.slice(2)) };
+  const known = Object.entries(signed).filter(([, size]) => size);
+  return known.map(([sign, size]) => sign + countText(size)).join(" ");
 }
 
 function drawTabs() {
+  const after = current.step.after;
   clear(
     parts.tabs,
     TABS.map((tab) =>
@@ -210,12 +162,7 @@ function drawTabs() {
       }),
     ),
     state.tab !== "overview" &&
-      el(
-        "span",
-        { class: "where" },
-        el("b", {}, state.graph),
-        ` ${current.step.after ? `after ${current.step.after}` : "before the first pass"}`,
-      ),
+      span("where", el("b", {}, state.graph), after ? ` after ${after}` : " before the first pass"),
   );
 }
 
@@ -245,9 +192,7 @@ function redraw() {
   DRAW[state.tab](parts.main);
   prepareComparison();
   if (!focus) return;
-  const again = [...parts.main.querySelectorAll("[aria-label]")].find(
-    (each) => each.getAttribute("aria-label") === focus,
-  );
+  const again = parts.main.querySelector(`[aria-label="${CSS.escape(focus)}"]`);
   if (again) again.focus({ preventScroll: true });
   [...parts.main.querySelectorAll(".rows")].forEach((each, at) => {
     if (scrolled[at]) each.scrollTop = scrolled[at];
@@ -260,11 +205,13 @@ listeners.push((before) => {
   drawNav();
   drawTabs();
   const moved = ["compile", "graph", "step", "tab"].some((key) => before[key] !== state[key]);
+  // A list in which the node was selected needs no redraw.
+  const inShownList = parts.main.querySelector(".row.active");
   const ofList = parts.main.contains(document.activeElement) || parts.main.matches(":hover");
   if (
     moved ||
     !drawnOnce ||
-    !(KEEPS_SCROLL.includes(state.tab) && ofList && before.node !== state.node && isInShownList())
+    !(KEEPS_SCROLL.includes(state.tab) && ofList && before.node !== state.node && inShownList)
   )
     redraw();
   drawnOnce = true;
@@ -278,11 +225,6 @@ listeners.push((before) => {
 });
 let drawnOnce = false;
 
-// Whether the selected node was selected in the visible list. Such a list needs no redraw.
-function isInShownList() {
-  return Boolean(parts.main.querySelector(".row.active"));
-}
-
 document.addEventListener("keydown", (event) => {
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
   if (event.key === "Escape") {
@@ -290,12 +232,10 @@ document.addEventListener("keydown", (event) => {
     return;
   }
   if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === "/") {
-    const field = parts.main.querySelector(".filter");
-    if (field) {
-      field.focus();
-      event.preventDefault();
-    }
+  const field = event.key === "/" && parts.main.querySelector(".filter");
+  if (field) {
+    field.focus();
+    event.preventDefault();
   }
   if (event.key === "[" || event.key === "]") {
     const step = state.step + (event.key === "]" ? 1 : -1);
@@ -304,7 +244,8 @@ document.addEventListener("keydown", (event) => {
 });
 
 addEventListener("popstate", fromAddress);
-restoreTheme();
+if (["dark", "light"].includes(storedTheme()))
+  document.documentElement.dataset.theme = storedTheme();
 
 if (!compiles.some((compile) => compile.graphs.length)) {
   put(
@@ -314,12 +255,12 @@ if (!compiles.some((compile) => compile.graphs.length)) {
       "main",
       { id: "main" },
       compiles.map((compile) => failure(compile.error)),
-      el("p", { class: "muted pad" }, "This dump contains no graphs."),
+      remark("This dump contains no graphs."),
     ),
   );
 } else {
   const first = compiles.findIndex((compile) => compile.graphs.length);
   if (!compiles[state.compile].graphs.length) state.compile = first;
-  put(document.getElementById("app"), drawHeader(), parts.nav, parts.tabs, parts.main, parts.detail);
+  put(document.getElementById("app"), drawHeader(), Object.values(parts));
   fromAddress();
 }

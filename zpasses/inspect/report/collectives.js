@@ -1,10 +1,12 @@
 // A table of all collectives that sorts and filters. A click on a row selects its node.
 
+// Figures of a collective; `of` is what its node says about it. `optional` is the width of a column
+// that only some graphs have.
 const COLUMNS = [
   {
     key: "number",
-    title: "Order in which they start",
     name: "#",
+    title: "Order in which they start",
     right: true,
     value: (each) => each.number,
     text: (each) => each.number + 1,
@@ -12,130 +14,78 @@ const COLUMNS = [
   {
     key: "node",
     title: "The node that starts it",
-    name: "node",
     value: (each) => each.node.name,
     text: (each) => middleCut(each.node.name),
   },
   {
     key: "kind",
     title: "What it does",
-    name: "kind",
-    value: (each) => each.node.collective.kind,
-    text: (each) => each.node.collective.kind.replace(/_into_tensor|_tensor|_coalesced/g, ""),
+    value: ({ of }) => of.kind,
+    text: ({ of }) => of.kind.replace(/_into_tensor|_tensor|_coalesced/g, ""),
   },
   {
     key: "group",
     title: "Process group, and its number of ranks",
-    name: "group",
-    value: (each) => each.node.collective.group,
+    value: ({ of }) => of.group,
     text: (each) =>
-      /^\d+$/.test(each.node.collective.group)
-        ? `${each.node.collective.group} (${each.node.collective.ranks})`
-        : el("span", { title: groupTitle(each) }, each.node.collective.group),
+      /^\d+$/.test(each.of.group)
+        ? groupTitle(each)
+        : el("span", { title: groupTitle(each) }, each.of.group),
   },
   {
     key: "params",
-    title: "Parameters that it carries; without any, the module of the line that calls it",
     name: "parameters",
-    value: (each) => each.node.params[0] || moduleOfLine(each.node),
-    text: (each) =>
-      each.node.params.length > 1
-        ? [
-            paramCut(each.node.params[0]),
-            el("span", { class: "more" }, `\u00a0+${each.node.params.length - 1}`),
-          ]
-        : each.node.params[0]
-          ? paramCut(each.node.params[0])
-          : el("span", { class: "muted" }, paramCut(moduleOfLine(each.node))),
+    title: "Parameters that it carries; without any, the module of the line that calls it",
+    value: ({ node }) => node.params[0] || moduleOfLine(node),
+    text: ({ node: { params }, node }) =>
+      params.length
+        ? [paramCut(params[0]), params.length > 1 && span("more", `\u00a0+${params.length - 1}`)]
+        : muted(paramCut(moduleOfLine(node))),
   },
+  figureColumn("bytes", "Bytes of this rank's input", ({ of }) => of.nbytes, bytesText),
+  figureColumn("distance", "Nodes between its start and its first wait", null, countText),
   {
-    key: "bytes",
-    title: "Bytes of this rank's input",
-    name: "bytes",
-    right: true,
-    value: (each) => each.node.collective.nbytes,
-    text: (each) => bytesText(each.node.collective.nbytes),
-  },
-  {
-    key: "distance",
-    title: "Nodes between its start and its first wait",
-    name: "distance",
-    right: true,
-    value: (each) => each.distance,
-    text: (each) => countText(each.distance),
-  },
-  {
-    key: "compute",
-    title: "Compute time between its start and its first wait",
+    ...figureColumn("compute", "Compute time between its start and its first wait"),
     name: "compute between",
-    right: true,
-    value: (each) => each.compute,
-    text: (each) => timeText(each.compute),
   },
+  figureColumn("time", "Time of the transfer, by the target's model"),
+  figureColumn("exposed", "Time for which compute waits for it"),
   {
-    key: "time",
-    title: "Time of the transfer, by the target's model",
-    name: "time",
-    right: true,
-    value: (each) => each.time,
-    text: (each) => timeText(each.time),
-  },
-  {
-    key: "exposed",
-    title: "Time for which compute waits for it",
-    name: "exposed",
-    right: true,
-    value: (each) => each.exposed,
-    text: (each) => timeText(each.exposed),
-  },
-  {
-    key: "queued",
-    title: "Part of the exposed time before its transfer starts, behind earlier collectives of its group",
+    ...figureColumn(
+      "queued",
+      "Part of the exposed time before its transfer starts, behind earlier collectives",
+    ),
     name: "queueing",
-    right: true,
     optional: "76px",
-    value: (each) => each.queued,
-    text: (each) => timeText(each.queued),
   },
+  measuredColumn("measured", 0, "Mean time from its launch until its data are in place"),
   {
-    key: "measured",
-    title: "Measured time from its launch until its data are in place, on average",
-    name: "measured",
-    right: true,
-    optional: "76px",
-    value: (each) => (each.measured ? each.measured[0] : 0),
-    text: (each) => (each.measured ? timeText(each.measured[0]) : ""),
-  },
-  {
-    key: "waited",
-    title: "Measured time for which compute stands still for it, on average",
+    ...measuredColumn("waited", 1, "Mean measured time for which compute stands still for it"),
     name: "its exposed",
-    right: true,
-    optional: "76px",
-    value: (each) => (each.measured ? each.measured[1] : 0),
-    text: (each) => (each.measured ? timeText(each.measured[1]) : ""),
   },
-  {
-    key: "route",
-    optional: "76px",
-    title: "The implementation that a pass chose",
-    name: "route",
-    value: (each) => each.node.collective.route,
-    text: (each) => each.node.collective.route,
-  },
-  {
-    key: "decision",
-    optional: "minmax(110px, 1fr)",
-    title: "The pass's reason",
-    name: "decision",
-    value: (each) => each.node.collective.decision,
-    text: (each) => each.node.collective.decision,
-  },
+  { ...textColumn("route", "The implementation that a pass chose"), optional: "76px" },
+  { ...textColumn("decision", "The pass's reason"), optional: "minmax(110px, 1fr)" },
 ];
+
+function figureColumn(key, title, given, text = timeText) {
+  const value = given || ((each) => each[key]);
+  return { key, title, right: true, value, text: (each) => text(value(each)) };
+}
+
+function measuredColumn(key, at, title) {
+  const text = ({ measured }) => (measured ? timeText(measured[at]) : "");
+  const value = ({ measured }) => (measured ? measured[at] : 0);
+  return { key, title, right: true, optional: "76px", value, text };
+}
+
+function textColumn(key, title) {
+  const text = ({ of }) => of[key];
+  return { key, title, value: text, text };
+}
 
 // Whether a column of routes would repeat one word, and take the room of the parameters' names.
 function isOneRoute(all) {
-  return all.every((each) => each.node.collective.route === all[0].node.collective.route);
+  return all.every((each) => each.of.route === all[0].of.route);
 }
 
 // Columns that make room for measured times. The panel of the node shows them too.
@@ -147,7 +97,7 @@ function moduleOfLine(node) {
 }
 
 function groupTitle(each) {
-  return `${each.node.collective.group} (${each.node.collective.ranks})`;
+  return `${each.of.group} (${each.of.ranks})`;
 }
 
 // A parameter's name. Where it has little room, it starts at the number of its layer, which is never
@@ -184,61 +134,40 @@ function drawCollectives(main) {
       !(current.step.measured && YIELDS.includes(column.key)) &&
       !(column.key === "route" && isOneRoute(all)),
   );
-  let shown = [],
-    matching = [],
+  let matching = [],
     matchedFor = null;
-  const list = rowList({
-    label: "Collectives",
-    role: "grid",
-    height: 28,
-    row: (at) =>
-      shown[at].fold ? collectiveFold(columns, shown[at]) : collectiveRow(columns, shown[at]),
-    pick: (at) => {
-      if (!shown[at].fold) return go({ node: shown[at].id });
-      toggleFold(shown[at]);
-      return fill(at);
-    },
-  });
   const count = el("span", { class: "muted", role: "status" });
   const none = el("p", { class: "muted pad", role: "status", hidden: true });
   const head = el("div", { class: "grid-head", style: extraColumns(columns), role: "row" });
+  const kinds = [...new Set(all.map((each) => each.of.kind))];
+  const groups = new Set(all.map((each) => each.of.group));
   const folds = () => state.view.fold === "yes";
   // Shows the rows. A fold that opens or closes needs no new selection, order or heading.
-  const fill = (active) => {
+  const rowsNow = () => {
     const { filter = "", kind = "", exposed = "" } = state.view;
     const { key, down } = sorting();
     const column = columns.find((each) => each.key === key) || columns[0];
     const asked = JSON.stringify([filter, kind, exposed, key, down]);
-    if (asked !== matchedFor) select(filter, kind, exposed, column, down);
+    if (asked !== matchedFor) select(kind, exposed, column, down);
     matchedFor = asked;
-    shown = folds() ? foldCollectives(matching, column, down) : matching;
-    list.fill(
-      shown.length,
-      active ?? shown.findIndex((each) => !each.fold && each.id === state.node),
-    );
     // A scroll bar narrows the rows, so the header is narrowed by the same amount.
     requestAnimationFrame(() => {
       head.style.paddingRight = `${14 + list.element.offsetWidth - list.element.clientWidth}px`;
     });
+    return folds() ? foldCollectives(matching, column, down) : matching;
   };
-  const select = (filter, kind, exposed, column, down) => {
-    const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
+  const select = (kind, exposed, column, down) => {
+    const words = filterWords();
     matching = all.filter(
       (each) =>
         words.every((word) => matches(each.node, word)) &&
-        (!kind || each.node.collective.kind === kind) &&
+        (!kind || each.of.kind === kind) &&
         (!exposed || each.exposed > 0),
     );
-    matching.sort((a, b) => {
-      const one = column.value(a),
-        other = column.value(b);
-      return (
-        (down ? -1 : 1) *
-          (typeof one === "string"
-            ? one.localeCompare(other, "en", { numeric: true })
-            : one - other) || a.number - b.number
-      );
-    });
+    const order = (one, other) =>
+      typeof one === "string" ? one.localeCompare(other, "en", { numeric: true }) : one - other;
+    const sign = down ? -1 : 1;
+    matching.sort((a, b) => sign * order(column.value(a), column.value(b)) || a.number - b.number);
     none.hidden = matching.length > 0;
     clear(
       none,
@@ -248,66 +177,56 @@ function drawCollectives(main) {
           ? nothingMatches("collective")
           : `No collective${kind && ` of the kind "${kind}"`} is exposed: compute waits for none.`,
     );
-    const sum = (pick) => matching.reduce((total, each) => total + pick(each), 0);
     clear(
       count,
       matching.length === all.length ? "" : `${countText(matching.length)} of `,
       `${plural(all.length, "collective")}`,
       groups.size === 1 && ` of group ${groupTitle(all[0])}`,
       " · ",
-      `${bytesText(sum((each) => each.node.collective.nbytes))} of input · `,
-      `${timeText(sum((each) => each.time))} · `,
-      el("b", { class: "exposed-text" }, `${timeText(sum((each) => each.exposed))} exposed`),
+      `${bytesText(sumOf(matching, (each) => each.of.nbytes))} of input · `,
+      `${timeText(sumOf(matching, (each) => each.time))} · `,
+      el("b", { class: "exposed-text" }, timeText(sumOf(matching, (each) => each.exposed)), " exposed"),
     );
-    clear(
-      head,
-      columns.map((each) => sortButton(each, () => fill())),
-    );
+    clear(head, columns.map((each) => sortButton(each, fill)));
   };
-  const kinds = [...new Set(all.map((each) => each.node.collective.kind))];
-  const groups = new Set(all.map((each) => each.node.collective.group));
+  const list = foldingList({
+    label: "Collectives",
+    role: "grid",
+    height: 28,
+    rowsNow,
+    foldedRow: (row) => collectiveFold(columns, row),
+    row: (each) => collectiveRow(columns, each),
+    pick: (each) => go({ node: each.id }),
+    isShown: isChosen,
+  });
+  const fill = () => list.fill();
+  const keepAndFill = (changes) => {
+    keep(changes);
+    fill();
+  };
+  const lost = state.view.kind && !kinds.includes(state.view.kind);
+  const options = [
+    option("", false, "all kinds"),
+    ...kinds.map((kind) => option(kind, kind === state.view.kind, kind)),
+    lost && option(state.view.kind, true, `${state.view.kind} (none)`),
+  ];
+  const exposedOnly = (checked) => keepAndFill({ exposed: checked ? "1" : "" });
   put(
     main,
-    el(
-      "div",
-      { class: "bar" },
-      filterField("Filter by node, op, parameter or module", () => fill()),
-      el(
-        "select",
-        {
-          "aria-label": "Kind of collective",
-          onchange: (event) => {
-            keep({ kind: event.target.value });
-            fill();
-          },
-        },
-        el("option", { value: "" }, "all kinds"),
-        kinds.map((kind) =>
-          el("option", { value: kind, selected: kind === state.view.kind }, kind),
-        ),
-        state.view.kind &&
-          !kinds.includes(state.view.kind) &&
-          el("option", { value: state.view.kind, selected: true }, `${state.view.kind} (none)`),
-      ),
-      el(
-        "label",
-        {},
-        el("input", {
-          type: "checkbox",
-          checked: Boolean(state.view.exposed),
-          onchange: (event) => {
-            keep({ exposed: event.target.checked ? "1" : "" });
-            fill();
-          },
-        }),
-        " exposed only",
-      ),
-      foldSwitch(folds() ? FOLDS_FROM : 0, () => fill()),
+    bar(
+      filterField("Filter by node, op, parameter or module", fill),
+      choice("Kind of collective", options, (kind) => keepAndFill({ kind })),
+      checkBox("exposed only", Boolean(state.view.exposed), exposedOnly),
+      foldSwitch(folds() ? FOLDS_FROM : 0, fill),
       count,
     ),
     el(
       "div",
-      { class: groups.size > 1 ? "grid" : "grid one-group", style: leastWidth(columns) },
+      {
+        class: groups.size > 1 ? "grid" : "grid one-group",
+        // Below this width, the table scrolls.
+        style: { "--extras": columns.filter((column) => column.optional).length },
+      },
       head,
       list.element,
     ),
@@ -321,61 +240,46 @@ function extraColumns(columns) {
   return { "--extra": columns.map((column) => column.optional || "").join(" ") };
 }
 
-// Below this width, the table scrolls.
-function leastWidth(columns) {
-  return { "--extras": columns.filter((column) => column.optional).length };
-}
-
-function sortButton(column, fill) {
-  const { key, down } = sorting(),
-    active = key === column.key;
+function sortButton({ key, name = key, title, right }, fill) {
+  const sorted = sorting(),
+    active = key === sorted.key;
+  const sort = () => {
+    // Numbers sort from the largest down at first.
+    const descends = active ? !sorted.down : Boolean(right) && key !== "number";
+    keep({ sort: key, down: descends ? "1" : "" });
+    fill();
+    document.querySelector(`.grid-head .col-${key} button`)?.focus();
+  };
+  const sense = sorted.down ? ["descending", " ↓"] : ["ascending", " ↑"];
+  const [order, arrow] = active ? sense : ["none", ""];
   return el(
     "span",
     {
       role: "columnheader",
-      class: `${column.right ? "right" : ""} col-${column.key}`,
-      title: column.title,
-      "aria-sort": active ? (down ? "descending" : "ascending") : "none",
+      class: `${right ? "right" : ""} col-${key}`,
+      title,
+      "aria-sort": order,
     },
-    button(`${column.name}${active ? (down ? " ↓" : " ↑") : ""}`, (event) => {
-      // Numbers sort from the largest down at first.
-      const descends = active ? !down : Boolean(column.right) && column.key !== "number";
-      keep({ sort: column.key, down: descends ? "1" : "" });
-      fill();
-      [...document.querySelectorAll(".grid-head button")][
-        COLUMNS.findIndex((each) => each.key === column.key)
-      ]?.focus();
-    }),
+    button(name + arrow, sort),
   );
 }
 
+// A row of the table. `text` returns the content of a column.
+function gridRow(columns, text, isExposed, props, share) {
+  const cells = columns.map((column) => {
+    const exposed = column.key === "exposed" && isExposed;
+    const side = `${column.right ? "right " : ""}${exposed ? "exposed-text " : ""}`;
+    const style = column.key === "exposed" && share ? { "--share": share } : {};
+    const name = `${side}col-${column.key}`;
+    return el("span", { role: "gridcell", class: name, style }, text(column));
+  });
+  return el("div", { class: "grid-row", style: extraColumns(columns), ...props }, cells);
+}
+
 function collectiveRow(columns, each) {
-  return el(
-    "div",
-    {
-      class: "grid-row",
-      style: extraColumns(columns),
-      title: [each.node.name, ...each.node.params, !each.node.params.length && moduleOfLine(each.node)]
-        .filter(Boolean)
-        .join("\n"),
-    },
-    columns.map((column) =>
-      el(
-        "span",
-        {
-          role: "gridcell",
-          class: [
-            column.right ? "right" : "",
-            `col-${column.key}`,
-            column.key === "exposed" && each.exposed ? "exposed-text" : "",
-          ].join(" "),
-          style:
-            column.key === "exposed" && each.time
-              ? { "--share": `${100 * Math.min(1, each.exposed / each.time)}%` }
-              : {},
-        },
-        column.text(each),
-      ),
-    ),
-  );
+  const { name, params } = each.node;
+  const lines = [name, ...params, !params.length && moduleOfLine(each.node)].filter(Boolean);
+  const share = each.time && `${100 * Math.min(1, each.exposed / each.time)}%`;
+  const text = (column) => column.text(each);
+  return gridRow(columns, text, each.exposed, { title: lines.join("\n") }, share);
 }

@@ -8,11 +8,10 @@ function otherSide() {
   const data = chosen && name && chosen.graphs.find((each) => each.name === name);
   if (data && step === SAME_PASS) return sideOfCounterpart(chosen, data);
   if (data && data.steps[+step]) return sideOf(chosen, data, +step);
-  const lost = state.view.with
-    ? `This page has no graph "${state.view.with}" to compare with, so it shows another. `
-    : "";
   const found = likeliestSide();
-  return found && lost ? { ...found, why: lost + (found.why || "") } : found;
+  if (!found || !state.view.with) return found;
+  const lost = `This page has no graph "${state.view.with}" to compare with, so it shows another. `;
+  return { ...found, why: lost + (found.why || "") };
 }
 
 function likeliestSide() {
@@ -62,6 +61,12 @@ function sideOf(compile, data, step) {
   return { compile, data, step, graph: compile.at(data, step) };
 }
 
+// Shows Compare with the graph of an address.
+function compareWith(address, shown) {
+  state.view = { ...state.view, with: address, other: "", swap: "" };
+  go({ ...shown, tab: "compare", node: null });
+}
+
 function sideName({ compile, data, step }) {
   const where = compiles.length > 1 ? `${compileName(compile)} ` : "";
   return `${where}${data.name}, ${stepName(data.steps[step])}`;
@@ -76,10 +81,7 @@ function drawCompare(main) {
   );
   if (!shown.graph) return put(main, notWritten());
   if (!other || !other.graph)
-    return put(
-      main,
-      el("p", { class: "muted pad" }, "There is no second graph. Choose one, or add a report."),
-    );
+    return put(main, remark("There is no second graph. Choose one, or add a report."));
   const { pairs, rows } = compared(left.graph, right.graph);
   put(
     main,
@@ -90,19 +92,15 @@ function drawCompare(main) {
 }
 
 function sideChooser(shown, other, left, right) {
-  const choice = otherChoice(other);
-  const name = el("b", {}, sideName(shown));
-  return el(
-    "div",
-    { class: "bar" },
-    left === shown ? name : choice,
+  const sides = [el("b", {}, sideName(shown)), otherChoice(other)];
+  const [first, second] = left === shown ? sides : sides.reverse();
+  const swap = () => keepAndRedraw({ swap: state.view.swap === "1" ? "" : "1" });
+  return bar(
+    first,
     right ? "→" : "with",
-    left === shown ? choice : name,
-    right &&
-      button("Swap", () => keepAndRedraw({ swap: state.view.swap === "1" ? "" : "1" }), {
-        title: "Exchange the two sides",
-      }),
-    el("span", { class: "stretch" }),
+    second,
+    right && button("Swap", swap, { title: "Exchange the two sides" }),
+    stretchSpace(),
     addReportField(),
   );
 }
@@ -113,46 +111,28 @@ function keepAndRedraw(changes) {
 }
 
 function otherChoice(right) {
-  return el(
-    "select",
-    {
-      "aria-label": "Compare with",
-      onchange: (event) =>
-        keepAndRedraw({ with: event.target.value, other: "", swap: "" }),
-    },
-    !right && el("option", { value: "" }, "choose a graph"),
-    compiles.map((compile, at) =>
-      el(
-        "optgroup",
-        { label: compileName(compile) },
-        byInterest(compile.graphs).flatMap((graph) => {
-          const isShown = (index) =>
-            Boolean(
-              right && right.compile === compile && right.data === graph && right.step === index,
-            );
-          const option = (step, selected, text) =>
-            el("option", { value: `${at}/${graph.name}/${step}`, selected }, text);
-          const follows = "why" in (right || {}) && isShown(right.step);
-          return [
-            compile !== current.compile &&
-              graph.name === state.graph &&
-              option(
-                SAME_PASS,
-                follows,
-                `${sideName(sideOfCounterpart(compile, graph))} (follows the shown pass)`,
-              ),
-            ...graph.steps.map((step, index) =>
-              option(
-                index,
-                !follows && isShown(index),
-                sideName({ compile, data: graph, step: index }),
-              ),
-            ),
-          ];
-        }),
-      ),
+  const follows = right && "why" in right;
+  const options = (compile, at) => (graph) => {
+    const address = (step) => `${at}/${graph.name}/${step}`;
+    const isSide = right && right.compile === compile && right.data === graph;
+    const step = (each, index) => {
+      const name = sideName({ compile, data: graph, step: index });
+      return option(address(index), isSide && !follows && right.step === index, name);
+    };
+    const same = compile !== current.compile && graph.name === state.graph;
+    const name = () => `${sideName(sideOfCounterpart(compile, graph))} (follows the shown pass)`;
+    const counterpart = same && option(address(SAME_PASS), isSide && follows, name());
+    return [counterpart, ...graph.steps.map(step)];
+  };
+  const groups = compiles.map((compile, at) =>
+    el(
+      "optgroup",
+      { label: compileName(compile) },
+      byInterest(compile.graphs).flatMap(options(compile, at)),
     ),
   );
+  const show = (address) => keepAndRedraw({ with: address, other: "", swap: "" });
+  return choice("Compare with", [!right && option("", false, "choose a graph"), ...groups], show);
 }
 
 const FIGURES = [
@@ -165,106 +145,63 @@ const FIGURES = [
 // The whole step: all graphs that run, of both compiles. A compile that failed lacks some of them, so
 // its sums are no step.
 function stepTotals(one, other) {
-  const names = (compile) => compile.executed.map((graph) => graph.name).join();
+  const names = (compile) => compile.executed.map((graph) => graph.name).join(" + ");
   if (names(one) !== names(other)) return null;
-  const steps = (compile) =>
-    compile.executed.map((graph) => compile.stepWithGraph(graph, compile.last(graph)));
-  const sums = (compile, name, pick) => {
-    const found = steps(compile).filter((step) => step.order).map(pick);
-    return name === "peak" ? Math.max(0, ...found) : found.reduce((sum, value) => sum + value, 0);
+  const figure = (name, pick) => (compile) => {
+    const last = (graph) => compile.stepWithGraph(graph, compile.last(graph));
+    const found = compile.executed.map(last).filter((step) => step.order).map(pick);
+    return name === "peak" ? Math.max(0, ...found) : sumOf(found, (value) => value);
   };
-  const rows = FIGURES.map(([name, pick, text]) => [
-    name,
-    sums(one, name, pick),
-    sums(other, name, pick),
-    text,
-  ]);
-  const graphs = one.executed.map((each) => each.name).join(" + ");
-  const failed = [one, other].filter((compile) => compile.error);
-  const card = figureTable(
-    `${failed.length ? "Part of a step" : "Whole step"}: ${graphs}`,
-    rows,
-    [one, other].map(compileName),
-  );
-  if (failed.length)
-    card.append(
+  const both = [one, other];
+  const failed = both.filter((compile) => compile.error);
+  const where = failed.length && failed[0].error.where ? ` in ${failed[0].error.where}` : "";
+  return figureTable(
+    `${failed.length ? "Part of a step" : "Whole step"}: ${names(one)}`,
+    FIGURES.map(([name, pick, text]) => [name, ...both.map(figure(name, pick)), text]),
+    both.map(compileName),
+    failed.length > 0 &&
       el(
         "p",
         { class: "failed-part" },
-        `${failed.map(compileName).join(" and ")} failed` +
-          `${failed[0].error.where ? ` in ${failed[0].error.where}` : ""}, ` +
-          "so other graphs of the step may be missing.",
+        `${failed.map(compileName).join(" and ")} failed${where}, so other graphs of the step may ` +
+          "be missing.",
       ),
-    );
-  return card;
+  );
 }
 
 function graphFigures(left, right, pairs) {
+  const graphs = [left.graph, right.graph];
   const rows = FIGURES.map(([name, pick, text]) => [
     name,
-    pick(left.graph.step),
-    pick(right.graph.step),
+    ...graphs.map((graph) => pick(graph.step)),
     text,
   ]);
-  rows.push(["nodes", left.graph.nodes.length, right.graph.nodes.length, countText]);
-  const card = figureTable("These two graphs", rows, [sideName(left), sideName(right)]);
-  const most = Math.max(left.graph.step.peak[0], right.graph.step.peak[0]);
-  card.append(
-    el(
-      "div",
-      { class: "two-curves" },
-      [left, right].map((side) =>
-        el("figure", {}, sparkline(side.graph, most, 320, 48), el("figcaption", {}, sideName(side))),
-      ),
-    ),
+  rows.push(["nodes", ...graphs.map((graph) => graph.nodes.length), countText]);
+  const most = Math.max(...graphs.map((graph) => graph.step.peak[0]));
+  const curve = (side) =>
+    el("figure", {}, sparkline(side.graph, most, 320, 48), el("figcaption", {}, sideName(side)));
+  return figureTable(
+    "These two graphs",
+    rows,
+    [left, right].map(sideName),
+    el("div", { class: "two-curves" }, [left, right].map(curve)),
     peakDelta(left, right, pairs),
   );
-  return card;
 }
 
-function figureTable(title, rows, names) {
-  return el(
-    "section",
-    { class: "card compared" },
-    el("header", {}, el("h2", {}, title)),
-    el(
-      "div",
-      { class: "scroll" },
-      el(
-        "table",
-        {},
-        el(
-          "thead",
-          {},
-          el(
-            "tr",
-            {},
-            [
-              ["figure", "Figures of the cost model"],
-              ...names.map((name) => [name, name]),
-              ["change", "From the first to the second, relative to the first"],
-            ].map(([name, title], at) =>
-              el("th", { scope: "col", class: at ? "right" : "", title }, name),
-            ),
-          ),
-        ),
-        el(
-          "tbody",
-          {},
-          rows.map(([name, one, other, text]) =>
-            el(
-              "tr",
-              {},
-              el("th", { scope: "row" }, name),
-              el("td", { class: "right" }, text(one)),
-              el("td", { class: "right" }, text(other)),
-              el("td", { class: "right" }, one === other ? "=" : delta(one, other) || "≈"),
-            ),
-          ),
-        ),
-      ),
-    ),
-  );
+function figureTable(title, rows, names, ...more) {
+  const columns = [
+    ["figure", "Figures of the cost model"],
+    ...names.map((name) => [name, name, "right"]),
+    ["change", "From the first to the second, relative to the first", "right"],
+  ];
+  const lines = rows.map(([name, one, other, text]) => [
+    el("th", { scope: "row" }, name),
+    text(one),
+    text(other),
+    one === other ? "=" : delta(one, other) || "≈",
+  ]);
+  return card(title, "compared", null, table(columns, lines, ""), more);
 }
 
 // As `_counterparts` of comparison.py: buffers of the same node, kind and parameter; else of the same
@@ -277,8 +214,7 @@ function counterparts(own, others) {
     for (const key of others.keys()) {
       const name = group(...key.split("/"));
       if (taken.has(key) || !name) continue;
-      if (!left.has(name)) left.set(name, []);
-      left.get(name).push(key);
+      listIn(left, name).push(key);
     }
     for (const key of own.keys()) {
       const name = found.has(key) ? "" : group(...key.split("/"));
@@ -316,154 +252,88 @@ function peakDelta(left, right, pairs) {
     const found = [];
     for (const [key, buffer] of own) {
       const more = buffer.nbytes - (known.has(key) ? others.get(known.get(key)).nbytes : 0);
-      if (more > 0) found.push({ node: buffer.node, kind: buffer.kind, params: buffer.params, nbytes: more });
+      if (more > 0) found.push({ ...buffer, nbytes: more });
     }
     return found.sort((first, second) => second.nbytes - first.nbytes);
   };
-  const lists = [
-    ["gone at the peak", only(one, other, same), "better"],
-    ["new at the peak", only(other, one, inverse), "worse"],
-  ];
+  const list = (title, buffers, sense) =>
+    el(
+      "div",
+      {},
+      el(
+        "h3",
+        {},
+        `${title}: `,
+        span(`delta ${sense}`, bytesText(sumOf(buffers, (each) => each.nbytes))),
+      ),
+      buffers.slice(0, 8).map(({ node, kind, params, nbytes }) =>
+        el(
+          "p",
+          { title: params.join("\n") },
+          kindDot(kind),
+          `${bytesText(nbytes)} ${kind} `,
+          middleCut(params.length === 1 ? params[0] : node.name),
+        ),
+      ),
+      buffers.length > 8 && muted(`and ${countText(buffers.length - 8)} more`),
+    );
   return el(
     "div",
     { class: "peak-delta" },
-    lists.map(([title, buffers, sense]) =>
-      el(
-        "div",
-        {},
-        el(
-          "h3",
-          {},
-          `${title}: `,
-          el(
-            "span",
-            { class: `delta ${sense}` },
-            bytesText(buffers.reduce((sum, each) => sum + each.nbytes, 0)),
-          ),
-        ),
-        buffers
-          .slice(0, 8)
-          .map((each) =>
-            el(
-              "p",
-              { title: each.params.join("\n") },
-              el("i", { class: "dot", style: { background: kindColor(each.kind) } }),
-              `${bytesText(each.nbytes)} ${each.kind} `,
-              middleCut(each.params.length === 1 ? each.params[0] : each.node.name),
-            ),
-          ),
-        buffers.length > 8 && el("p", { class: "muted" }, `and ${countText(buffers.length - 8)} more`),
-      ),
-    ),
+    list("gone at the peak", only(one, other, same), "better"),
+    list("new at the peak", only(other, one, inverse), "worse"),
   );
 }
 
-function kindColor(kind) {
-  return `var(--kind-${KINDS.includes(kind) ? kind : "other"})`;
-}
-
-// Both graphs in one list, so that they scroll in step. A selected row selects both nodes.
+// Both graphs in one list. A selected row selects both nodes.
 function drawSides(main, left, right, all, shown) {
-  const nodeCount = Math.max(left.graph.nodes.length, right.graph.nodes.length);
-  const rows = shownRows(
-    isFolded(nodeCount) ? foldSides(left.graph, right.graph, all, shown) : foldUnchanged(all),
-  );
-  const list = rowList({
+  const list = pairList({
     label: "Nodes of both graphs",
-    row: (at) =>
-      rows[at].fold
-        ? foldRow(rows[at], blockNodes, kindChips(rows[at].blocks))
-        : sidesRow(left, right, rows[at]),
-    pick: (at) => {
-      const item = rows[at];
-      if (item.fold) {
-        toggleFold(item);
-        return redraw();
-      }
-      if (item.gap) {
-        openGaps.add(item.key);
-        return redraw();
-      }
-      const own = item[shown],
-        its = item.before || item.after;
-      keep({ other: own ? "" : String(its.id) });
-      return go({ node: own ? own.id : null });
+    graphs: [left.graph, right.graph],
+    all,
+    names: ["first", "second"],
+    unchanged: "equal",
+    nodeOf: (item) => item[shown],
+    about: (node, item, side) => {
+      const { before, after } = item;
+      const kinds = item[side === "before" ? "own" : "its"] || item.kinds;
+      const retagged =
+        before && after && item.kinds.includes("retagged")
+          ? listChange("params", before.params, after.params)
+          : "";
+      const title = [kinds.join(", "), retagged, node.note].filter(Boolean).join("\n");
+      return { kinds, title, change: side === "after" ? retagged : "" };
+    },
+    pick: (item) => {
+      const own = item[shown];
+      keep({ other: own ? "" : String((item.before || item.after).id) });
+      go({ node: own ? own.id : null });
     },
   });
   const count = (kind) => all.filter((item) => item.counted.includes(kind)).length;
   put(
     main,
-    el(
-      "div",
-      { class: "bar" },
-      CHANGES.filter(count).map((kind) =>
-        chip(kind, `${SIGNS[kind]} ${countText(count(kind))} ${kind}`, `${plural(count(kind), "node")} ${kind}`),
-      ),
+    bar(
+      CHANGES.filter(count).map((kind) => countChip(kind, count(kind))),
       !all.some((item) => item.kinds.length) && "The two graphs are equal.",
-      el("span", { class: "stretch" }),
-      foldSwitch(nodeCount, redraw),
+      stretchSpace(),
+      foldSwitch(list.count, redraw),
     ),
-    sidesHead([sideName(left), sideName(right)], COMPARED_SIDES),
+    sidesHead([sideName(left), sideName(right)], list.names),
     list.element,
   );
-  list.fill(
-    rows.length,
-    rows.findIndex(
-      (item) => !item.gap && state.node !== null && item[shown] && item[shown].id === state.node,
-    ),
-  );
+  list.fill();
 }
-
-// Both graphs by layer. A node that only one side has stands with the layer that runs there.
-function foldSides(one, other, all, shown) {
-  const [layers, others] = [layersOf(one), layersOf(other)];
-  return withoutUnchanged(
-    foldRows(
-      all,
-      (item) => (item.after ? others.get(item.after.id) : layers.get(item.before.id)),
-      `${state.graph}/${state.step}/compare`,
-      (item) => Boolean(item[shown]) && item[shown].id === state.node,
-    ),
-  );
-}
-
-const COMPARED_SIDES = ["first", "second"];
 
 // "params: 14 -> 15: with b.weight and 2 more, without a.weight", as difference.py tells it.
 function listChange(name, was, now) {
   if (String(was) === String(now)) return "";
   const [old, fresh] = [new Set(was), new Set(now)];
-  const some = (word, items) =>
-    items.length && `${word} ${items[0]}${items.length > 1 ? ` and ${countText(items.length - 1)} more` : ""}`;
+  const some = (word, items) => items.length && `${word} ${someOf(items, 1)}`;
   const parts = [
     some("with", now.filter((item) => !old.has(item))),
     some("without", was.filter((item) => !fresh.has(item))),
-  ].filter(Boolean);
-  return `${name}: ${countText(was.length)} -> ${countText(now.length)}: ${parts.join(", ") || "in another order"}`;
-}
-
-function sidesRow(left, right, item) {
-  if (item.gap) return el("div", { class: "gap" }, `⋯ ${plural(item.gap, "equal node")}`);
-  const { before, after } = item;
-  const retagged =
-    before && after && item.kinds.includes("retagged")
-      ? listChange("params", before.params, after.params)
-      : "";
-  const cell = (graph, node, side) => {
-    if (!node) return el("div", { class: "cell none" });
-    const kinds = item[side === "before" ? "own" : "its"] || item.kinds;
-    return el(
-      "div",
-      {
-        class: `cell ${side} ${kinds[0] || ""}`,
-        title: [kinds.join(", "), retagged, node.note].filter(Boolean).join("\n"),
-      },
-      el("span", { class: "number" }, countText(graph.index.get(node.id) + 1)),
-      el("span", { class: "sign", "aria-label": kinds.join(", ") }, kinds.map((k) => SIGNS[k])),
-      codeParts(node, side === "after" ? retagged : ""),
-    );
-  };
-  return pairRow(item, COMPARED_SIDES, (side) =>
-    side === "before" ? cell(left.graph, before, side) : cell(right.graph, after, side),
-  );
+  ];
+  const change = parts.filter(Boolean).join(", ") || "in another order";
+  return `${name}: ${countText(was.length)} -> ${countText(now.length)}: ${change}`;
 }

@@ -3,76 +3,43 @@
 function drawListing(main) {
   const graph = current.graph;
   if (!graph) return put(main, notWritten());
-  let shown = [];
-  const list = rowList({
-    label: `Nodes of ${state.graph} ${stepName(current.step)}`,
-    row: (at) =>
-      shown[at].fold
-        ? foldRow(shown[at], (block) => block.items)
-        : listingRow(graph, shown[at]),
-    pick: (at) => {
-      if (!shown[at].fold) return go({ node: shown[at].id });
-      toggleFold(shown[at]);
-      return fill(at);
-    },
-  });
   const count = el("span", { class: "muted", role: "status" });
   const none = el("p", { class: "muted pad", role: "status", hidden: true });
-  const fill = (active) => {
-    const words = (state.view.filter || "").toLowerCase().split(/\s+/).filter(Boolean);
-    shown = graph.nodes.filter((node) => words.every((word) => matches(node, word)));
-    clear(
-      count,
-      shown.length === graph.nodes.length
-        ? plural(shown.length, "node")
-        : `${countText(shown.length)} of ${plural(graph.nodes.length, "node")}`,
-    );
-    const matching = shown.length;
-    none.hidden = matching > 0;
+  const nodesNow = () => {
+    const words = filterWords();
+    const found = graph.nodes.filter((node) => words.every((word) => matches(node, word)));
+    const all = plural(graph.nodes.length, "node");
+    const some = found.length < graph.nodes.length;
+    clear(count, some ? `${countText(found.length)} of ${all}` : all);
+    none.hidden = found.length > 0;
     clear(none, graph.nodes.length ? nothingMatches("node") : "This graph has no nodes.");
-    if (isFolded(graph.nodes.length)) {
-      const layers = layersOf(graph);
-      shown = foldRows(
-        shown,
-        (node) => layers.get(node.id),
-        `${state.graph}/${state.step}`,
-        (node) => node.id === state.node,
-      );
-    }
-    list.fill(
-      shown.length,
-      active ?? shown.findIndex((node) => !node.fold && node.id === state.node),
-    );
+    if (!isFolded(graph.nodes.length)) return found;
+    const layers = layersOf(graph);
+    const where = `${state.graph}/${state.step}`;
+    return foldRows(found, (node) => layers.get(node.id), where, isChosen);
   };
-  put(
-    main,
-    el(
-      "div",
-      { class: "bar" },
-      filterField("Filter by name, op, parameter, module or is:collective", () => fill()),
-      foldSwitch(graph.nodes.length, () => fill()),
-      count,
-    ),
-    list.element,
-    none,
-  );
+  const list = nodeList(graph, `Nodes of ${state.graph} ${stepName(current.step)}`, nodesNow);
+  const fill = () => list.fill();
+  const field = filterField("Filter by name, op, parameter, module or is:collective", fill);
+  put(main, bar(field, foldSwitch(graph.nodes.length, fill), count), list.element, none);
   fill();
 }
 
+const filterWords = () => (state.view.filter || "").toLowerCase().split(/\s+/).filter(Boolean);
+
 // Why a list is empty.
 function nothingMatches(what) {
-  return `No ${what} matches all words of the filter "${state.view.filter || ""}". A ${what} matches a word in its code, its note, its parameters or its module.`;
+  return (
+    `No ${what} matches all words of the filter "${state.view.filter || ""}". A ${what} matches a ` +
+    "word in its code, its note, its parameters or its module."
+  );
 }
 
 function matches(node, word) {
   if (word === "is:collective") return Boolean(node.collective);
   if (word === "is:wait") return node.waits;
-  return (
-    node.code.toLowerCase().includes(word) ||
-    node.note.toLowerCase().includes(word) ||
-    node.params.some((name) => name.toLowerCase().includes(word)) ||
-    Boolean(node.source && node.source.module.toLowerCase().includes(word))
-  );
+  const texts = [node.code, node.note, ...node.params, moduleOfLine(node)];
+  return texts.some((text) => text.toLowerCase().includes(word));
 }
 
 // A field for words that all have to match. The words are a part of the address.
@@ -100,8 +67,8 @@ function listingRow(graph, node) {
   return el(
     "div",
     { class: `line ${kinds[0] || ""}`, title: node.note },
-    el("span", { class: "number" }, countText(graph.index.get(node.id) + 1)),
-    el("span", { class: "sign", "aria-hidden": true }, kinds.map((kind) => SIGNS[kind]).join("")),
+    span("number", countText(graph.index.get(node.id) + 1)),
+    el("span", { class: "sign", "aria-hidden": true }, signs(kinds)),
     codeParts(node),
   );
 }

@@ -3,32 +3,32 @@
 
 // How much of the measured time of collectives is that of nodes, and where the rest is.
 function joinedNote(compile) {
-  if (!compile.joined) return null;
+  const lines = compile.joined && compile.joined.map((text) => el("p", {}, text));
+  return lines && card("Joined with the trace", "joined", null, lines);
+}
+
+// A run of a graph in one sentence.
+function measuredText(found) {
+  if (!found) return null;
+  const pair = (name) => `${timeText(found[name][0])} (predicted ${timeText(found[name][1])})`;
+  const [rise, expected] = (found.rise || []).map(bytesText);
   return el(
-    "section",
-    { class: "card joined" },
-    el("header", {}, el("h2", {}, "Joined with the trace")),
-    compile.joined.map((line) => el("p", {}, line)),
+    "p",
+    { class: "measured" },
+    el("b", {}, `Measured in ${plural(found.runs, "run")}: `),
+    `${pair("total")}; collectives ${pair("communication")}; exposed ${pair("exposed")}. `,
+    rise && `Memory rises by ${rise} (predicted ${expected}).`,
   );
 }
 
-// Measured time of a node that is no collective, or undefined.
-function measuredOperator(graph, node) {
-  return graph.step.measured && graph.step.measured.operators[node.id];
-}
-
-// For a panel or a tooltip: "12 µs (predicted 8 µs)", or "".
+// The measured time of a node that is no collective: "12 µs (predicted 8 µs)", or "".
 function measuredNode(graph, node) {
-  const time = measuredOperator(graph, node);
-  return time === undefined || time === null || time === false
-    ? ""
-    : `${timeText(time)} (predicted ${timeText(node.cost)})`;
+  const time = graph.step.measured?.operators[node.id];
+  return time === undefined ? "" : `${timeText(time)} (predicted ${timeText(node.cost)})`;
 }
 
-function measuredCollective(collective) {
-  return collective.measured
-    ? `${timeText(collective.measured[0])}, ${timeText(collective.measured[1])} exposed`
-    : "";
+function measuredCollective({ measured }) {
+  return measured ? `${timeText(measured[0])}, ${timeText(measured[1])} exposed` : "";
 }
 
 // A run as it was measured, in the scale of the bar of the estimate.
@@ -39,7 +39,7 @@ function measuredBreakdown(graph) {
     [exposed] = found.exposed,
     [compute] = found.compute;
   const rest = Math.max(0, total - exposed - compute);
-  const share = (time) => `${(100 * Math.min(time, total)) / (total || 1)}%`;
+  const share = (time) => Math.min(time, total) / (total || 1);
   return el(
     "div",
     { class: "split measured-split" },
@@ -54,59 +54,33 @@ function measuredBreakdown(graph) {
       ` exposed (predicted ${timeText(found.exposed[1])}), and ${timeText(rest)} of no node: ` +
         "fused kernels, and Python.",
     ),
-    el(
-      "div",
-      {
-        class: "stack",
-        role: "img",
-        "aria-label": "Measured shares of compute, exposed communication, and of no node",
-      },
-      el("i", { style: { background: "var(--compute)", width: share(compute) } }),
-      el("i", { style: { background: "var(--exposed)", width: share(exposed) } }),
-    ),
+    stack("Measured shares of compute, exposed communication, and of no node", [
+      ["var(--compute)", share(compute)],
+      ["var(--exposed)", share(exposed)],
+    ]),
   );
 }
 
 const MEASURED_COLUMNS = [
   ["module", 'Modules; "*" stands for the numbers of equal layers'],
-  ["times", "Number of modules"],
-  ["compute", "Predicted time of the operators that the trace measured"],
-  ["measured", "Their measured time"],
-  ["collectives", "Predicted time of collectives, by the bytes of the module's parameters"],
-  ["measured", "Their measured time"],
-  ["exposed", "Predicted time for which compute waits for them"],
-  ["measured", "The measured time"],
+  ["times", "Number of modules", "right"],
+  ["compute", "Predicted time of the operators that the trace measured", "right"],
+  ["measured", "Their measured time", "right"],
+  ["collectives", "Predicted time of collectives, by bytes of the module's parameters", "right"],
+  ["measured", "Their measured time", "right"],
+  ["exposed", "Predicted time for which compute waits for them", "right"],
+  ["measured", "The measured time", "right"],
 ];
 
 // Predicted and measured time of each module.
 function measuredModules(graph) {
   const found = graph.step.measured;
   if (!found || !found.modules.length) return null;
-  return el(
-    "section",
-    { class: "card measured-modules" },
-    el("header", {}, el("h2", {}, "Predicted and measured, by module")),
-    el(
-      "div",
-      { class: "scroll" },
-      el(
-        "table",
-        { class: "compact" },
-        tableHead(MEASURED_COLUMNS, (at) => at > 0),
-        el(
-          "tbody",
-          {},
-          found.modules.map(([name, layers, ...times]) =>
-            el(
-              "tr",
-              {},
-              el("td", {}, name),
-              el("td", { class: "right" }, countText(layers)),
-              times.map((time) => el("td", { class: "right" }, timeText(time))),
-            ),
-          ),
-        ),
-      ),
-    ),
-  );
+  const rows = found.modules.map(([name, layers, ...times]) => [
+    name,
+    countText(layers),
+    ...times.map(timeText),
+  ]);
+  const title = "Predicted and measured, by module";
+  return card(title, "measured-modules", null, table(MEASURED_COLUMNS, rows));
 }

@@ -6,52 +6,35 @@ const MEMORY_LEFT = 64,
 
 function drawMemory(main) {
   const graph = current.graph,
-    before = current.before;
+    before = current.before === current.graph ? null : current.before;
   if (!graph) return put(main, notWritten());
   if (!isModelled(current.step)) return put(main, notModelled());
-  if (!graph.nodes.length)
-    return put(main, el("p", { class: "muted pad" }, "This graph is empty."));
-  const { live, byKind, kinds, peak } = graph.curves;
-  let at = graph.index.has(state.node) ? graph.index.get(state.node) : peak;
-  const earlier = before && before !== graph ? curveOfStepBefore(before, graph) : null;
+  if (!graph.nodes.length) return put(main, remark("This graph is empty."));
+  const { live, kinds, peak } = graph.curves;
+  const count = graph.nodes.length,
+    end = Math.max(count - 1, 1);
+  const earlier = before && curveOfStepBefore(before, graph);
   const most = Math.max(live[peak], earlier ? maxOf(earlier, 0, earlier.length) : 0) || 1;
   const side = el("div", { class: "alive" });
-  const end = Math.max(graph.nodes.length - 1, 1);
-  const [from, to] = stretchOf(state.view.nodes, end) || [0, end];
-  const view = { from, to };
-  if (!graph.index.has(state.node) && (at < from || at > to)) at = Math.round((from + to) / 2);
-  const keepStretch = () => keepSoon({ nodes: stretchText(view.from, view.to, end) });
+  const view = zoomable("nodes", end, 8, () => chart.repaint());
+  let at = graph.index.get(state.node) ?? peak;
+  if (!graph.index.has(state.node) && (at < view.from || at > view.to))
+    at = Math.round((view.from + view.to) / 2);
   const chart = canvas({
     height: 320,
     label: "Bytes alive along the graph",
-    props: { role: "slider", "aria-valuemin": 1, "aria-valuemax": graph.nodes.length },
+    props: { role: "slider", "aria-valuemin": 1, "aria-valuemax": count },
     draw: (pen, width, height) =>
-      paintMemory(pen, width, height, {
-        graph,
-        live,
-        byKind,
-        kinds,
-        peak,
-        earlier,
-        most,
-        at,
-        view,
-      }),
+      paintMemory(pen, width, height, { graph, earlier, most, at, view }),
   });
   const show = (next, pinned) => {
-    at = Math.max(0, Math.min(graph.nodes.length - 1, next));
-    if (at < view.from || at > view.to) {
-      const width = view.to - view.from;
-      view.from = Math.max(0, Math.min(graph.nodes.length - 1 - width, at - width / 2));
-      view.to = view.from + width;
-      keepStretch();
-    }
+    at = Math.max(0, Math.min(count - 1, next));
+    const half = (view.to - view.from) / 2;
+    if (at < view.from || at > view.to) view.show(at - half, at + half);
+    const name = graph.nodes[at].name;
     chart.setAttribute("aria-valuenow", at + 1);
-    chart.setAttribute(
-      "aria-valuetext",
-      `${bytesText(live[at])} while ${graph.nodes[at].name} runs`,
-    );
-    drawAlive(side, graph, at, before !== graph ? before : null);
+    chart.setAttribute("aria-valuetext", `${bytesText(live[at])} while ${name} runs`);
+    drawAlive(side, graph, at, before);
     chart.repaint();
     if (pinned) go({ node: graph.nodes[at].id });
   };
@@ -60,74 +43,34 @@ function drawMemory(main) {
     const share = (event.clientX - box.left - MEMORY_LEFT) / (box.width - MEMORY_LEFT - 8);
     return Math.round(view.from + share * (view.to - view.from));
   };
-  const zoom = (factor, around = (view.from + view.to) / 2) => {
-    const width = Math.min(end, Math.max(8, (view.to - view.from) * factor));
-    const share = (around - view.from) / (view.to - view.from || 1);
-    view.from = Math.max(0, Math.min(end - width, around - share * width));
-    view.to = view.from + width;
-    keepStretch();
-    chart.repaint();
-  };
-  chart.addEventListener(
-    "wheel",
-    (event) => {
-      zoom(event.deltaY > 0 ? 1.25 : 0.8, position(event));
-      event.preventDefault();
-    },
-    { passive: false },
-  );
+  view.followWheel(chart, position);
   chart.addEventListener("pointermove", (event) => show(position(event)));
   chart.addEventListener("click", (event) => show(position(event), true));
   chart.addEventListener("keydown", (event) => {
-    const page = Math.max(1, Math.round(graph.nodes.length / 20));
+    const page = Math.max(1, Math.round(count / 20));
     const steps = {
-      ArrowRight: 1,
-      ArrowLeft: -1,
-      ArrowUp: 1,
-      ArrowDown: -1,
-      PageUp: page,
-      PageDown: -page,
+      ArrowRight: 1, ArrowLeft: -1, ArrowUp: 1, ArrowDown: -1, PageUp: page, PageDown: -page,
+      Home: -count, End: count,
     };
     if (event.key in steps) show(at + steps[event.key]);
-    else if (event.key === "Home") show(0);
-    else if (event.key === "End") show(graph.nodes.length - 1);
     else if (event.key === "Enter") show(at, true);
-    else if (event.key === "+" || event.key === "=") zoom(0.7, at);
-    else if (event.key === "-") zoom(1 / 0.7, at);
-    else if (event.key === "0") zoom(Infinity);
-    else return;
+    else if (!view.takesKey(event.key, at)) return;
     event.preventDefault();
   });
+  const toPeak = () => {
+    chart.focus();
+    show(peak);
+  };
   put(
     main,
     current.step.after && runLine(current.step),
     memoryNote(graph, live[peak]),
-    el(
-      "div",
-      { class: "bar" },
-      kinds.map((kind) =>
-        el(
-          "span",
-          { class: "legend" },
-          el("i", {
-            style: { background: `var(--kind-${KINDS.includes(kind) ? kind : "other"})` },
-          }),
-          kind,
-        ),
-      ),
-      earlier && el("span", { class: "legend" }, el("i", { class: "dashed" }), "before this pass"),
-      el("span", { class: "stretch" }),
-      button(
-        "Peak",
-        () => {
-          chart.focus();
-          show(peak);
-        },
-        { title: "Go to the peak" },
-      ),
-      button("−", () => zoom(1 / 0.7), { "aria-label": "Zoom out", title: "Zoom out (-)" }),
-      button("+", () => zoom(0.7, at), { "aria-label": "Zoom in", title: "Zoom in (+)" }),
-      button("All", () => zoom(Infinity), { title: "Show the whole graph (0)" }),
+    bar(
+      kinds.map((kind) => legend(kindColor(kind), kind)),
+      earlier && span("legend", el("i", { class: "dashed" }), "before this pass"),
+      stretchSpace(),
+      button("Peak", toPeak, { title: "Go to the peak" }),
+      view.buttons(() => at),
     ),
     chart,
     side,
@@ -138,16 +81,9 @@ function drawMemory(main) {
 // What the curve alone does not tell: that the graph never runs, or does not fit into the device.
 function memoryNote(graph, most) {
   const { name } = current.data;
-  if (isExecuted(name)) {
-    const warning = overCapacity(current.compile, name, most);
-    if (warning) warning.classList.add("alone");
-    return warning;
-  }
-  return el(
-    "p",
-    { class: "muted" },
-    "This graph never runs: it is split into forward and backward, so this peak never occurs.",
-  );
+  if (isExecuted(name)) return overCapacity(current.compile, name, most, "over alone");
+  const why = "it is split into forward and backward, so this peak never occurs.";
+  return el("p", { class: "muted" }, `This graph never runs: ${why}`);
 }
 
 // The earlier step's curve, stretched so that nodes which the pass left in their order stand at
@@ -155,7 +91,7 @@ function memoryNote(graph, most) {
 // several share a place, the largest is shown.
 function curveOfStepBefore(before, graph) {
   const curve = before.curves.live;
-  const moved = new Set(((graph.step.diff || {}).moved || []).map(([id]) => id));
+  const moved = graph.moved;
   const shown = new Float64Array(graph.nodes.length);
   const stretch = (from, to, first, end) => {
     const count = to - from,
@@ -163,9 +99,7 @@ function curveOfStepBefore(before, graph) {
     for (let slot = 0; slot < count; slot++) {
       const start = first + Math.floor((slot * given) / count);
       const stop = Math.max(start + 1, first + Math.floor(((slot + 1) * given) / count));
-      let most = 0;
-      for (let at = start; at < Math.min(stop, curve.length - 1); at++)
-        most = Math.max(most, curve[at]);
+      const most = maxOf(curve, start, Math.min(stop, curve.length - 1));
       shown[from + slot] = given ? most : from + slot ? shown[from + slot - 1] : 0;
     }
   };
@@ -190,36 +124,26 @@ function maxOf(curve, from, end) {
   return most;
 }
 
-function paintMemory(pen, width, height, memory) {
-  const { graph, live, byKind, kinds, peak, earlier, most, at, view } = memory;
-  const plot = {
-    left: MEMORY_LEFT,
-    right: width - 8,
-    top: MEMORY_TOP,
-    bottom: height - MEMORY_BOTTOM,
-  };
-  const count = graph.nodes.length,
-    span = plot.right - plot.left;
+function paintMemory(pen, width, height, { graph, earlier, most, at, view }) {
+  const { live, byKind, kinds, peak } = graph.curves;
+  const left = MEMORY_LEFT,
+    right = width - 8,
+    top = MEMORY_TOP,
+    bottom = height - MEMORY_BOTTOM,
+    room = right - left;
   const first = Math.floor(view.from),
-    end = Math.min(count, Math.ceil(view.to) + 1);
-  const x = (index) => plot.left + ((index - view.from) / (view.to - view.from)) * span;
-  const y = (bytes) => plot.bottom - (bytes / most) * (plot.bottom - plot.top);
-  pen.font = FONT;
-  pen.textAlign = "right";
-  pen.textBaseline = "middle";
+    end = Math.min(graph.nodes.length, Math.ceil(view.to) + 1);
+  const x = (index) => left + ((index - view.from) / (view.to - view.from)) * room;
+  const y = (bytes) => bottom - (bytes / most) * (bottom - top);
   for (const tick of ticks(most, 5, 1024)) {
-    pen.strokeStyle = themeColor("line");
-    pen.beginPath();
-    pen.moveTo(plot.left, y(tick));
-    pen.lineTo(plot.right, y(tick));
-    pen.stroke();
-    pen.fillStyle = themeColor("muted");
-    pen.fillText(bytesText(tick), plot.left - 8, y(tick));
+    line(pen, [[left, y(tick)], [right, y(tick)]], themeColor("line"));
+    writes(pen, "right", "middle", themeColor("muted"));
+    pen.fillText(bytesText(tick), left - 8, y(tick));
   }
   // At most one column per pixel. Nodes that share a column show their maximum.
   const columns = [];
   const shown = end - first;
-  const size = Math.min(shown, Math.max(2, Math.floor(span)));
+  const size = Math.min(shown, Math.max(2, Math.floor(room)));
   for (let column = 0; column < size; column++) {
     const from = first + Math.floor((column / size) * shown),
       to = Math.max(from + 1, first + Math.floor(((column + 1) / size) * shown));
@@ -227,10 +151,7 @@ function paintMemory(pen, width, height, memory) {
     for (let index = from; index < to; index++) if (live[index] > live[best]) best = index;
     columns.push(best);
   }
-  pen.save();
-  pen.beginPath();
-  pen.rect(plot.left, 0, span, plot.bottom);
-  pen.clip();
+  clip(pen, left, 0, room, bottom);
   const under = new Float64Array(columns.length);
   for (const kind of kinds) {
     pen.beginPath();
@@ -240,38 +161,25 @@ function paintMemory(pen, width, height, memory) {
       pen.lineTo(x(columns[i]), y(under[i]));
     }
     pen.closePath();
-    pen.fillStyle = themeColor(`kind-${KINDS.includes(kind) ? kind : "other"}`);
+    pen.fillStyle = themeColor(kindName(kind));
     pen.fill();
   }
-  if (earlier) {
-    pen.beginPath();
-    columns.forEach((index, i) => pen[i ? "lineTo" : "moveTo"](x(index), y(earlier[index])));
-    pen.strokeStyle = themeColor("text");
-    pen.setLineDash([5, 4]);
-    pen.lineWidth = 1.5;
-    pen.stroke();
-    pen.setLineDash([]);
-  }
+  pen.setLineDash([5, 4]);
+  if (earlier)
+    line(pen, columns.map((index) => [x(index), y(earlier[index])]), themeColor("text"), 1.5);
   pen.restore();
-  layerMarks(pen, plot, graph, first, end, x);
-  if (peak >= view.from && peak <= view.to)
-    drawLabel(pen, plot, x(peak), `peak ${bytesText(live[peak])}`, themeColor("text"));
-  pen.strokeStyle = themeColor("accent");
-  pen.lineWidth = 1.5;
-  pen.beginPath();
-  pen.moveTo(x(at), plot.top);
-  pen.lineTo(x(at), plot.bottom);
-  pen.stroke();
-  pen.fillStyle = themeColor("accent");
-  pen.beginPath();
-  pen.arc(x(at), y(live[at]), 4, 0, 7);
-  pen.fill();
-  pen.fillStyle = themeColor("muted");
-  pen.textBaseline = "alphabetic";
-  pen.textAlign = "left";
-  pen.fillText(first ? `node ${countText(first + 1)}` : "first node", plot.left, height - 6);
+  layerMarks(pen, { left, right, bottom }, graph, first, end, x);
+  if (peak >= view.from && peak <= view.to) {
+    const side = x(peak) > (left + right) / 2 ? "right" : "left";
+    writes(pen, side, "alphabetic", themeColor("text"));
+    pen.fillText(`peak ${bytesText(live[peak])}`, x(peak), top - 4);
+  }
+  line(pen, [[x(at), top], [x(at), bottom]], themeColor("accent"), 1.5);
+  dot(pen, x(at), y(live[at]), 4, themeColor("accent"));
+  writes(pen, "left", "alphabetic", themeColor("muted"));
+  pen.fillText(first ? `node ${countText(first + 1)}` : "first node", left, height - 6);
   pen.textAlign = "right";
-  pen.fillText(`node ${countText(end)}`, plot.right, height - 6);
+  pen.fillText(`node ${countText(end)}`, right, height - 6);
 }
 
 // The first node of each numbered layer. Nodes of other layers, or of none, may stand between its
@@ -287,31 +195,17 @@ function layerStarts(graph, first, end) {
 }
 
 // Where each layer begins, as ticks below the curve, with names as far as there is room.
-function layerMarks(pen, plot, graph, first, end, x) {
-  let free = plot.left + 80;
-  pen.strokeStyle = themeColor("muted");
-  pen.fillStyle = themeColor("muted");
-  pen.textBaseline = "alphabetic";
-  pen.textAlign = "left";
-  pen.lineWidth = 1;
+function layerMarks(pen, { left, right, bottom }, graph, first, end, x) {
+  let free = left + 80;
+  writes(pen, "left", "alphabetic", themeColor("muted"));
   for (const { at, layer } of layerStarts(graph, first, end)) {
     const place = x(at);
-    pen.beginPath();
-    pen.moveTo(place, plot.bottom);
-    pen.lineTo(place, plot.bottom + 5);
-    pen.stroke();
+    line(pen, [[place, bottom], [place, bottom + 5]], themeColor("muted"));
     const text = layer.split(".").slice(-2).join(".");
     const width = pen.measureText(text).width;
-    if (place >= free && place + width < plot.right - 70) {
-      pen.fillText(text, place, plot.bottom + 16);
+    if (place >= free && place + width < right - 70) {
+      pen.fillText(text, place, bottom + 16);
       free = place + width + 16;
     }
   }
-}
-
-function drawLabel(pen, plot, at, text, color) {
-  pen.fillStyle = color;
-  pen.textBaseline = "alphabetic";
-  pen.textAlign = at > (plot.left + plot.right) / 2 ? "right" : "left";
-  pen.fillText(text, at, plot.top - 4);
 }

@@ -1,16 +1,6 @@
 // The dump as `payload.py` writes it. Graphs and nodes are built on first use.
 
 const KINDS = ["parameter", "bucket", "gradient", "activation", "saved", "scratch", "other"];
-const CHANGES = [
-  "inserted",
-  "removed",
-  "moved",
-  "rewired",
-  "retagged",
-  "recompute-changed",
-  "retyped",
-  "renamed",
-];
 const SIGNS = {
   inserted: "+",
   removed: "−",
@@ -21,12 +11,13 @@ const SIGNS = {
   retyped: ":",
   renamed: "=",
 };
+const CHANGES = Object.keys(SIGNS);
+const signs = (kinds) => kinds.map((kind) => SIGNS[kind]).join("");
 const EXECUTED = ["forward", "inference", "backward"];
 
 // Graphs in the order of their interest: those that run, then those that they are made from.
 function byInterest(graphs) {
-  const rank = (graph) =>
-    EXECUTED.includes(graph.name) ? 0 : graph.name === "joint" ? 2 : graph.name === "captured" ? 3 : 1;
+  const rank = ({ name }) => (EXECUTED.includes(name) ? 0 : { joint: 2, captured: 3 }[name] || 1);
   return [...graphs].sort((a, b) => rank(a) - rank(b));
 }
 
@@ -40,24 +31,8 @@ class GraphNode {
   // A node in one state. Steps share the object of a node that does not change between them.
   // `shared` returns the tag, source or collective of a number, made once for all nodes.
   constructor(row, text, shared) {
-    const [
-      id,
-      name,
-      op,
-      target,
-      code,
-      note,
-      values,
-      nbytes,
-      params,
-      tag,
-      source,
-      cost,
-      inputs,
-      buffers,
-      collective,
-      mark,
-    ] = row;
+    const [id, name, op, target, code, note, values, nbytes, params, tag, ...rest] = row;
+    const [source, cost, inputs, buffers, collective, mark] = rest;
     Object.assign(this, { id, nbytes, cost, inputs });
     this.name = text[name];
     this.op = text[op];
@@ -185,6 +160,7 @@ class Graph {
         ([id, start, end, wait, distance, compute, stalls], at) => ({
           id,
           node: this.node(id),
+          of: this.node(id).collective,
           start,
           end,
           time: end - start,
@@ -194,35 +170,33 @@ class Graph {
           number: at,
           measured: this.step.measured && this.step.measured.collectives[id],
           stalls: stalls.map(([where, from, to]) => ({ at: where, start: from, end: to })),
-          exposed: stalls.reduce((sum, [, from, to]) => sum + to - from, 0),
+          exposed: sumOf(stalls, ([, from, to]) => to - from),
           // The part of it before the transfer starts, behind earlier collectives of the group.
-          queued: stalls.reduce(
-            (sum, [, from, to]) => sum + Math.max(0, Math.min(to, start) - from),
-            0,
-          ),
+          queued: sumOf(stalls, ([, from, to]) => Math.max(0, Math.min(to, start) - from)),
         }),
       ),
     );
   }
 
   get spans() {
-    // When each computing node runs. They run one after another and stall at waits.
+    // When each computing node runs.
     return this.memoize("spans", () => {
-      const until = new Map();
-      for (const collective of this.collectives)
-        for (const stall of collective.stalls)
-          until.set(stall.at, Math.max(until.get(stall.at) || 0, stall.end));
-      const spans = [];
+      const gaps = this.step.schedule.compute_spans,
+        spans = [];
       let now = 0;
       this.nodes.forEach((node, at) => {
-        now = Math.max(now, until.get(node.id) || 0);
-        if (node.cost > 0 && !node.collective) {
-          spans.push({ node, at, start: now, end: now + node.cost });
-          now += node.cost;
-        }
+        if (!(node.cost > 0) || node.collective) return;
+        const start = now + gaps[2 * spans.length];
+        now = start + gaps[2 * spans.length + 1];
+        spans.push({ node, at, start, end: now });
       });
       return spans;
     });
+  }
+
+  // Ids of the nodes that the step's pass moved.
+  get moved() {
+    return new Set(((this.step.diff || {}).moved || []).map(([id]) => id));
   }
 
   get changes() {
@@ -284,12 +258,9 @@ class Compile {
   }
 
   get executed() {
-    const found = this.graphs.filter(
-      (graph) => EXECUTED.includes(graph.name) && graph.steps.some((step) => step.order),
-    );
-    return found.length
-      ? found
-      : this.graphs.filter((graph) => graph.steps.some((step) => step.order)).slice(-1);
+    const written = this.graphs.filter((graph) => graph.steps.some((step) => step.order));
+    const found = written.filter((graph) => EXECUTED.includes(graph.name));
+    return found.length ? found : written.slice(-1);
   }
 }
 

@@ -9,20 +9,13 @@ function isFolded(count) {
 }
 
 function foldSwitch(count, change) {
-  return el(
-    "label",
-    { title: "Equal layers are one row, with their number and those that differ" },
-    el("input", {
-      type: "checkbox",
-      checked: isFolded(count),
-      "aria-label": "Fold by module",
-      onchange: (event) => {
-        keep({ fold: event.target.checked ? "yes" : "no" });
-        change();
-      },
-    }),
-    " fold by module",
-  );
+  const fold = (checked) => {
+    keep({ fold: checked ? "yes" : "no" });
+    change();
+  };
+  const title = "Equal layers are one row, with their number and those that differ";
+  const label = { "aria-label": "Fold by module" };
+  return checkBox("fold by module", isFolded(count), fold, label, title);
 }
 
 // Computes a text of a module once. A graph of 20,000 nodes has some hundred modules.
@@ -73,10 +66,9 @@ function layersOf(graph) {
 function blocksOf(items, layerAt) {
   const blocks = [];
   for (const item of items) {
-    const layer = layerAt(item) ?? (blocks.length ? blocks[blocks.length - 1].layer : "");
-    if (!blocks.length || blocks[blocks.length - 1].layer !== layer)
-      blocks.push({ layer, items: [] });
-    blocks[blocks.length - 1].items.push(item);
+    const layer = layerAt(item) ?? blocks.at(-1)?.layer ?? "";
+    if (blocks.at(-1)?.layer !== layer) blocks.push({ layer, items: [] });
+    blocks.at(-1).items.push(item);
   }
   return blocks;
 }
@@ -86,8 +78,7 @@ function groupsOf(blocks) {
   const groups = [];
   for (const block of blocks) {
     const name = template(block.layer);
-    const last = groups[groups.length - 1];
-    if (last && last.name === name && name.includes("*")) last.blocks.push(block);
+    if (groups.at(-1)?.name === name && name.includes("*")) groups.at(-1).blocks.push(block);
     else groups.push({ name, blocks: [block] });
   }
   return groups;
@@ -129,6 +120,12 @@ function oddOnes(blocks, figure) {
   return blocks.filter((_, at) => Math.abs(values[at] - middle) > 0.05 * Math.abs(middle));
 }
 
+// Names of the blocks that differ, or "" if none of them is like the others.
+function oddText(blocks, figure, name) {
+  const odd = blocks.length > 1 ? oddOnes(blocks, figure) : [];
+  return odd.length < blocks.length ? someOf(odd.map(name), 3) : "";
+}
+
 function median(values) {
   const sorted = [...values].sort((a, b) => a - b),
     half = sorted.length >> 1;
@@ -139,59 +136,39 @@ function median(values) {
 // compute: passes move collectives between them.
 function foldRow(row, nodesOf, extra) {
   const { blocks, name } = row;
-  const computed = new Map(
+  const figures = new Map(
     blocks.map((block) => {
       const nodes = nodesOf(block);
       const compute = nodes.filter((node) => node.cost > 0 && !node.collective);
-      return [
-        block,
-        {
-          nodes: nodes.length,
-          kernels: compute.length,
-          time: compute.reduce((sum, node) => sum + node.cost, 0),
-          collectives: nodes.filter((node) => node.collective).length,
-        },
-      ];
+      const collectives = nodes.filter((node) => node.collective).length;
+      const time = sumOf(compute, (node) => node.cost);
+      return [block, { nodes: nodes.length, kernels: compute.length, time, collectives }];
     }),
   );
-  const figure = (key) => (block) => computed.get(block)[key];
-  const range = (key, text) => rangeText(blocks, figure(key), text);
-  const counted = (what) => (size) => countText(size) + (what ? ` ${what}` : "");
-  const odd =
-    blocks.length > 1
-      ? blocks.filter(
-          (block) =>
-            oddOnes(blocks, figure("kernels")).includes(block) ||
-            oddOnes(blocks, figure("time")).includes(block),
-        )
-      : [];
+  const figure = (key) => (block) => figures.get(block)[key];
   const most = (key) => Math.max(...blocks.map(figure(key)));
+  const counted = (key, what) =>
+    `${rangeText(blocks, figure(key), countText)} ${what}${most(key) === 1 ? "" : "s"}`;
+  const several = blocks.length > 1;
+  const odd = new Set(["kernels", "time"].flatMap((key) => oddOnes(blocks, figure(key))));
+  const others = blocks.filter((block) => odd.has(block)).map((block) => block.layer);
+  const time = `${rangeText(blocks, figure("time"), timeText)} of compute${several ? " each" : ""}`;
+  const differ = several && odd.size > 0 && odd.size < blocks.length;
+  const texts = [
+    counted("nodes", "node"),
+    most("time") && time,
+    most("collectives") && counted("collectives", "collective"),
+    differ && `not as the others: ${someOf(others, 3)}`,
+  ];
   const open = openFolds.has(row.key);
   return el(
     "div",
     { class: `fold ${row.deep ? "deep" : ""}`, "aria-expanded": open },
     el("span", { class: "arrow", "aria-hidden": true }, open ? "▾" : "▸"),
     el("b", {}, name || "(no module)"),
-    blocks.length > 1 && el("span", { class: "times" }, `× ${countText(blocks.length)}`),
+    several && span("times", `× ${countText(blocks.length)}`),
     extra,
-    el(
-      "span",
-      { class: "muted" },
-      [
-        `${range("nodes", counted())} ${most("nodes") === 1 ? "node" : "nodes"}`,
-        most("time") && `${range("time", timeText)} of compute${blocks.length > 1 ? " each" : ""}`,
-        most("collectives") &&
-          `${range("collectives", counted())} ${most("collectives") === 1 ? "collective" : "collectives"}`,
-        odd.length &&
-          odd.length < blocks.length &&
-          `not as the others: ${someOf(
-            odd.map((block) => block.layer),
-            3,
-          )}`,
-      ]
-        .filter(Boolean)
-        .join(" · "),
-    ),
+    muted(texts.filter(Boolean).join(" · ")),
   );
 }
 
@@ -203,7 +180,7 @@ function foldFigures(figures) {
     .map(([name, members]) => ({
       name: members.length > 1 ? name : members[0][0],
       members,
-      total: members.reduce((sum, [, value]) => sum + value, 0),
+      total: sumOf(members, ([, value]) => value),
     }))
     .sort((a, b) => b.total - a.total);
 }
@@ -214,7 +191,7 @@ function bytesByModule(buffers) {
   const add = (module, bytes) => found.set(module, (found.get(module) || 0) + bytes);
   for (const { nbytes, params, node } of buffers) {
     const sizes = params.map((name) => (current.compile.parameters[name] || [1])[0] || 1);
-    const whole = sizes.reduce((sum, size) => sum + size, 0);
+    const whole = sumOf(sizes, (size) => size);
     params.forEach((name, at) => add(ownerOf(name), (nbytes * sizes[at]) / whole));
     if (!params.length) add(node.source ? node.source.module : "", nbytes);
   }

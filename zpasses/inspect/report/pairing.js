@@ -196,68 +196,35 @@ function compared(one, other) {
   return known.get(other);
 }
 
-// Computes what Compare will show first, what "Why?" shows, and what the views of the neighbouring
-// passes and of the other graphs need, when nothing else is to do. Each step leaves room for input.
+// Computes what Compare will show first, and what "Why?" shows, when nothing else is to do. Each step
+// leaves room for input.
 function prepareComparison() {
   const asked = current.graph;
+  if (!asked || state.tab === "compare") return;
   const defaultPair = () => {
     const { left, right } = sidesOfComparison();
-    return right && left.graph && right.graph && right.graph !== left.graph
-      ? { one: left.graph, other: right.graph, sameCompile: right.compile === left.compile }
-      : null;
+    return right ? [left.graph, right.graph] : [];
   };
-  const passPair = () =>
-    current.before && current.before !== asked
-      ? { one: current.before, other: asked, sameCompile: true }
-      : null;
+  const passPair = () => [current.before, asked];
   const parts = [
-    ({ one, sameCompile }) => sameCompile || expressions(one),
-    ({ other, sameCompile }) => sameCompile || expressions(other),
-    ({ one, other }) => layersOf(one) && layersOf(other),
-    ({ one, other }) => compared(one, other),
+    (one) => expressions(one),
+    (one, other) => expressions(other),
+    (one, other) => layersOf(one) && layersOf(other),
+    (one, other) => compared(one, other),
   ];
   const steps = [defaultPair, passPair].flatMap((pair) =>
-    parts.map((part) => () => {
-      const found = pair(); // the other side may have changed since the last step
-      if (found) part(found);
+    parts.map((part, at) => () => {
+      const [one, other] = pair(); // the other side may have changed since the last step
+      if (!one || !other || one === other) return;
+      if (at > 1 || one.compile !== other.compile) part(one, other);
     }),
   );
-  if (state.tab === "compare") steps.length = 0;
-  steps.push(...likelyGraphs().flatMap(partsOfGraph));
-  const { compile, graph, step } = state;
   const next = () => {
-    const moved = state.compile !== compile || state.graph !== graph || state.step !== step;
-    if (!steps.length || moved || !asked) return;
+    if (!steps.length || current.graph !== asked) return;
     steps.shift()();
     whenIdle(next);
   };
   whenIdle(next);
-}
-
-// The graphs that a reader will likely see next: those of the passes beside the shown one, and the
-// last of each other graph.
-function likelyGraphs() {
-  const { compile, data } = current;
-  return [
-    ...[state.step + 1, state.step - 1]
-      .filter((step) => data.steps[step])
-      .map((step) => [data, step]),
-    ...byInterest(compile.graphs)
-      .filter((each) => each !== data)
-      .map((each) => [each, compile.last(each)]),
-  ];
-}
-
-// Steps that compute what every view of a graph reads.
-function partsOfGraph([data, step]) {
-  const { compile } = current;
-  const graph = () => compile.at(data, step);
-  return [
-    graph,
-    () => graph() && layersOf(graph()),
-    () => graph() && graph().curves,
-    () => graph() && graph().changes && graph().collectives,
-  ];
 }
 
 function whenIdle(work) {

@@ -30,14 +30,14 @@ from zpasses.inspect.listing import call_text, note_text, op_text, value_text
 from zpasses.inspect.measured import Measured, MeasuredGraph
 from zpasses.inspect.measured_page import joined_lines, module_times
 from zpasses.inspect.rank_agreement import rank_agreements
-from zpasses.inspect.schedule import schedule
+from zpasses.inspect.schedule import Schedule, schedule
 from zpasses.inspect.sources import parameter_sources
 from zpasses.inspect.views import to_json_value
 
 __all__ = ["payload"]
 
 
-FORMAT = 5
+FORMAT = 6
 """Version of the page's data. A page reads only reports of the same version."""
 
 
@@ -293,7 +293,23 @@ def _schedule(snapshot: Snapshot) -> dict[str, Any]:
         "communication": plan.communication_us,
         "exposed": plan.exposed_us,
     }
-    return {"collectives": collectives, **{key: _us(value) for key, value in totals.items()}}
+    return {
+        "collectives": collectives,
+        "compute_spans": _gaps_and_lengths(plan),
+        **{key: _us(value) for key, value in totals.items()},
+    }
+
+
+def _gaps_and_lengths(plan: Schedule) -> list[float]:
+    """Time between each kernel and the one before it, and time of the kernel, which are shorter
+    texts than starts and ends.
+    """
+    found, now = list[float](), 0.0
+    for span in plan.compute:
+        start, end = _us(span.start_us), _us(span.end_us)
+        found += [_us(start - now), _us(end - start)]
+        now = end
+    return found
 
 
 def _us(value: float) -> float:

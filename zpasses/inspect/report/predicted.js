@@ -1,74 +1,40 @@
 // Predicted time: what is achieved, what is possible within the memory budget, and the bound.
 
 // How far a graph is from what a schedule could achieve, and from what none can.
-function predicted(prediction) {
-  const { total_us, possible_us, bound_us, limit_bytes } = prediction;
-  const share = (us) => `${((100 * us) / Math.max(total_us, possible_us, 1e-9)).toFixed(1)}%`;
-  const bar = (kind, us, text, title) =>
-    el(
-      "div",
-      { class: "predicted-row", title },
-      el("span", { class: "muted" }, text),
-      el("span", { class: "predicted-track" }, [
-        el("span", { class: `predicted-bar ${kind}`, style: { width: share(us) } }),
-      ]),
-      el("span", { class: "right" }, timeText(us)),
-    );
+function predicted({ total_us, possible_us, bound_us, limit_bytes }) {
+  const within = limit_bytes ? bytesText(limit_bytes) : "the budgets";
+  const rows = [
+    ["achieved", total_us, "achieved", "The graph after its last pass"],
+    ["possible", possible_us, `possible within ${within}`, "With the plan of the pass schedule"],
+    ["bound", bound_us, "bound", "No schedule of these collectives is faster"],
+  ];
+  const most = Math.max(total_us, possible_us, 1e-9);
   return el(
     "div",
     { class: "predicted", role: "group", "aria-label": "Predicted time" },
-    bar("achieved", total_us, "achieved", "The graph after its last pass, by the timing model of the pass schedule, which counts that " +
-        `${contentionText(current.compile.target)}. The other times of this page leave that out.`),
-    bar(
-      "possible",
-      possible_us,
-      limit_bytes ? `possible within ${bytesText(limit_bytes)}` : "possible within the budgets",
-      "With the plan of the pass schedule",
-    ),
-    bar("bound", bound_us, "bound", "No schedule of these collectives is faster"),
+    rows.map(([kind, us, text, title]) => {
+      const style = { width: `${((100 * us) / most).toFixed(1)}%` };
+      return el(
+        "div",
+        { class: "predicted-row", title },
+        muted(text),
+        span("predicted-track", el("span", { class: `predicted-bar ${kind}`, style })),
+        span("right", timeText(us)),
+      );
+    }),
   );
-}
-
-function sumOfEstimates(compile, graphs) {
-  const total = (graph) => compile.stepWithGraph(graph, compile.last(graph)).schedule.total;
-  return graphs.reduce((sum, graph) => sum + total(graph), 0);
-}
-
-// As `contention_text` of zpasses/inspect/overview_page.py.
-function contentionText(target) {
-  const starts = target.issue_us > 0;
-  if (starts && target.architecture === "cpu")
-    return "the start of each collective keeps compute waiting";
-  const both = "collectives and compute slow each other";
-  return starts ? `${both}, and the start of each collective keeps compute waiting` : both;
 }
 
 // The same of the whole step: of all graphs that run.
 function predictedStep(compile) {
   const known = compile.executed.filter((graph) => graph.prediction);
   if (known.length < 2) return null;
-  const sum = (key) => known.reduce((total, graph) => total + graph.prediction[key], 0);
-  const [total_us, possible_us, bound_us] = ["total_us", "possible_us", "bound_us"].map(sum);
-  const names = known.map((graph) => graph.name).join(" and ");
-  const slowed = total_us - sumOfEstimates(compile, known);
-  const over = total_us > bound_us ? ((total_us - bound_us) / total_us) * 100 : 0;
-  return el(
-    "section",
-    { class: "card" },
-    el(
-      "header",
-      {},
-      el("h2", {}, "The step"),
-      el(
-        "span",
-        { class: "muted" },
-        `${names}; at most ${over.toFixed(1)} % can be saved by another order` +
-          (slowed > 0.005 * total_us
-            ? `; counts ${timeText(slowed)} because ${contentionText(compile.target)}, ` +
-              "which the estimates above leave out"
-            : ""),
-      ),
-    ),
-    predicted({ total_us, possible_us, bound_us, limit_bytes: 0 }),
+  const [total_us, possible_us, bound_us] = ["total_us", "possible_us", "bound_us"].map((key) =>
+    sumOf(known, (graph) => graph.prediction[key]),
   );
+  const names = known.map((graph) => graph.name).join(" and ");
+  const over = total_us > bound_us ? ((total_us - bound_us) / total_us) * 100 : 0;
+  const text = `${names}; at most ${over.toFixed(1)} % can be saved by another order`;
+  const figures = predicted({ total_us, possible_us, bound_us, limit_bytes: 0 });
+  return card("The step", "", muted(text), figures);
 }

@@ -4,40 +4,29 @@ function ranksCard() {
   const found = report.agreement || [];
   if (!found.length) return null;
   const differs = found.filter((each) => !each.agree);
-  return el(
-    "section",
-    { class: differs.length ? "failure" : "card", role: differs.length ? "alert" : null },
-    el(
-      "header",
-      {},
-      el("h2", {}, differs.length ? "Ranks run different collectives" : "Ranks"),
-      !differs.length &&
-        el(
-          "span",
-          { class: "muted" },
-          `all ${report.ranks.length} run the same collectives in ${found
-            .map((each) => each.graph)
-            .join(", ")}`,
-        ),
-    ),
-    differs.map((each) => [
-      el(
-        "p",
-        {},
-        el("b", {}, `${each.compile} ${each.graph}: `),
-        each.alike.map(rankNames).join("; "),
-        each.missing.length ? `; missing on ${someOf(each.missing.map(String), 8)}` : "",
-      ),
-      each.difference
-        .split(/ (?=Only on rank |Shown by: )/)
-        .filter(Boolean)
-        .map((part) => el("p", {}, part)),
-      rankPair(each) &&
-        button("Compare these ranks", () => compareRanks(each.graph, rankPair(each)), {
-          class: "link",
-        }),
-    ]),
-  );
+  if (differs.length)
+    return el(
+      "section",
+      { class: "failure", role: "alert" },
+      el("h2", {}, "Ranks run different collectives"),
+      differs.map(differingRanks),
+    );
+  const graphs = found.map((each) => each.graph).join(", ");
+  const text = `all ${report.ranks.length} run the same collectives in ${graphs}`;
+  return card("Ranks", "", muted(text));
+}
+
+function differingRanks(each) {
+  const names = (ranks) => `${ranks.length > 1 ? "ranks" : "rank"} ${someOf(ranks.map(String), 8)}`;
+  const missing = each.missing.length && `; missing on ${someOf(each.missing.map(String), 8)}`;
+  const parts = each.difference.split(/ (?=Only on rank |Shown by: )/).filter(Boolean);
+  const pair = rankPair(each);
+  const title = el("b", {}, `${each.compile} ${each.graph}: `);
+  return [
+    el("p", {}, title, each.alike.map(names).join("; "), missing || ""),
+    parts.map((part) => el("p", {}, part)),
+    pair && linkButton("Compare these ranks", () => compareRanks(each.graph, pair)),
+  ];
 }
 
 // The compiles on this page of a rank of the first set and of one of the second, or null.
@@ -56,18 +45,7 @@ function rankPair({ compile, graph, alike }) {
 }
 
 function compareRanks(graph, [one, other]) {
-  const data = other.graphData(graph);
-  const at = `${compiles.indexOf(other)}/${graph}/${other.last(data)}`;
-  state.view = { ...state.view, with: at, other: "", swap: "" };
-  go({
-    compile: compiles.indexOf(one),
-    graph,
-    step: one.last(one.graphData(graph)),
-    tab: "compare",
-    node: null,
-  });
-}
-
-function rankNames(ranks) {
-  return `${ranks.length > 1 ? "ranks" : "rank"} ${someOf(ranks.map(String), 8)}`;
+  const last = (compile) => compile.last(compile.graphData(graph));
+  const shown = { compile: compiles.indexOf(one), graph, step: last(one) };
+  compareWith(`${compiles.indexOf(other)}/${graph}/${last(other)}`, shown);
 }

@@ -56,18 +56,11 @@ function rowList({ label, height = 22, row, pick, role = "listbox" }) {
   }
 
   function reveal(at, middle) {
-    const top = at * height;
-    if (
-      middle ||
-      top < element.scrollTop ||
-      top + height > element.scrollTop + element.clientHeight
-    ) {
-      element.scrollTop = middle
-        ? top - element.clientHeight / 2
-        : top < element.scrollTop
-          ? top
-          : top + height - element.clientHeight;
-    }
+    const top = at * height,
+      page = element.clientHeight;
+    if (middle) element.scrollTop = top - page / 2;
+    else if (top < element.scrollTop) element.scrollTop = top;
+    else if (top + height > element.scrollTop + page) element.scrollTop = top + height - page;
     later();
   }
 
@@ -75,12 +68,7 @@ function rowList({ label, height = 22, row, pick, role = "listbox" }) {
   element.addEventListener("keydown", (event) => {
     const page = Math.max(1, Math.floor(element.clientHeight / height) - 1);
     const steps = {
-      ArrowDown: 1,
-      ArrowUp: -1,
-      PageDown: page,
-      PageUp: -page,
-      Home: -count,
-      End: count,
+      ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -count, End: count,
     };
     if (event.key in steps && !event.altKey && !event.ctrlKey && !event.metaKey) {
       active = Math.min(count - 1, Math.max(0, active + steps[event.key]));
@@ -111,31 +99,62 @@ function rowList({ label, height = 22, row, pick, role = "listbox" }) {
   };
 }
 
+// A list whose rows may be folds, which a click opens and closes. `rowsNow` returns the rows, `row`
+// an element for one of them, and `isShown` says which one is the selected node's.
+function foldingList({ label, role, height, rowsNow, foldedRow, row, pick, isShown }) {
+  let shown = [];
+  const list = rowList({
+    label,
+    role,
+    height,
+    row: (at) => (shown[at].fold ? foldedRow(shown[at]) : row(shown[at])),
+    pick: (at) => {
+      if (shown[at].fold) toggleFold(shown[at]);
+      else if (shown[at].gap) openGaps.add(shown[at].key);
+      else return pick(shown[at]);
+      return fill(at);
+    },
+  });
+  const fill = (active) => {
+    shown = rowsNow();
+    const at = active ?? shown.findIndex((each) => !each.fold && !each.gap && isShown(each));
+    list.fill(shown.length, at);
+  };
+  return { list, element: list.element, fill, rows: () => shown };
+}
+
+const isChosen = (node) => node.id === state.node;
+const itemsOf = (block) => block.items;
+
+// A list of nodes, of which `nodesNow` returns those that are shown.
+function nodeList(graph, label, nodesNow) {
+  return foldingList({
+    label,
+    rowsNow: nodesNow,
+    foldedRow: (row) => foldRow(row, itemsOf),
+    row: (node) => listingRow(graph, node),
+    pick: (node) => go({ node: node.id }),
+    isShown: isChosen,
+  });
+}
+
 // A line of a listing, split into parts that the style sheet colors. `change` stands after the name,
 // because the end of a long line is cut.
 function codeParts(node, change = "") {
-  const split = node.code.indexOf(" = ");
-  const parts = [];
+  const { code } = node,
+    split = code.indexOf(" = ");
+  let parts = [code];
   if (node.op === "placeholder") {
-    const colon = node.code.indexOf(": ");
-    parts.push(
-      el("b", {}, colon < 0 ? node.code : node.code.slice(0, colon)),
-      colon < 0 ? "" : el("i", {}, node.code.slice(colon)),
-    );
+    const [name] = code.split(": ", 1);
+    parts = [el("b", {}, name), el("i", {}, code.slice(name.length))];
   } else if (split > 0) {
-    const open = node.code.indexOf("(", split);
-    const end = open < 0 ? node.code.length : open;
+    const open = code.indexOf("(", split);
+    const end = open < 0 ? code.length : open;
     const kind = node.collective || node.waits ? "op communicates" : "op";
-    parts.push(
-      el("b", {}, node.code.slice(0, split)),
-      " = ",
-      el("span", { class: kind }, node.code.slice(split + 3, end)),
-      node.code.slice(end),
-    );
-  } else {
-    parts.push(node.code);
+    const op = span(kind, code.slice(split + 3, end));
+    parts = [el("b", {}, code.slice(0, split)), " = ", op, code.slice(end)];
   }
-  if (node.note) parts.push(el("span", { class: "note" }, `  # ${node.note}`));
-  if (change) parts.splice(1, 0, " ", el("span", { class: "chip retagged" }, change));
-  return el("span", { class: "text" }, parts);
+  if (node.note) parts.push(span("note", `  # ${node.note}`));
+  if (change) parts.splice(1, 0, " ", span("chip retagged", change));
+  return span("text", parts);
 }

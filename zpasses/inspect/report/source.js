@@ -9,15 +9,12 @@ function drawSource(main) {
   const byFile = new Map();
   for (const node of graph.nodes) {
     if (!node.source) continue;
-    if (!byFile.has(node.source.file)) byFile.set(node.source.file, new Map());
-    const lines = byFile.get(node.source.file);
-    listIn(lines, node.source.line).push(node);
+    const { file, line } = node.source;
+    if (!byFile.has(file)) byFile.set(file, new Map());
+    listIn(byFile.get(file), line).push(node);
   }
   if (!byFile.size)
-    return put(
-      main,
-      el("p", { class: "muted pad" }, "The nodes of this graph have no source locations."),
-    );
+    return put(main, remark("The nodes of this graph have no source locations."));
   const chosen = state.node !== null && graph.node(state.node);
   if (chosen && chosen.source) sourceFile = chosen.source.file;
   const [keptFile, keptLine] = splitPlace(state.view.line || "");
@@ -32,40 +29,35 @@ function drawSource(main) {
       : chosen && chosen.source && chosen.source.file === sourceFile
         ? chosen.source.line
         : Math.min(...lines.keys());
-  const weight = (number) => (lines.get(number) || []).reduce((sum, node) => sum + node.cost, 0);
+  const weight = (number) => sumOf(lines.get(number) || [], (node) => node.cost);
   const heaviest = Math.max(1e-9, ...[...lines.keys()].map(weight));
-  let lineNodes = [];
-  const nodeList = rowList({
-    label: "Nodes from the selected line",
-    row: (at) =>
-      lineNodes[at].fold
-        ? foldRow(lineNodes[at], (block) => block.items)
-        : listingRow(graph, lineNodes[at]),
-    pick: (at) => {
-      if (!lineNodes[at].fold) return go({ node: lineNodes[at].id });
-      toggleFold(lineNodes[at]);
-      return fill();
-    },
-  });
   const title = el("h3", {});
+  const layer = (node) => layerOf(moduleOfLine(node));
+  const nodesNow = () => {
+    const found = lines.get(line) || [];
+    const time = `${timeText(weight(line))} of compute and communication`;
+    const what = found.length ? `${plural(found.length, "node")}, ${time}` : "no nodes";
+    clear(title, `line ${line}: `, what);
+    if (!isFolded(graph.nodes.length)) return found;
+    const where = `${state.graph}/${state.step}/${sourceFile}:${line}`;
+    return foldRows(together(found, layer), layer, where, isChosen);
+  };
+  const nodes = nodeList(graph, "Nodes from the selected line", nodesNow);
   const code = rowList({
     label: `Lines of ${sourceFile}`,
     row: (at) => {
       const number = at + 1,
-        found = lines.get(number);
+        found = lines.get(number),
+        share = (100 * weight(number)) / heaviest;
       return el(
         "div",
         {
           class: `line source ${found ? "used" : ""} ${number === line ? "chosen" : ""}`,
           title: found ? `${plural(found.length, "node")}, ${timeText(weight(number))}` : "",
         },
-        el("span", { class: "number" }, number),
-        el("span", { class: "count" }, found ? countText(found.length) : ""),
-        el(
-          "span",
-          { class: "heat" },
-          el("i", { style: { width: `${(100 * weight(number)) / heaviest}%` } }),
-        ),
+        span("number", number),
+        span("count", found ? countText(found.length) : ""),
+        span("heat", el("i", { style: { width: `${share}%` } })),
         text[at] || "",
       );
     },
@@ -76,62 +68,28 @@ function drawSource(main) {
     },
   });
   const fill = () => {
-    lineNodes = lines.get(line) || [];
-    clear(
-      title,
-      `line ${line}: `,
-      lineNodes.length
-        ? `${plural(lineNodes.length, "node")}, ` +
-            `${timeText(weight(line))} of compute and communication`
-        : "no nodes",
-    );
-    const layer = (node) => (node.source ? layerOf(node.source.module) : "");
-    if (isFolded(graph.nodes.length))
-      lineNodes = foldRows(
-        together(lineNodes, layer),
-        layer,
-        `${state.graph}/${state.step}/${sourceFile}:${line}`,
-        (node) => node.id === state.node,
-      );
-    nodeList.fill(
-      lineNodes.length,
-      lineNodes.findIndex((node) => !node.fold && node.id === state.node),
-    );
+    nodes.fill();
     code.fill(text.length, line - 1);
+  };
+  const files = [...byFile.keys()].map((file) => option(file, file === sourceFile, file));
+  const showFile = (file) => {
+    sourceFile = file;
+    keep({ line: `${file}:${Math.min(...byFile.get(file).keys())}` });
+    go({ node: null });
+    redraw();
   };
   put(
     main,
-    el(
-      "div",
-      { class: "bar" },
-      el(
-        "select",
-        {
-          "aria-label": "File",
-          onchange: (event) => {
-            sourceFile = event.target.value;
-            const first = Math.min(...byFile.get(sourceFile).keys());
-            keep({ line: `${sourceFile}:${first}` });
-            go({ node: null });
-            redraw();
-          },
-        },
-        [...byFile.keys()].map((file) =>
-          el("option", { value: file, selected: file === sourceFile }, file),
-        ),
-      ),
-      el(
-        "span",
-        { class: "muted" },
-        "Each line shows its number of nodes, and its estimated time as a bar.",
-      ),
-      foldSwitch(graph.nodes.length, () => fill()),
+    bar(
+      choice("File", files, showFile),
+      muted("Each line shows its number of nodes, and its estimated time as a bar."),
+      foldSwitch(graph.nodes.length, fill),
     ),
     el(
       "div",
       { class: "beside" },
       code.element,
-      el("div", { class: "nodes-of" }, title, nodeList.element),
+      el("div", { class: "nodes-of" }, title, nodes.element),
     ),
   );
   fill();

@@ -8,24 +8,23 @@ const LEAST_LABEL = 24; // Pixels below which a layer has no label of its own.
 function moduleGroups(graph) {
   return graph.memoize("moduleGroups", () => {
     const layers = layersOf(graph);
-    const blocks = blocksOf(graph.spans, (span) => layers.get(span.node.id)).map((block) => ({
+    const blocks = blocksOf(graph.spans, (each) => layers.get(each.node.id)).map((block) => ({
       layer: block.layer,
       start: block.items[0].start,
-      end: block.items[block.items.length - 1].end,
-      compute: block.items.reduce((sum, span) => sum + span.node.cost, 0),
+      end: block.items.at(-1).end,
+      compute: sumOf(block.items, (each) => each.end - each.start),
       exposed: 0,
-      at: block.items[block.items.length - 1].at,
+      at: block.items.at(-1).at,
     }));
-    for (const { stalls } of graph.collectives)
-      for (const stall of stalls) {
-        const place = graph.index.get(stall.at);
-        const block = blocks.find((each) => each.at >= place) || blocks[blocks.length - 1];
-        if (block) block.exposed += stall.end - stall.start;
-      }
+    for (const stall of graph.collectives.flatMap((each) => each.stalls)) {
+      const place = graph.index.get(stall.at);
+      const block = blocks.find((each) => each.at >= place) || blocks.at(-1);
+      if (block) block.exposed += stall.end - stall.start;
+    }
     return groupsOf(blocks).map((group) => ({
       ...group,
       start: group.blocks[0].start,
-      end: group.blocks[group.blocks.length - 1].end,
+      end: group.blocks.at(-1).end,
     }));
   });
 }
@@ -33,12 +32,12 @@ function moduleGroups(graph) {
 // Above the stream of compute: which module each stretch of it computes. Layers that are too
 // narrow for their names share one name, with their number.
 function paintModules(pen, x, view, graph) {
-  pen.textAlign = "left";
   let painted = 0;
   for (const { name, blocks, start, end } of moduleGroups(graph)) {
     const together = blocks.length > 1 && (x(end) - x(start)) / blocks.length < LEAST_LABEL;
+    const times = ` × ${countText(blocks.length)}`;
     const stretches = together
-      ? [{ start, end, texts: shortNames(name).map((each) => `${each} × ${countText(blocks.length)}`) }]
+      ? [{ start, end, texts: shortNames(name).map((each) => each + times) }]
       : blocks.map((block) => ({ ...block, texts: shortNames(block.layer) }));
     for (const stretch of stretches) paintStretch(pen, x, view, stretch, painted++ % 2);
   }
@@ -51,16 +50,16 @@ function paintStretch(pen, x, view, { start, end, texts }, odd) {
   pen.fillStyle = themeColor(odd ? "raised" : "line");
   pen.fillRect(from, TRACK.top - TRACK.modules - 2, Math.max(to - from, 1), TRACK.modules);
   if (to - from < LEAST_LABEL) return;
-  pen.fillStyle = themeColor("text");
+  writes(pen, "left", "middle", themeColor("text"));
   const room = Math.min(to, x(view.to)) - from - 6;
   pen.fillText(fittingText(pen, texts, room), from + 4, TRACK.top - 2 - TRACK.modules / 2);
 }
 
 // The stretch of one layer at a time, or null.
 function moduleAt(graph, time) {
-  for (const { blocks } of moduleGroups(graph))
-    for (const block of blocks) if (block.start <= time && time <= block.end) return { block };
-  return null;
+  const blocks = moduleGroups(graph).flatMap((group) => group.blocks);
+  const block = blocks.find((each) => each.start <= time && time <= each.end);
+  return block ? { block } : null;
 }
 
 function blockTooltip({ layer, compute, exposed }) {
@@ -72,67 +71,30 @@ function blockTooltip({ layer, compute, exposed }) {
 
 const MODULE_COLUMNS = [
   ["module", "Stretches of compute, in their order. Equal layers are one row"],
-  ["times", "Number of layers"],
-  ["compute", "Estimated time of the kernels of all layers"],
-  ["each", "Compute of one layer, from the least to the most"],
-  ["exposed", "Estimated time for which these layers wait for communication"],
-  ["each", "Exposed time of one layer, from the least to the most"],
+  ["times", "Number of layers", "right"],
+  ["compute", "Estimated time of the kernels of all layers", "right"],
+  ["each", "Compute of one layer, from the least to the most", "right"],
+  ["exposed", "Estimated time for which these layers wait for communication", "right"],
+  ["each", "Exposed time of one layer, from the least to the most", "right"],
   ["not as the others", "Layers whose compute differs from the median by more than 5 %"],
 ];
 
 // Times by module. A click on a name shows its stretch of time.
 function moduleTimes(graph, showTimes) {
-  const sum = (blocks, key) => blocks.reduce((total, block) => total + block[key], 0);
-  const rows = moduleGroups(graph).map((group) => {
-    const { name, blocks } = group;
-    const compute = (block) => block.compute;
-    const odd = blocks.length > 1 ? oddOnes(blocks, compute) : [];
-    const exposed = sum(blocks, "exposed");
-    return el(
-      "tr",
-      {},
-      el(
-        "td",
-        {},
-        button(
-          blocks.length > 1 ? name : blocks[0].layer || "(no module)",
-          () => showTimes(group.start, group.end),
-          { class: "link", title: "Show this stretch of time" },
-        ),
-      ),
-      [
-        countText(blocks.length),
-        timeText(sum(blocks, "compute")),
-        rangeText(blocks, compute, timeText),
-      ].map((text) => el("td", { class: "right" }, text)),
-      el("td", { class: exposed ? "right exposed-text" : "right" }, timeText(exposed)),
-      el("td", { class: "right" }, rangeText(blocks, (block) => block.exposed, timeText)),
-      el(
-        "td",
-        {},
-        odd.length < blocks.length
-          ? someOf(
-              odd.map((block) => block.layer),
-              3,
-            )
-          : "",
-      ),
-    );
+  const compute = (block) => block.compute,
+    exposed = (block) => block.exposed;
+  const rows = moduleGroups(graph).map(({ name, blocks, start, end }) => {
+    const waited = sumOf(blocks, exposed);
+    const title = blocks.length > 1 ? name : blocks[0].layer || "(no module)";
+    return [
+      linkButton(title, () => showTimes(start, end), { title: "Show this stretch of time" }),
+      countText(blocks.length),
+      timeText(sumOf(blocks, compute)),
+      rangeText(blocks, compute, timeText),
+      el("td", { class: waited ? "right exposed-text" : "right" }, timeText(waited)),
+      rangeText(blocks, exposed, timeText),
+      oddText(blocks, compute, (block) => block.layer),
+    ];
   });
-  if (!rows.length) return null;
-  return el(
-    "section",
-    { class: "card by-module" },
-    el("header", {}, el("h2", {}, "By module")),
-    el(
-      "div",
-      { class: "scroll" },
-      el(
-        "table",
-        { class: "compact" },
-        tableHead(MODULE_COLUMNS, (at) => at > 0 && at < 6),
-        el("tbody", {}, rows),
-      ),
-    ),
-  );
+  return rows.length ? card("By module", "by-module", null, table(MODULE_COLUMNS, rows)) : null;
 }

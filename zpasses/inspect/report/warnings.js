@@ -3,16 +3,14 @@
 
 function failure(error, where) {
   if (!error) return null;
+  const { message, raised, traceback } = error;
   return el(
     "section",
     { class: "failure", role: "alert" },
     el("h2", {}, `${where || "This compile failed"}${error.where ? ` in ${error.where}` : ""}`),
-    el("p", {}, `${error.type}: ${error.message}`),
-    error.raised &&
-      !error.message.includes(error.raised) &&
-      el("p", {}, `raised at ${error.raised}`),
-    error.traceback &&
-      el("details", {}, el("summary", {}, "Traceback"), el("pre", {}, error.traceback)),
+    el("p", {}, `${error.type}: ${message}`),
+    raised && !message.includes(raised) && el("p", {}, `raised at ${raised}`),
+    traceback && el("details", {}, el("summary", {}, "Traceback"), el("pre", {}, traceback)),
   );
 }
 
@@ -26,37 +24,26 @@ function failedStep(step) {
 }
 
 // The memory and cost models cover aten ops, and not the ops that Dynamo captures.
-function isModelled(step) {
-  return step.level !== "captured";
-}
+const isModelled = (step) => step.level !== "captured";
 
-function notModelled() {
-  return el(
-    "p",
-    { class: "muted pad" },
-    "This is the graph that Dynamo captured. The memory and cost models start at the joint graph.",
-  );
-}
+const NOT_MODELLED =
+  "This is the graph that Dynamo captured. The memory and cost models start at the joint graph.";
+const notModelled = () => remark(NOT_MODELLED);
 
-function notWritten() {
-  return el("p", { class: "muted pad" }, "The dump does not contain this graph.");
-}
+const notWritten = () => remark("The dump does not contain this graph.");
 
 // The joint graph is split into forward and backward before it runs.
-function isExecuted(name) {
-  return !["captured", "joint"].includes(name);
-}
+const isExecuted = (name) => !["captured", "joint"].includes(name);
 
 // A graph that runs and does not fit into the target's memory. The wording is that of `list`.
-function overCapacity(compile, name, peak) {
+function overCapacity(compile, name, peak, style = "over") {
   const memory = compile.target.memory_bytes;
   if (typeof memory !== "number" || memory <= 0 || !isExecuted(name)) return null;
-  let shards = 0;
-  for (const [, bytes] of Object.values(compile.parameters)) shards += bytes;
+  const shards = sumOf(Object.values(compile.parameters), ([, bytes]) => bytes);
   if (peak + shards <= memory) return null;
   return el(
     "p",
-    { class: "over", role: "alert" },
+    { class: style, role: "alert" },
     `${name} does not fit into the memory of ${compile.target.name || "the target"}, ` +
       `${bytesText(memory)}: its peak is ${bytesText(peak)}, and the shards of the parameters take ` +
       `${bytesText(shards)}. Inputs and the optimizer's state come on top.`,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import zpasses.graph.ops  # noqa: F401 - as `import zpasses` does in a process that has torch
+import zpasses.graph.dialect  # noqa: F401 - as `import zpasses` does in a process that has torch
 
 __all__ = ["Call", "RankSettings", "serve"]
 

@@ -6,14 +6,14 @@ import torch
 from torch import fx
 from torch.fx import _graph_pickler
 
-from zpasses.backend.cache import artifacts
-from zpasses.backend.cache.artifacts import GraphArtifacts
+from zpasses.backend.cache import entry
+from zpasses.backend.cache.entry import GraphArtifacts
 
 
 def test_a_cache_that_cannot_store_says_so_once(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("ZPASSES_CACHE_DIR", str(tmp_path))
     monkeypatch.delattr(_graph_pickler, "patch_pytree_map_over_slice")
-    artifacts._warn_of_missing.cache_clear()
+    entry._warn_of_missing.cache_clear()
     with caplog.at_level(logging.INFO, logger="zpasses"):
         for name in ("0/0", "1/0"):
             stored = GraphArtifacts.new(f"key of {name}", name)

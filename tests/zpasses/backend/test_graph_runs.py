@@ -1,0 +1,90 @@
+"""What the plan of a step knows of a graph, and the turning point of its body."""
+
+import pytest
+import torch
+from torch import fx
+
+from zpasses import compat
+from zpasses.backend.graph_runs import add_turning_point, graph_cost, turn_text
+from zpasses.cost.time.target import Target
+from zpasses.graph.hoisting import hoist_collectives
+from zpasses.runtime.block_schedule import TURNING_POINT
+from zpasses.runtime.grad_slots import returned_gradients
+from zpasses.testing import JointRecipe, ParamSpec, fake_world
+
+FAST_LINKS = Target.parse("cpu,link_gb_s=1e6,launch_us=0.01,hop_us=0.01")
+SLOW_LINKS = Target.parse("cpu,link_gb_s=1e-6")
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    params = tuple(ParamSpec((64, 64)) for _ in range(2))
+    return JointRecipe(params, 2).run_pipeline("zero2")[1][0]
+
+
+@pytest.fixture(autouse=True)
+def world(lowered):
+    with fake_world(2, 0):
+        yield
+
+
+def backward(gm, target, products=4):
+    """Returns the parts of a graph that reduces gradients, after a chain of matrix products."""
+    hoisted = hoist_collectives(gm, returned_gradients(gm.graph))
+    graph = hoisted.body.graph
+    node = next(n for n in graph.nodes if getattr(n.meta.get("val"), "shape", None) == (64, 64))
+    with graph.inserting_before(graph.output_node()):
+        for _ in range(products):
+            value = node.meta["val"]
+            node = graph.call_function(aten.mm.default, (node, node))
+            node.meta["val"] = value
+    output = graph.output_node()
+    output.args = ((*output.args[0], node),)
+    add_turning_point(hoisted, target)
+    return hoisted
+
+
+def turning_points(hoisted):
+    return hoisted.body.graph.find_nodes(op="call_function", target=TURNING_POINT)
+
+
+def test_the_turning_point_is_behind_a_product_past_a_quarter_of_the_compute(lowered):
+    hoisted = backward(lowered, FAST_LINKS)
+    (point,) = turning_points(hoisted)
+    assert point.prev is point.args[0]
+    assert compat.flop_formula(point.args[0].target) is not None
+    cost = graph_cost(hoisted, "backward", FAST_LINKS)
+    assert 0.25 * cost.compute_us <= cost.turn_us < cost.compute_us
+    assert cost.gathers_at_turn
+    assert turn_text(hoisted, cost) == f", gathers and reductions at {point.args[0]}"
+
+
+@pytest.mark.parametrize(("target", "products"), [(SLOW_LINKS, 4), (FAST_LINKS, 0)])
+def test_long_reductions_and_bodies_without_products_have_no_turning_point(
+    lowered, target, products
+):
+    hoisted = backward(lowered, target, products)
+    assert turning_points(hoisted) == []
+    cost = graph_cost(hoisted, "backward", target)
+    assert (cost.turn_us, cost.gathers_at_turn) == (None, False)
+    assert turn_text(hoisted, cost) == ""
+
+
+def test_the_memory_before_and_after_the_turning_point_is_that_of_the_body(lowered):
+    hoisted = backward(lowered, FAST_LINKS)
+    cost = graph_cost(hoisted, "backward", FAST_LINKS)
+    (point,) = turning_points(hoisted)
+    hoisted.body.graph.erase_node(point)
+    whole = graph_cost(hoisted, "backward", FAST_LINKS)
+    assert max(cost.turn_peak_bytes, cost.peak_bytes) == whole.peak_bytes
+    assert cost.turn_peak_bytes > 0
+
+
+def test_the_turning_point_does_nothing_outside_of_a_backward():
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    graph.call_function(TURNING_POINT, (given,))
+    graph.output(given)
+    value = torch.ones(2)
+    assert fx.GraphModule({}, graph)(value) is value

@@ -1,0 +1,170 @@
+import pytest
+import torch
+
+from tests.graphs import Param, joint, rewritten
+from zpasses import OptionError
+from zpasses.cost.memory.collective_moves import (
+    MemoryCurve,
+    gather_launches,
+    movable_gathers,
+    movable_reductions,
+    reduction_launches,
+)
+from zpasses.graph.queries import Editor
+from zpasses.option_values import MemoryBudget, parse_budget
+from zpasses.passes import GatherParams, ReduceGrads
+from zpasses.passes.bucket import Bucket
+from zpasses.testing import fake_world
+
+LOWER = (GatherParams(), ReduceGrads("reduce_scatter"))
+
+
+@pytest.fixture(autouse=True)
+def backend_is_not_gloo(monkeypatch):
+    """Graphs outlive the fake world that made them, but gloo's scratch memory depends on their
+    group.
+    """
+    monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: False)
+
+
+def lowered(*params, world_size=3, rank=2, passes=LOWER):
+    with fake_world(world_size, rank):
+        return rewritten(joint(params, rank, world_size), *passes).graph
+
+
+def names(nodes):
+    return [node.target._opname for node in nodes]
+
+
+# --- budgets --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("5%", MemoryBudget(rise=0.05)),
+        ("0%", MemoryBudget()),
+        ("2.5 %", MemoryBudget(rise=0.025)),
+        ("300MiB", MemoryBudget(300 << 20)),
+        ("1.5KiB", MemoryBudget(1536)),
+        (" 7 B ", MemoryBudget(7)),
+        ("2GiB", MemoryBudget(2 << 30)),
+        ("+16MiB", MemoryBudget(rise_bytes=16 << 20)),
+    ],
+)
+def test_budget_is_a_share_or_bytes(text, budget):
+    assert parse_budget(text, "here") == budget
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "-5%", "++1B", "-1MiB", "5 percent", "300MB", "MiB", "1e3B", "none"]
+)
+def test_wrong_budget_says_where_and_what_is_expected(text):
+    message = r"pass 'x': got .*; expected how far the peak may rise \('5%' or '\+300MiB'\) or the"
+    with pytest.raises(OptionError, match=message):
+        parse_budget(text, "pass 'x'")
+
+
+# --- what can move --------------------------------------------------------------------------------
+def test_gathers_of_parameters_move_with_their_cast_and_padding():
+    items = movable_gathers(lowered(Param((7, 2), param_dtype=torch.bfloat16), Param((6, 2))))
+    assert [names(item.inputs) for item in items] == [["_to_copy", "constant_pad_nd"], []]
+    assert [item.source.name for item in items] == ["constant_pad_nd_default", "primals_3"]
+    assert [item.full_bytes for item in items] == [9 * 2 * 2, 6 * 2 * 4]
+    assert [item.wait for item in items] == [next(iter(item.started.users)) for item in items]
+
+
+def test_reductions_move_with_their_epilogue():
+    items = movable_reductions(lowered(Param((7, 2), reduce_dtype=torch.float64), Param((6, 2))))
+    assert [item.tag.params for item in items] == [("p1",), ("p0",)]
+    assert [names(item.results) for item in items] == [[], ["slice", "_to_copy"]]
+    assert [item.full_bytes for item in items] == [6 * 2 * 4, 9 * 2 * 8]
+
+
+def test_a_gather_of_a_computed_value_cannot_move():
+    graph = lowered(Param((6, 2)))
+    (gather,) = movable_gathers(graph)
+    shard = gather.source
+    edit, add = Editor(graph, before=gather.started), torch.ops.aten.add.Tensor
+    other = edit.call(add, shard, edit.call(add, shard, shard))
+    gather.started.replace_input_with(shard, other)
+    assert movable_gathers(graph) == []
+    assert gather_launches(graph) == []
+
+
+def test_a_reduction_that_the_graph_reads_cannot_move():
+    graph = lowered(Param((6, 2)))
+    (reduction,) = movable_reductions(graph)
+    output, shard = graph.output_node(), graph.find_nodes(op="placeholder")[0]
+    mixed = Editor(graph, before=output).call(torch.ops.aten.add.Tensor, reduction.wait, shard)
+    output.args = ([mixed, *output.args[0]],)
+    assert movable_reductions(graph) == []
+    assert reduction_launches(graph) == []
+
+
+def test_untagged_collectives_cannot_move():
+    graph = lowered(Param((6, 2)))
+    for node in graph.nodes:
+        node.meta.pop("zpasses", None)
+        node.meta.pop("custom", None)
+    for found in (movable_gathers, movable_reductions, gather_launches, reduction_launches):
+        assert found(graph) == []
+
+
+@pytest.mark.parametrize("mode", ["coalesced", "flat"])
+def test_launches_include_the_parts_of_buckets(mode):
+    bucket = Bucket(mode=mode, memory_budget="1GiB")
+    graph = lowered(Param((7, 2)), Param((6, 2)), passes=(*LOWER, bucket))
+    (gather,), (reduction,) = gather_launches(graph), reduction_launches(graph)
+    parts = 2 if mode == "coalesced" else 0
+    for each in (gather, reduction):
+        assert (len(each.parts), len(each.waits)) == (parts, parts or 1)
+    packed = [] if parts else ["reshape", "reshape", "cat"]
+    assert names(gather.before) == ["constant_pad_nd", *packed]
+    assert not (parts and movable_gathers(graph))
+    full = (9 + 6) * 2 * 4
+    assert gather.nbytes >= full
+    assert reduction.nbytes == full + full // 3
+
+
+def test_a_moved_all_reduce_occupies_only_its_input():
+    (reduction,) = reduction_launches(
+        lowered(Param((7, 2)), passes=(GatherParams(), ReduceGrads("all_reduce")))
+    )
+    assert reduction.nbytes == 7 * 2 * 4
+    assert names(reduction.after) == ["slice_copy"]
+
+
+# --- the curve ------------------------------------------------------------------------------------
+def test_limit_is_a_share_above_the_peak_or_bytes_but_never_below_it():
+    graph = lowered(Param((6, 2)))
+    peak = MemoryCurve(graph).limit_bytes
+    assert peak == MemoryCurve(graph).base.peak_bytes > 0
+    assert MemoryCurve(graph, MemoryBudget(rise=0.5)).limit_bytes == int(1.5 * peak)
+    assert MemoryCurve(graph, MemoryBudget(1 << 20)).limit_bytes == 1 << 20
+    assert MemoryCurve(graph, MemoryBudget(1)).limit_bytes == peak
+
+
+def test_added_bytes_span_start_until_before_end_and_reset_takes_the_current_curve():
+    curve = MemoryCurve(lowered(Param((6, 2))), MemoryBudget(rise=0.5))
+    curve.live_bytes[:] = [1, 1, 1, 1]
+    curve.add(1, 3, 3)
+    assert curve.live_bytes == [1, 4, 4, 1]
+    curve.reset_limit()
+    assert curve.limit_bytes == 6
+
+
+def test_ranks_whose_rows_differ_plan_with_the_same_bytes():
+    """The ranks have a full, a partly filled and an empty shard.
+
+    One parameter has a cast, whose input and output differ in size between ranks.
+    """
+    for form in ("all_reduce", "reduce_scatter"):
+        cast = Param((4, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        params = [cast, Param((4, 3))]
+        curves = []
+        for rank in range(3):
+            graph = lowered(*params, rank=rank, passes=(GatherParams(), ReduceGrads(form)))
+            curve = MemoryCurve(graph)
+            collective = [*gather_launches(graph), *reduction_launches(graph)]
+            live = [curve.live_bytes[curve.position[each.started]] for each in collective]
+            curves.append((curve.limit_bytes, live))
+        assert curves[0] == curves[1] == curves[2], form

@@ -1,0 +1,192 @@
+"""Plans, bounds and evaluations of large and of hand-made graphs."""
+
+import itertools
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx
+
+from zpasses import compat
+from zpasses.cost.memory.collective_moves import movable_gathers, movable_reductions
+from zpasses.cost.plan.bound import schedule_bound
+from zpasses.cost.plan.bucket_keys import bucket_key
+from zpasses.cost.plan.schedule_evaluation import evaluate, one_ahead_plan, single_plan
+from zpasses.cost.plan.schedule_planner import memory_limit, plan_schedule
+from zpasses.cost.plan.schedule_problem import schedule_problem
+from zpasses.cost.time.step_time import step_time
+from zpasses.cost.time.target import TARGETS, Target, use_target
+from zpasses.graph.tags import Tag, add_tag
+from zpasses.option_values import MemoryBudget
+from zpasses.passes.writers.exact_plans import fastest_one_ahead
+from zpasses.testing import fake_world
+
+H100 = TARGETS["h100"]
+RANKS = 8
+WIDTH = 2048
+
+
+def step(params, kernels, copies=1):
+    """Returns a graph like that of a backward: per parameter a gather, kernels, and a reduction.
+
+    Args:
+        params: number of parameters of WIDTH x WIDTH elements.
+        kernels: matrix products per parameter.
+        copies: how many copies of a gradient a reduction takes.
+    """
+    graph = fx.Graph()
+    with compat.FakeTensorMode():
+        full = torch.empty(WIDTH, WIDTH, dtype=torch.bfloat16)
+        shard = torch.empty(WIDTH // RANKS, WIDTH, dtype=torch.bfloat16)
+        grads, reduced_grads = full.repeat(copies, 1), shard.repeat(copies, 1)
+
+    def made(node, value, **tag):
+        node.meta["val"] = value
+        if tag:
+            add_tag(node, Tag(**tag))
+        return node
+
+    names = [f"p{number}" for number in range(params)]
+    shards = [made(graph.placeholder(name), shard, role="shard", params=(name,)) for name in names]
+    value = made(graph.placeholder("tangents_1"), full)
+    call, ops = graph.call_function, compat.functional
+    results = []
+    for name, given in zip(names, shards, strict=True):
+        start = call(ops.all_gather_into_tensor.default, (given, RANKS, "0"))
+        made(start, full, role="gather", params=(name,), nbytes=1)
+        wait = made(call(ops.wait_tensor.default, (start,)), full, role="full", params=(name,))
+        for _ in range(kernels):
+            value = made(call(torch.ops.aten.mm.default, (value, wait)), full)
+        grad = made(call(torch.ops.aten.mm.default, (value, value)), full)
+        if copies > 1:
+            grad = made(call(torch.ops.aten.repeat.default, (grad, [copies, 1])), grads)
+        reduced = call(ops.reduce_scatter_tensor.default, (grad, "avg", RANKS, "0"))
+        made(reduced, reduced_grads, role="reduce", params=(name,), nbytes=1)
+        done = call(ops.wait_tensor.default, (reduced,))
+        results.append(made(done, reduced_grads, role="shard_grad", params=(name,)))
+    graph.output(tuple(results))
+    return graph
+
+
+def problem_of(graph, target=H100, **options):
+    items = [*movable_gathers(graph), *movable_reductions(graph)]
+    return schedule_problem(graph, items, lambda item: bucket_key(item, "auto"), target, **options)
+
+
+@pytest.mark.parametrize("params", [40, 700])
+@pytest.mark.slow(quick="the other tests of test_schedule_planner.py")
+def test_the_work_of_planning_grows_no_faster_than_the_graph(params):
+    calls = 0
+
+    def count(frame, event, arg):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    with fake_world(RANKS), use_target(H100):
+        graph = step(params, kernels=45)
+        sys.setprofile(count)
+        try:
+            problem = problem_of(graph)
+            limit = memory_limit(problem, MemoryBudget())
+            simple = fastest_one_ahead(problem, "auto", limit, H100)
+            planned = plan_schedule(problem, limit, never_above_us=simple.cost.total_us)
+        finally:
+            sys.setprofile(None)
+    assert len(graph.nodes) > 50 * params
+    # Counted instead of timed. A step that is quadratic in the nodes makes 36,000 calls per node.
+    assert calls < 6_000 * len(graph.nodes)
+    assert planned.cost.total_us < 1.05 * planned.bound.total_us
+    assert planned.cost.total_us <= simple.cost.total_us
+
+
+@pytest.mark.parametrize("target", [H100, TARGETS["mi300x"], TARGETS["cpu"]])
+@pytest.mark.parametrize(("kernels", "second_group"), [(0, False), (1, True), (4, True)])
+def test_no_plan_beats_the_bound(target, kernels, second_group):
+    with fake_world(RANKS), use_target(target):
+        problem = problem_of(step(8, kernels), target, second_group=second_group)
+        bound = schedule_bound(problem).total_us
+        for budget in (MemoryBudget(), MemoryBudget(rise=0.2), MemoryBudget(1 << 40)):
+            planned = plan_schedule(problem, memory_limit(problem, budget))
+            assert bound <= planned.cost.total_us * (1 + 1e-9)
+            simple = evaluate(problem, one_ahead_plan(problem)).total_us
+            assert planned.cost.total_us <= simple * (1 + 1e-9)
+            assert planned.cost.peak_bytes <= planned.limit_bytes
+
+
+def test_bound_is_that_of_the_kernels_or_of_the_links():
+    fast = Target.parse("h100,link_gb_s=1e9,launch_us=1e-6,hop_us=1e-6")
+    slow = Target.parse("h100,link_gb_s=0.1")
+    with fake_world(RANKS):
+        for target in (fast, slow):
+            with use_target(target):
+                problem = problem_of(step(4, 2), target)
+            bound = schedule_bound(problem)
+            if target is fast:
+                assert bound.total_us == pytest.approx(bound.compute_us, rel=1e-3)
+            else:
+                assert bound.total_us == pytest.approx(bound.channel_us, rel=0.02)
+                assert bound.channel_us > 10 * bound.compute_us
+
+
+def test_evaluation_of_the_graph_as_it_is_equals_the_timeline():
+    with fake_world(RANKS), use_target(H100):
+        graph = step(5, 3)
+        problem = problem_of(graph)
+        cost = evaluate(problem, single_plan(problem))
+        expected = step_time([graph], H100)
+    assert cost.total_us == pytest.approx(expected.total_us)
+    assert cost.waited_us == pytest.approx(expected.waited_us)
+
+
+def test_more_memory_is_never_slower():
+    slow = Target.parse("h100,link_gb_s=20")
+    with fake_world(RANKS), use_target(slow):
+        problem = problem_of(step(12, 2), slow)
+        least = evaluate(problem, single_plan(problem)).peak_bytes
+        times = [
+            plan_schedule(problem, least + extra * WIDTH * WIDTH * 2).cost.total_us
+            for extra in (0, 1, 2, 4, 8)
+        ]
+    assert all(later <= earlier * 1.005 for earlier, later in itertools.pairwise(times)), times
+    assert times[-1] < times[0]
+
+
+def test_urgent_gathers_do_not_wait_for_long_reductions_on_another_group():
+    """Each gather starts where it is needed, when the reduction before it has just started."""
+    slow = Target.parse("h100,link_gb_s=150")
+    costs = []
+    with fake_world(RANKS), use_target(slow):
+        graph = step(4, 20, copies=4)
+        for second_group in (False, True):
+            problem = problem_of(graph, slow, second_group=second_group)
+            assert problem.regrouped == (("0",) if second_group else ())
+            costs.append(evaluate(problem, reductions_awaited_last(problem)))
+    shared, own = costs
+    assert own.waited_us < 0.8 * shared.waited_us
+    assert own.total_us < shared.total_us
+    assert own.peak_bytes == shared.peak_bytes
+
+
+def reductions_awaited_last(problem):
+    """A plan that starts gathers as late and reductions as early as possible."""
+    plan = single_plan(problem)
+    gathers = [problem.jobs[members[0]].is_gather for members in plan.launches]
+
+    def place(action):
+        last = action.kind == "wait" and not gathers[action.launch]
+        return problem.end if last else action.slot, gathers[action.launch]
+
+    actions = sorted(plan.actions, key=place)
+    return replace(plan, actions=tuple(replace(each, slot=place(each)[0]) for each in actions))
+
+
+def test_a_plan_for_little_memory_gains_by_a_second_group():
+    slow = Target.parse("h100,link_gb_s=20")
+    times = []
+    with fake_world(RANKS), use_target(slow):
+        graph = step(10, 10)
+        for second_group in (False, True):
+            problem = problem_of(graph, slow, second_group=second_group)
+            times.append(plan_schedule(problem, memory_limit(problem, MemoryBudget())).cost)
+    assert times[1].total_us < 0.99 * times[0].total_us

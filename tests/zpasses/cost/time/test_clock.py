@@ -1,0 +1,83 @@
+"""Queues of one process group, and of two that share the links."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zpasses.cost.time.clock import Clock, CollectiveTiming
+
+FIRST, SECOND = (CollectiveTiming(0.0, second_group=second) for second in (False, True))
+
+
+def started(*collectives):
+    """Returns a clock at which collectives, given as (duration, timing), have started."""
+    clock = Clock()
+    for number, (duration, timing) in enumerate(collectives):
+        clock.enqueue(number, duration, timing)
+    return clock
+
+
+def done(clock):
+    for number in {int(entry[3]) for both in clock.queues for queue in both for entry in queue}:
+        clock.wait(number)
+    return [clock.done_us[number] for number in sorted(clock.done_us)]
+
+
+def test_collectives_of_one_group_run_one_after_another():
+    assert done(started((100, FIRST), (10, FIRST))) == [100, 110]
+    assert done(started((100, SECOND), (10, SECOND))) == [100, 110]
+
+
+def test_an_urgent_gather_overtakes_a_long_reduction_on_another_group():
+    assert done(started((100, SECOND), (10, FIRST))) == pytest.approx([110, 20])
+
+
+def test_groups_share_the_bandwidth_only_while_both_have_a_collective():
+    found = done(started((30, SECOND), (10, FIRST), (5, FIRST), (40, SECOND)))
+    assert found == pytest.approx([45, 20, 30, 85])
+
+
+def test_links_of_a_node_and_the_network_are_not_shared():
+    network = CollectiveTiming(0.0, between_nodes=True, second_group=True)
+    assert done(started((100, network), (10, FIRST))) == [100, 10]
+
+
+def test_a_kernel_slows_both_and_is_slowed_by_the_worse():
+    slow = CollectiveTiming(0.0, 2.0, 4.0, second_group=True)
+    mild = CollectiveTiming(0.0, 1.25, 1.0)
+    clock = started((10, slow), (10, mild))
+    clock.work(10)  # at half its speed; 20 us in which the gather ends
+    assert clock.now_us == pytest.approx(20)
+    assert clock.done_us == {1: pytest.approx(20)}
+    clock.wait(0)
+    assert clock.now_us == pytest.approx(20 + 10 - 20 / 8)
+    assert clock.waited_us == pytest.approx(10 - 20 / 8)
+
+
+times = st.floats(0.01, 100.0)
+
+
+@given(st.lists(st.tuples(times, st.booleans()), min_size=1, max_size=8), st.lists(times))
+def test_second_groups_move_the_same_bytes_in_the_same_time(collectives, kernels):
+    """The links are busy as long as anything is in flight, whatever the groups."""
+    ends = []
+    for groups in ((FIRST, FIRST), (FIRST, SECOND)):
+        clock = started(*((duration, groups[reduces]) for duration, reduces in collectives))
+        for kernel in kernels:
+            clock.work(kernel)
+        ends.append(max(done(clock)))
+        total = sum(duration for duration, _ in collectives)
+        assert clock.now_us == pytest.approx(max(sum(kernels), total))
+    assert ends[0] == pytest.approx(ends[1])
+
+
+@given(st.lists(times, min_size=1, max_size=5), st.lists(times, min_size=1, max_size=5))
+def test_gathers_never_end_later_with_their_own_group(reductions, gathers):
+    ends = []
+    for group in (FIRST, SECOND):
+        clock = started(
+            *((each, group) for each in reductions), *((each, FIRST) for each in gathers)
+        )
+        ends.append(done(clock)[len(reductions) :])
+    for shared, own in zip(*ends, strict=True):
+        assert own <= shared * (1 + 1e-9)

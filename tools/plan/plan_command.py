@@ -1,0 +1,116 @@
+"""The command `zpasses plan`. It imports torch when it runs: `zpasses --help` stays quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from tqdm import tqdm
+
+from zpasses.tools.capture.capture_command import StepOptions, step_options
+from zpasses.tools.capture.mesh_shapes import AutoMesh
+from zpasses.tools.cli.common import (
+    CommandError,
+    as_json,
+    errors_as_messages,
+    print_view,
+    write_output,
+)
+from zpasses.tools.plan.plan_picture import check_matplotlib, plan_page
+from zpasses.tools.plan.plan_table import plan_view
+from zpasses.tools.plan.shape_table import shape_view
+
+__all__ = ["plan"]
+
+
+@click.command()
+@errors_as_messages
+@step_options
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    help='Budget whose plan is chosen: "70GiB", "10%". Default: the fastest plan.',
+)
+@click.option(
+    "--points",
+    type=click.IntRange(2, 50),
+    default=8,
+    show_default=True,
+    help="About how many plans to make.",
+)
+@click.option(
+    "--backwards-per-step",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Micro-batches from one optimizer step to the next, as in the option of the backend.",
+)
+@click.option(
+    "--html",
+    "picture",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Also write a page with time over memory. Needs matplotlib.",
+)
+@as_json
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    step: StepOptions,
+    memory: str | None,
+    points: int,
+    backwards_per_step: int,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Show what a training step costs under every memory budget, without running it.
+
+    MODULE:FUNCTION (or FILE.py:FUNCTION) is as for `zpasses capture`. The table has the plans from
+    the leanest to the fastest, and stages 2 and 3 without a budget. Times and memory are those of
+    the cost model. The last line but the legend has the options that reproduce the chosen plan.
+
+    With --mesh auto, the table has one line for each shape of hybrid sharding, with its plan for
+    --memory, or its fastest that fits in a device together with the state of AdamW. The chosen
+    shape is the fastest that fits.
+
+    The exit status is 0, 1 if no plan fits, and 2 for an error.
+    """
+    from zpasses.tools.plan.step_plans import PlanRequest, plan_shapes, plan_step
+
+    if picture is not None:
+        check_matplotlib()
+        if not picture.parent.is_dir():
+            raise CommandError(
+                f"cannot write {picture}: there is no folder {picture.parent}; name a file in a "
+                "folder that exists with --html."
+            )
+    auto = step.mesh if isinstance(step.mesh, AutoMesh) else None
+    if auto is not None and "reshard_after_forward" in step.shard:
+        raise CommandError(
+            "--reshard-after-forward divides the ranks of one mesh; give one instead of auto."
+        )
+    request = PlanRequest(
+        step.function,
+        step.world,
+        step.target,
+        memory,
+        points,
+        step.arguments,
+        step.shard,
+        backwards_per_step,
+        None if isinstance(step.mesh, AutoMesh) else step.mesh,
+    )
+    if auto is not None:
+        if picture is not None:
+            raise CommandError("--html shows the plans of one mesh; give one instead of auto.")
+        with tqdm(desc="meshes", unit="mesh", disable=None, leave=False) as bar:
+            shapes = plan_shapes(request, auto, lambda point: bar.update())
+        print_view(shape_view(shapes), as_json)
+        ctx.exit(0 if shapes.chosen is not None else 1)
+    with tqdm(desc="plans", unit="plan", disable=None, leave=False) as bar:
+        found = plan_step(request, lambda point: bar.update())
+    if picture is not None:
+        write_output(picture, [plan_page(found)])
+    print_view(plan_view(found), as_json)
+    if found.chosen is None:
+        ctx.exit(1)

@@ -1,0 +1,193 @@
+"""One compile: what the steps from a captured graph to its code share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from zpasses import compat
+from zpasses.backend.cache.entry import GraphArtifacts, StoredVariant
+from zpasses.backend.captured import Capture, describe_inputs
+from zpasses.backend.free_memory import agreed_free_bytes
+from zpasses.cost.time.target import Target, use_target
+from zpasses.dumps.listeners import events_for
+from zpasses.errors import AgreementError
+from zpasses.pipeline.bisection import ResultHook
+from zpasses.pipeline.events import Events
+from zpasses.pipeline.options import Options
+from zpasses.pipeline.pipeline import Pipeline
+from zpasses.ranks.agree import recorded_answers
+from zpasses.ranks.compiled_graph import compiling
+from zpasses.ranks.failures import is_reported, pass_on_failure, report_failure
+from zpasses.ranks.vote import vote_timeout
+from zpasses.runtime.forward import BoundParameters
+from zpasses.runtime.forward_variants import OutputStrides
+from zpasses.runtime.run_checks import in_window
+
+Compiled = Callable[[list[Any]], Any]
+Codegen = Callable[[fx.GraphModule, Sequence[Any]], Compiled]
+
+
+@dataclass
+class Decisions:
+    """What the steps of a compile decide for later steps."""
+
+    pipeline: Pipeline
+    """The passes that run, with the memory budget that is known so far."""
+    saved_params: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """From `saved_params` of the forward graph."""
+    caches_params: bool = False
+    """The forward graph takes full parameters from earlier calls."""
+    output_strides: OutputStrides = ()
+    """Strides that the forward graph returns, which its variants keep."""
+    preloaded: tuple[str, StoredVariant, Compiled] | None = None
+    """A variant, and its code from the compile cache, which no rank has been asked about yet."""
+    in_call: bool = False
+    """torch has called the backend, which has not returned yet."""
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """One compile of one captured graph."""
+
+    name: str
+    """Dynamo's id of the compile."""
+    captured: Capture
+    options: Options
+    cache_pipeline: Pipeline
+    """The passes as the compile cache's key has them, without the bytes of the memory budget
+    "auto", which differ from start to start. `decided.pipeline` is what runs."""
+    target: Target
+    """Hardware to plan for."""
+    listeners: Events
+    result_hook: ResultHook
+    free_bytes: int | None
+    """What the memory budget "auto" stands for."""
+    budget: str | None
+    """The memory budget of the step, with those bytes; None without one, or if it bounds several
+    graphs together."""
+    decided: Decisions
+    artifacts: GraphArtifacts | None = None
+    """What the compile cache has, or gets, of the graph; None if the graph takes no part."""
+    bound: BoundParameters = field(default_factory=BoundParameters)
+    """The parameters of the current call."""
+
+    @classmethod
+    def begin(
+        cls,
+        captured: Capture,
+        options: Options,
+        pipeline: Pipeline,
+        target: Target,
+        events: Events,
+        result_hook: ResultHook,
+    ) -> CompileJob:
+        """Find the memory budget, for which the ranks vote if it is "auto".
+
+        Raises:
+            AgreementError: if another rank failed, or does not come in time.
+        """
+        budget, free_bytes = options.memory_budget, None
+        if budget == "auto":
+            device = torch.get_default_device()
+            for value in captured.inputs:
+                device = value.device if isinstance(value, torch.Tensor) else device
+            free_bytes = agreed_free_bytes(captured.groups, device)
+            budget = f"{free_bytes}B"
+        if options.prefetch:
+            budget = None  # it bounds the whole step, see zpasses.backend.graph_runs
+        decided = Decisions(pipeline if budget is None else pipeline.with_memory_budget(budget))
+        return cls(
+            compat.current_compile_id(),
+            captured,
+            options,
+            pipeline,
+            target,
+            events,
+            result_hook,
+            free_bytes,
+            budget,
+            decided,
+        )
+
+    @property
+    def order(self) -> dict[str, int]:
+        """Name of a sharded input -> its position among the sharded inputs of the call."""
+        return {name: at for at, name in enumerate(self.captured.shards.values())}
+
+    # --- contexts ---------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Context in which votes are about this compile."""
+        ranks = self.options.dumping_ranks()
+        dumps = ranks is None or compat.global_rank() in ranks
+        folder = self.options.dump_folder() if dumps else None
+        params, options = list(self.captured.shards.values()), self.options.non_default()
+        with compiling(self.name, params, folder, options):
+            yield
+
+    @contextlib.contextmanager
+    def compiling_late(self) -> Iterator[None]:
+        """Context of what is compiled after the call of the backend. Reports failures."""
+        with self.compiling():
+            try:
+                yield
+            except Exception as error:
+                self.report(error)
+                raise
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """Context of passes. torch may compile a backward late, outside of the backend's call."""
+        with use_target(self.target), vote_timeout(self.options.agreement_timeout_s):
+            yield
+
+    @contextlib.contextmanager
+    def recording_answers(self) -> Iterator[None]:
+        """Context that stores the answers of votes in what the compile cache gets."""
+        if self.artifacts is None or self.artifacts.loaded:
+            yield
+        else:
+            with recorded_answers(self.artifacts.entry.answers):
+                yield
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks that this rank failed to compile, if it has not told them yet."""
+        report(self.captured, self.options, self.name, error)
+
+
+def report(captured: Capture, options: Options, name: str, error: BaseException) -> None:
+    """Tell the other ranks that this rank failed to compile a graph, unless they know."""
+    groups = captured.groups
+    if options.agreement and isinstance(error, AgreementError):
+        pass_on_failure(groups, error)
+    elif options.agreement and not is_reported(error):
+        # A window ends in an error on all ranks, also if this rank's program catches it.
+        report_failure(groups, name, error, recoverable=not in_window(groups))
+
+
+def open_events(
+    captured: Capture,
+    example_inputs: Sequence[Any],
+    options: Options,
+    pipeline: Pipeline,
+    target: Target,
+) -> Events:
+    """Start the dump and the structured trace of a compile, if they are enabled. They listen."""
+
+    def describe() -> dict[str, Any]:
+        parts = {
+            "name": compat.current_compile_id(),
+            "options": options.non_default(),
+            "pipeline": str(pipeline),
+            "codegen": options.codegen,
+            "recompile_reason": compat.recompile_reason() or "",
+        }
+        return {**parts, **describe_inputs(captured, example_inputs)}
+
+    return events_for(options.dump_folder(), options.dumping_ranks(), target, describe)

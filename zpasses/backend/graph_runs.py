@@ -1,0 +1,205 @@
+"""The plan of a step of several graphs: what it needs to know of each, and what ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, fx
+
+from zpasses import compat
+from zpasses.cost.memory.liveness import liveness
+from zpasses.cost.plan.prefetch import GraphRun, StepCost, plan_prefetch, step_cost
+from zpasses.cost.time.roofline import durations_us
+from zpasses.cost.time.step_time import step_time
+from zpasses.cost.time.target import Target
+from zpasses.errors import MemoryBudgetError
+from zpasses.graph.hoisting import HoistedGraph, ReductionPart
+from zpasses.graph.queries import collective_of, is_wait, nbytes, returned_values, value_of
+from zpasses.option_values import parse_budget
+from zpasses.pipeline.events import runtime_note
+from zpasses.ranks.agree import exchange
+from zpasses.runtime.block_schedule import TURNING_POINT
+
+_MIB = float(1 << 20)
+_GIB = float(1 << 30)
+
+
+_TURN_AFTER = 0.25
+"""Share of a backward's compute that comes before its turning point, at least."""
+
+_MARGIN = 1.25
+"""Collectives have this many times their predicted duration."""
+
+
+def add_turning_point(hoisted: HoistedGraph, target: Target) -> None:
+    """Give the body of a backward a turning point: it awaits the reductions of the backward before
+    there, and gathers for the next one may start.
+
+    The full gradients that are reduced stay in memory until then, so the next gathers should not
+    join them. The turning point is behind a matrix product: its result is in memory anyway,
+    whatever the kernels fuse. If the reductions are predicted to take nearly as long as the body,
+    it has none.
+
+    Durations depend on shapes, in which ranks may differ. If the place of the turning point decides
+    about the order in which collectives start, it depends only on the number of products.
+    """
+    if hoisted.reductions is None:
+        return
+    graph = hoisted.body.graph
+    nodes = list(graph.nodes)
+    if _orders_collectives(hoisted):
+        durations = [float(_is_product(node)) for node in nodes]
+        wanted = _TURN_AFTER * sum(durations)
+    else:
+        durations = durations_us(nodes, target)
+        wanted = max(_TURN_AFTER * sum(durations), _MARGIN * _reduce_us(hoisted.reductions, target))
+    total, passed = sum(durations), 0.0
+    for node, duration in zip(nodes, durations, strict=True):
+        passed += duration
+        if wanted <= passed < total and _is_product(node):
+            with graph.inserting_after(node):
+                graph.call_function(TURNING_POINT, (node,))
+            hoisted.body.recompile()
+            return
+
+
+def _orders_collectives(hoisted: HoistedGraph) -> bool:
+    """Whether the place of the turning point decides about the order of collectives: the body has
+    some, or those that end reductions start others, as averages over replicas do.
+    """
+    ends = [hoisted.reductions.end] if hoisted.reductions is not None else []
+    return any(_starts(node) for part in (hoisted.body, *ends) for node in part.graph.nodes)
+
+
+def _starts(node: fx.Node) -> bool:
+    return collective_of(node) is not None and not is_wait(node)
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether a node is a matrix product."""
+    return (
+        node.op == "call_function"
+        and compat.flop_formula(node.target) is not None
+        and isinstance(value_of(node), Tensor)
+        and bool(node.users)
+    )
+
+
+def _reduce_us(reductions: ReductionPart, target: Target) -> float:
+    return step_time([reductions.start.graph, reductions.end.graph], target).collective_us
+
+
+def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
+    """Describes one run of a graph."""
+    body = hoisted.body.graph
+    parts = [body]
+    gather_us = reduce_us = 0.0
+    reduced_bytes = 0
+    if hoisted.gathers is not None:
+        gather_us = step_time([hoisted.gathers.graph.graph], target).collective_us
+    if hoisted.reductions is not None:
+        reduce_us = _reduce_us(hoisted.reductions, target)
+        sent = hoisted.reductions.start.graph.find_nodes(op="placeholder")
+        reduced_bytes = nbytes([value_of(node) for node in sent])
+    saved = {
+        node: None
+        for node in returned_values(body)
+        if isinstance(node, fx.Node) and node.op != "placeholder"
+    }
+    live, compute_us = liveness(body), step_time(parts, target).total_us
+    turn_us, turn_peak, peak = None, 0, live.peak_bytes
+    for node in body.find_nodes(op="call_function", target=TURNING_POINT):
+        at = live.nodes.index(node)
+        turn_us = sum(durations_us(live.nodes[:at], target))
+        turn_peak, peak = max(live.live_bytes[:at]), max(live.live_bytes[at:])
+    return GraphRun(
+        name=kind,
+        is_backward=kind == "backward",
+        compute_us=compute_us,
+        gather_us=gather_us,
+        reduce_us=reduce_us,
+        gathered_bytes=nbytes(hoisted.extra_inputs),
+        reduced_bytes=reduced_bytes,
+        peak_bytes=peak,
+        saved_bytes=0 if kind == "backward" else nbytes([value_of(node) for node in saved]),
+        turn_us=turn_us,
+        turn_peak_bytes=turn_peak,
+        gathers_at_turn=turn_us is not None
+        and (_orders_collectives(hoisted) or turn_us + _MARGIN * gather_us <= compute_us),
+    )
+
+
+def turn_text(hoisted: HoistedGraph, cost: GraphRun) -> str:
+    """Says what starts and ends at the turning point of a graph."""
+    for node in hoisted.body.graph.find_nodes(op="call_function", target=TURNING_POINT):
+        what = "gathers and reductions" if cost.gathers_at_turn else "reductions"
+        return f", {what} at {node.args[0]}"
+    return ""
+
+
+def turn_order(hoisted: HoistedGraph) -> str:
+    """Says where the turning point is among the collectives of a graph; "" if that does not decide
+    about their order. Ranks must agree on it.
+    """
+    if not _orders_collectives(hoisted):
+        return ""
+    nodes = list(hoisted.body.graph.nodes)
+    for at, node in enumerate(nodes):
+        if node.target is TURNING_POINT:
+            return f", turns after {sum(map(_starts, nodes[:at]))}"
+    return ""
+
+
+def agreed_prefetch(
+    runs: Sequence[GraphRun],
+    budget: str | None,
+    free_bytes: int | None,
+    groups: Sequence[str],
+    timeout_s: float,
+) -> int:
+    """Plans for how many graphs ahead gathers start. All ranks take the smallest answer.
+
+    Args:
+        runs: the graphs of a step.
+        budget: the option `memory_budget`.
+        free_bytes: what the budget "auto" stands for.
+        groups: process groups of the ranks.
+        timeout_s: seconds to wait for other ranks.
+
+    Raises:
+        MemoryBudgetError: on all ranks, if the step of one of them does not fit the budget.
+    """
+    least = step_cost(runs, 0)
+    limit = None
+    if budget == "auto":
+        limit = free_bytes
+    elif budget is not None:
+        limit = parse_budget(budget, "option 'memory_budget'").limit_bytes(least.peak_bytes)
+    chosen = plan_prefetch(runs, limit)
+    fits = limit is None or chosen.peak_bytes <= limit
+    ahead = chosen.ahead if fits else -1
+    for group in groups:
+        question = "for how many graphs ahead gathers start"
+        ahead = min(exchange(group, question, ahead, timeout_s))
+    if ahead < 0:
+        raise MemoryBudgetError(
+            f"memory_budget={budget!r}: the graphs of this step hold at least "
+            f"{least.peak_bytes / _MIB:,.1f} MiB on this rank, even if nothing is gathered ahead, "
+            f"and {(limit or 0) / _MIB:,.1f} MiB are allowed. Checkpoint the blocks, use more "
+            "ranks, smaller batches or a larger budget."
+        )
+    runtime_note("prefetch", _note(runs, least, step_cost(runs, ahead), limit))
+    return ahead
+
+
+def _note(runs: Sequence[GraphRun], least: StepCost, chosen: StepCost, limit: int | None) -> str:
+    within = "" if limit is None else f" of {limit / _GIB:,.3f} allowed"
+    backwards = sum(run.is_backward for run in runs)
+    first, last = (run.name.partition(", sharded in")[0] for run in (runs[0], runs[-1]))
+    return (
+        f"a step runs {len(runs)} graphs, {backwards} of them backward, from {first} to {last}; "
+        f"gathers start {chosen.ahead} graph(s) ahead: predicted {chosen.total_us / 1e3:,.2f} ms "
+        f"({least.total_us / 1e3:,.2f} ms with 0 ahead, "
+        f"{sum(run.compute_us for run in runs) / 1e3:,.2f} ms without communication), peak "
+        f"{chosen.peak_bytes / _GIB:,.3f} GiB{within}"
+    )

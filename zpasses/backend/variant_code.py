@@ -1,0 +1,358 @@
+"""Makes code of the graphs of one compile, from rewritten graphs or from the compile cache.
+
+A graph whose calls differ (cached parameters, deferred reductions) becomes a dispatcher, which
+compiles a variant when it first runs. A graph or variant that the compile cache has is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import fx
+
+from zpasses import compat
+from zpasses.backend.cache.entry import (
+    BackwardFacts,
+    ForwardFacts,
+)
+from zpasses.backend.compile_job import Codegen, Compiled, CompileJob
+from zpasses.backend.graph_runs import (
+    add_turning_point,
+    agreed_prefetch,
+    graph_cost,
+    turn_order,
+    turn_text,
+)
+from zpasses.backend.split import inductor_patches
+from zpasses.cost.plan.prefetch import GraphRun
+from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
+from zpasses.graph.queries import returned_values
+from zpasses.pipeline.events import VariantBuilt
+from zpasses.ranks.agreement import (
+    Sequences,
+    call_sequences,
+    compare_collectives,
+    compare_sequences,
+    run_events,
+)
+from zpasses.ranks.run_order import RunEvent
+from zpasses.runtime.backward import BackwardDispatch, warn_if_always_reduced
+from zpasses.runtime.backward_variants import BackwardVariant, build_backward_variant
+from zpasses.runtime.codegen import boxed, eager_codegen
+from zpasses.runtime.flush import GraphLowering
+from zpasses.runtime.forward import ForwardDispatch, with_value_check
+from zpasses.runtime.forward_variants import (
+    ForwardVariant,
+    OutputStrides,
+    build_forward_variant,
+    gather_ids,
+    param_slots,
+    params_read,
+)
+from zpasses.runtime.gloo import replace_gloo_collectives
+from zpasses.runtime.grad_slots import always_reduced, grad_slots, returned_gradients
+from zpasses.runtime.hoisted import HoistedCode, Surroundings
+from zpasses.runtime.profiling import collective_names, with_part_range, with_profiler_range
+from zpasses.runtime.run_checks import limited_run, with_run_check, with_vote_limit
+from zpasses.runtime.windows import Lowering
+
+log = logging.getLogger("zpasses")
+
+
+def forward_facts(gm: fx.GraphModule, kind: str) -> ForwardFacts:
+    """Describes a forward or inference graph after its passes."""
+    slots = param_slots(gm.graph)
+    ids = gather_ids(gm.graph) if slots else []
+    return ForwardFacts(kind, len(returned_values(gm.graph)), slots, ids, call_sequences(gm.graph))
+
+
+def backward_facts(
+    gm: fx.GraphModule, order: Mapping[str, int], saved: Mapping[str, tuple[str, ...]]
+) -> BackwardFacts:
+    """Describes a backward graph after its passes.
+
+    Args:
+        order: name of a sharded input -> its position among the sharded inputs of the call.
+        saved: from `saved_params` of the forward graph.
+    """
+    left = [name for name in always_reduced(gm.graph) if name in order]
+    slots = grad_slots(gm.graph)
+    if not all(slot.param in order and slot.reduction for slot in slots):
+        slots = []
+    sequences = {} if slots else call_sequences(gm.graph)
+    read = [name for name in params_read(gm.graph, saved) if name in order]
+    return BackwardFacts(len(returned_values(gm.graph)), slots, left, sequences, read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """A graph after its passes, of which variants are compiled."""
+
+    kind: str
+    """"forward", "inference" or "backward"."""
+    graph: Callable[[], fx.GraphModule]
+    """Returns the graph, which stays as it is."""
+    inputs: Callable[[], list[Any]]
+    """Returns its fake inputs."""
+    codegen: Codegen
+    state: compat.CompilerState
+
+    @classmethod
+    def of(cls, kind: str, gm: fx.GraphModule, inputs: Sequence[Any], codegen: Codegen) -> Template:
+        return cls(kind, lambda: gm, lambda: list(inputs), codegen, compat.CompilerState())
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+def forward_code(job: CompileJob, template: Template, facts: ForwardFacts) -> Compiled:
+    """Returns the code of a forward or inference graph whose collectives ranks agreed on."""
+    if not facts.slots:
+        return _variant(job, template, None)
+
+    def compile_variant(variant: ForwardVariant) -> Compiled:
+        with job.compiling_late():
+            return _variant(job, template, variant)
+
+    return boxed(
+        ForwardDispatch(facts.slots, facts.gather_ids, facts.outputs, job.bound, compile_variant)
+    )
+
+
+def backward_code(job: CompileJob, template: Template, facts: BackwardFacts) -> Compiled:
+    """Returns the code of a backward graph.
+
+    The collectives of a graph without deferrable gradients have been agreed on. Variants are
+    agreed on here, because another rank may defer other gradients.
+    """
+    order = job.order
+
+    def compile_variant(variant: BackwardVariant) -> Compiled:
+        with job.compiling_late():
+            return _variant(job, template, variant)
+
+    if facts.slots:
+        code = boxed(
+            BackwardDispatch(facts.slots, facts.outputs, order, _lowering(job), compile_variant)
+        )
+    else:
+        code = _variant(job, template, None)
+    code = boxed(job.result_hook(code, "gradients"))
+    if facts.params_read:
+        code = boxed(with_value_check(code, {name: order[name] for name in facts.params_read}))
+    left = facts.always_reduced
+    return boxed(warn_if_always_reduced(code, job.name, left, order)) if left else code
+
+
+def agree(job: CompileJob, gm: fx.GraphModule, kind: str) -> None:
+    """Compares what a graph communicates with the other ranks.
+
+    Raises:
+        AgreementError: on every rank, if they differ.
+    """
+    asks = _asks(job)
+    if asks:
+        with job.listeners.report_errors("agreement"):
+            compare_collectives(gm.graph, job.name, job.options.agreement_timeout_s)
+    job.listeners.collectives_compared(kind, gm.graph, asks)
+
+
+def agree_on(job: CompileJob, sequences: Sequences) -> None:
+    """The same for a graph of the compile cache."""
+    if _asks(job):
+        compare_sequences(sequences, job.name, job.options.agreement_timeout_s)
+
+
+def preload(job: CompileJob, kind: str, variant: ForwardVariant | None) -> None:
+    """Loads the code of a variant from the compile cache, if it is stored.
+
+    Raises:
+        Exception: any kind, from damaged files.
+    """
+    assert job.artifacts is not None
+    stored = job.artifacts.variant(kind, variant)
+    if stored is not None:
+        code = compat.unpack_code(stored.code, (), is_backward=False)
+        job.decided.preloaded = repr((kind, variant)), stored, code
+
+
+def _asks(job: CompileJob) -> bool:
+    return bool(job.options.agreement) and dist.is_initialized()
+
+
+def _lowering(job: CompileJob) -> Lowering:
+    """Returns how reductions that a backward deferred are run."""
+    codegen: Codegen = eager_codegen
+    if job.options.codegen == "inductor":
+        patches = inductor_patches(job)
+        codegen = functools.partial(compat.inductor_codegen_standalone, patches=patches)
+    return GraphLowering(job.decided.pipeline, codegen, job.listeners, verify=job.options.verify)
+
+
+# --- variants -------------------------------------------------------------------------------------
+def _variant(
+    job: CompileJob, template: Template, variant: ForwardVariant | BackwardVariant | None
+) -> Compiled:
+    loaded = _load(job, template, variant)
+    if loaded is not None:
+        return loaded
+    gm, extra = _built(template, variant, job.decided.output_strides)
+    sequences: Sequences = {}
+    what = f"code of {template.kind}"
+    if variant is not None:
+        what = f"code of a variant of {template.kind}"
+        done = variant.kept if isinstance(variant, ForwardVariant) else variant.deferred
+        log.debug("graph %s %s: %s", job.name, template.kind, variant)
+        slots = param_slots if isinstance(variant, ForwardVariant) else grad_slots
+        params = [slot.param for slot in slots(template.graph().graph)]
+        given, kept = ([params[i] for i in sorted(each)] for each in (variant.given, done))
+        job.listeners.send(VariantBuilt(template.kind, given, kept, gm.graph))
+        if isinstance(variant, BackwardVariant):
+            agree(job, gm, template.kind)
+            sequences = call_sequences(gm.graph) if job.artifacts is not None else {}
+    inputs = [*template.inputs(), *extra]
+    events = run_events(gm.graph, f"{job.name} {template.kind}")
+    hoisted = _hoist(job, gm, template.kind)
+    whole = replace_gloo_collectives(gm)
+    strides: list[tuple[int, ...] | None] = []
+    with template.state.restored(strides), job.listeners.report_errors(what):
+        if hoisted is None:
+            code = template.codegen(whole, inputs)
+        else:
+            body = replace_gloo_collectives(hoisted.body)
+            code = template.codegen(body, [*inputs, *hoisted.extra_inputs])
+    _keep_output_strides(job, template, strides)
+    names = collective_names(gm.graph)
+    if job.artifacts is not None:
+        job.artifacts.add_code(template.kind, variant, code, events, names, sequences)
+    return _checked(job, code, events, names, template.kind, hoisted)
+
+
+def _keep_output_strides(
+    job: CompileJob, template: Template, strides: Sequence[tuple[int, ...] | None]
+) -> None:
+    """The first variant of a forward graph chooses the strides that all return."""
+    if template.kind == "backward" or job.decided.output_strides:
+        return
+    outputs = returned_values(template.graph().graph)
+    job.decided.output_strides = tuple(strides[: len(outputs)])
+    if job.artifacts is not None:
+        job.artifacts.entry.output_strides = job.decided.output_strides
+
+
+def _load(
+    job: CompileJob, template: Template, variant: ForwardVariant | BackwardVariant | None
+) -> Compiled | None:
+    if job.artifacts is None or not job.artifacts.loaded:
+        return None
+    kind = template.kind
+    if job.decided.preloaded is not None and job.decided.preloaded[0] == repr((kind, variant)):
+        (_, stored, code), job.decided.preloaded = job.decided.preloaded, None
+    else:
+        found = job.artifacts.variant(kind, variant)
+        if found is None:
+            return None
+        stored = found
+        try:
+            with template.state.restored():
+                code = compat.unpack_code(stored.code, (), is_backward=kind == "backward")
+        except Exception as error:  # compiled from the graph instead
+            log.warning("compile cache: code of graph %s is not used: %s", job.name, error)
+            return None
+    if isinstance(variant, BackwardVariant):
+        agree_on(job, stored.sequences)
+    old, new = f"graph {job.artifacts.entry.name} ", f"graph {job.name} "
+    events = {
+        group: dataclasses.replace(event, text=event.text.replace(old, new, 1))
+        for group, event in stored.events.items()
+    }
+    hoisted = None
+    if job.options.prefetch:
+        gm, _ = _built(template, variant, job.decided.output_strides)
+        hoisted = _hoist(job, gm, kind)
+    return _checked(job, code, events, stored.collectives, kind, hoisted)
+
+
+def _hoist(job: CompileJob, gm: fx.GraphModule, kind: str) -> HoistedGraph | None:
+    """Returns the parts of a graph whose collectives may leave it."""
+    if not job.options.prefetch:
+        return None
+    is_backward = kind == "backward"
+    hoisted = hoist_collectives(gm, returned_gradients(gm.graph) if is_backward else None)
+    if hoisted is None or not all(param in job.order for param in hoisted.params()):
+        return None
+    add_turning_point(hoisted, job.target)
+    return hoisted
+
+
+def _checked(
+    job: CompileJob,
+    code: Compiled,
+    events: Mapping[str, RunEvent],
+    names: Sequence[str],
+    kind: str,
+    hoisted: HoistedGraph | None = None,
+) -> Compiled:
+    options, name = job.options, f"{job.name} {kind}"
+    timeout_s = options.agreement_timeout_s
+    if hoisted is not None:
+        # Ranks that start gathers elsewhere start collectives in another order.
+        cost = graph_cost(hoisted, kind, job.target)
+        leaves = f"{hoisted.summary()}, {job.options.prefetch} ahead"
+        ordered, shown = turn_order(hoisted), turn_text(hoisted, cost)
+        events = {
+            group: dataclasses.replace(
+                event,
+                digest=f"{event.digest} {leaves}{ordered}",
+                text=f"{event.text} ({leaves}{shown})",
+            )
+            for group, event in events.items()
+        }
+        limits = functools.partial(
+            limited_run, events, f"graph {name}", timeout_s, checked=bool(options.agreement)
+        )
+        surroundings = Surroundings(
+            job.order,
+            None if options.prefetch == "auto" else options.prefetch,
+            lambda runs: _plan_prefetch(job, runs, sorted(events)),
+            limits,
+            lambda gm: _part(job, gm, names, kind),
+        )
+        digests = " ".join([kind, *(event.digest for event in events.values())])
+        code = boxed(HoistedCode(hoisted, code, digests, cost, surroundings))
+    body = None if hoisted is None else collective_names(hoisted.body.graph)
+    code = with_profiler_range(code, names, job.name, kind, body=body)
+    if not job.options.agreement:
+        return with_vote_limit(code, events, timeout_s)
+    every_run = job.options.agreement != "first"
+    return with_run_check(code, events, name, timeout_s, every_run=every_run, report=job.report)
+
+
+def _part(job: CompileJob, gm: fx.GraphModule, names: Sequence[str], kind: str) -> Compiled:
+    """Returns code of gathers before a graph, or of reductions after it."""
+    code = eager_codegen(replace_gloo_collectives(gm), ())
+    return with_part_range(code, names, collective_names(gm.graph), job.name, kind)
+
+
+def _plan_prefetch(job: CompileJob, runs: Sequence[GraphRun], groups: Sequence[str]) -> int:
+    options = job.options
+    with job.listeners.report_errors("prefetch"):
+        return agreed_prefetch(
+            runs, options.memory_budget, job.free_bytes, groups, options.agreement_timeout_s
+        )
+
+
+def _built(
+    template: Template,
+    variant: ForwardVariant | BackwardVariant | None,
+    output_strides: OutputStrides,
+) -> tuple[fx.GraphModule, list[Any]]:
+    """Returns the graph of a variant (None: the graph itself), and its further fake inputs."""
+    if variant is None:
+        return template.graph(), []
+    if isinstance(variant, ForwardVariant):
+        return build_forward_variant(template.graph(), variant, output_strides)
+    return build_backward_variant(template.graph(), variant)

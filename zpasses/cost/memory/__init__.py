@@ -1,0 +1,1 @@
+"""How much memory a graph takes, and what moving its collectives costs."""

@@ -1,0 +1,301 @@
+"""Which collectives of a graph can move, and how much memory a move costs.
+
+The passes `bucket` and `overlap` use it. All ranks must make the same plan, because a different
+order of collectives is a deadlock. Their graphs differ slightly: in padding, and in the number of
+rows that a rank has of an unevenly sharded parameter. The memory curve therefore replaces bytes
+that depend on the rank by the bytes of a full block, which are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zpasses import compat
+from zpasses.cost.memory.liveness import Liveness, liveness, scratch_bytes
+from zpasses.graph.aliases import is_view
+from zpasses.graph.dialect import AVERAGE_GRAD
+from zpasses.graph.queries import collective_of, is_wait, nbytes, started_by, value_of
+from zpasses.graph.tags import Tag, tag_of
+from zpasses.option_values import MemoryBudget
+
+
+@dataclass(frozen=True)
+class SchedulableCollective:
+    """A collective of one tensor, with the nodes that must move with it."""
+
+    started: fx.Node
+    wait: fx.Node
+    tag: Tag
+    inputs: tuple[fx.Node, ...]
+    """For gathers: nodes that compute the input from graph inputs only (cast, padding), in order.
+    """
+    results: tuple[fx.Node, ...]
+    """For reductions: the nodes that complete the output (slice, cast, copy) and that only the
+    graph's output reads, in order.
+    """
+    full_bytes: int
+    """Bytes of the full tensor: a gather's output, a reduction's input."""
+
+    @property
+    def source(self) -> fx.Node:
+        """The input tensor of the collective."""
+        return self.started.all_input_nodes[0]
+
+    @property
+    def is_gather(self) -> bool:
+        """Whether it is a gather; else a reduction."""
+        return self.tag.role == "gather"
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Bytes of its prepared input, and of the scratch memory of its backend."""
+        return scratch_bytes(self.started) + sum(map(block_bytes, self.inputs))
+
+
+def movable_gathers(graph: fx.Graph) -> list[SchedulableCollective]:
+    """Returns the gathers of one tensor that depend on graph inputs only, in graph order.
+
+    They may start anywhere before their wait.
+    """
+    return [item for node in graph.nodes if (item := _gather(node)) is not None]
+
+
+def _gather(node: fx.Node) -> SchedulableCollective | None:
+    tag, wait = tag_of(node), _only_wait(node)
+    if (
+        tag is None
+        or tag.role != "gather"
+        or wait is None
+        or not _is_functional_collective(node, "all_gather_into_tensor")
+    ):
+        return None
+    chain: list[fx.Node] = []
+    source = node.all_input_nodes[0]
+    while source.op == "call_function":
+        if (
+            len(source.all_input_nodes) != 1
+            or collective_of(source) is not None
+            or len(source.users) > 1
+            or is_wait(source)
+        ):
+            return None
+        chain.append(source)
+        source = source.all_input_nodes[0]
+    return (
+        SchedulableCollective(node, wait, tag, tuple(reversed(chain)), (), nbytes(value_of(node)))
+        if source.op == "placeholder"
+        else None
+    )
+
+
+def movable_reductions(graph: fx.Graph) -> list[SchedulableCollective]:
+    """Returns the reductions of one tensor that can move, in graph order.
+
+    Only the graph's output reads their results.
+    """
+    return [item for node in graph.nodes if (item := _reduction(node)) is not None]
+
+
+def _reduction(node: fx.Node) -> SchedulableCollective | None:
+    tag, wait = tag_of(node), _only_wait(node)
+    if (
+        tag is None
+        or tag.role != "reduce"
+        or wait is None
+        or not _is_functional_collective(node, "all_reduce", "reduce_scatter_tensor")
+    ):
+        return None
+    results = epilogue(wait)
+    if results is None:
+        return None
+    return SchedulableCollective(
+        node, wait, tag, (), results, nbytes(value_of(node.all_input_nodes[0]))
+    )
+
+
+def epilogue(wait: fx.Node) -> tuple[fx.Node, ...] | None:
+    """Returns the nodes between a wait and the graph's output.
+
+    The average over replicas is one of them, because a later pass starts it after its own launch.
+    Returns None if they include another collective, or read a value other than the wait and each
+    other.
+    """
+    found: dict[fx.Node, None] = {}
+    queue = list(wait.users)
+    while queue:
+        node = queue.pop(0)
+        if node.op == "output" or node in found:
+            continue
+        communicates = collective_of(node) is not None and node.target is not AVERAGE_GRAD
+        if communicates or any(
+            item is not wait and item not in found for item in node.all_input_nodes
+        ):
+            return None
+        found[node] = None
+        queue += node.users
+    return tuple(found)
+
+
+def _only_wait(node: fx.Node) -> fx.Node | None:
+    users = list(node.users)
+    return users[0] if len(users) == 1 and is_wait(users[0]) else None
+
+
+def _is_functional_collective(node: fx.Node, *names: str) -> bool:
+    collective = collective_of(node)
+    if collective is None or not isinstance(node.target, compat.OpOverload):
+        return False
+    return collective.op in names and node.target.namespace == "_c10d_functional"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A collective of one or several tensors, with the nodes that must move with it."""
+
+    started: fx.Node
+    before: tuple[fx.Node, ...]
+    """For gathers: the nodes that compute the inputs from graph inputs, in order."""
+    parts: tuple[fx.Node, ...]
+    """The `getitem` nodes of a collective with several outputs; empty for one output."""
+    waits: tuple[fx.Node, ...]
+    after: tuple[fx.Node, ...]
+    """For reductions: the nodes that complete the outputs, in order."""
+    nbytes: int
+    """Bytes that the collective occupies from its start until its wait."""
+
+
+def gather_launches(graph: fx.Graph) -> list[Launch]:
+    """Returns the parameter gathers that depend on graph inputs only, in graph order."""
+    found = []
+    for node in graph.nodes:
+        tag = tag_of(node)
+        if tag is None or tag.role != "gather" or collective_of(node) is None:
+            continue
+        before, ends = _input_chain(node), _outputs_and_waits(node)
+        if before is not None and ends is not None:
+            held = (
+                nbytes(value_of(node))
+                + sum(block_bytes(each) for each in before)
+                + scratch_bytes(node)
+            )
+            found.append(Launch(node, before, *ends, (), held))
+    return found
+
+
+def reduction_launches(graph: fx.Graph) -> list[Launch]:
+    """Returns the gradient reductions that only the graph's output reads, in graph order."""
+    found = []
+    for node in graph.nodes:
+        tag, collective = tag_of(node), collective_of(node)
+        if tag is None or tag.role != "reduce" or collective is None:
+            continue
+        ends = _outputs_and_waits(node)
+        after = [epilogue(wait) for wait in ends[1]] if ends is not None else [None]
+        if ends is not None and all(each is not None for each in after):
+            last = tuple(dict.fromkeys(step for each in after if each is not None for step in each))
+            held = collective.nbytes + (
+                0 if "all_reduce" in collective.op else nbytes(value_of(node))
+            )
+            found.append(Launch(node, (), *ends, last, held))
+    return found
+
+
+def block_bytes(node: fx.Node) -> int:
+    """Returns the bytes of a value on a rank with a full block of rows, as its tag says."""
+    tag = tag_of(node)
+    return tag.block_bytes if tag is not None else 0
+
+
+def _input_chain(started: fx.Node) -> tuple[fx.Node, ...] | None:
+    """Returns the nodes that compute a gather's inputs, in graph order.
+
+    Returns None unless these are casts, padding, packing and views of graph inputs.
+    """
+    found: set[fx.Node] = set()
+    queue = list(started.all_input_nodes)
+    while queue:
+        node = queue.pop()
+        if node.op == "placeholder" or node in found:
+            continue
+        tag = tag_of(node)
+        if not is_view(node) and (tag is None or tag.role != "gather_input"):
+            return None
+        found.add(node)
+        queue += node.all_input_nodes
+    if not found:
+        return ()
+    ordered: list[fx.Node] = []
+    node = started.prev
+    while len(ordered) < len(found):
+        if node in found:
+            ordered.append(node)
+        node = node.prev
+    return tuple(reversed(ordered))
+
+
+def _outputs_and_waits(started: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]] | None:
+    users = list(started.users)
+    parts = tuple(user for user in users if user.target is operator.getitem)
+    ends = [user for part in (parts or (started,)) for user in part.users]
+    if (parts and len(parts) != len(users)) or not ends or not all(is_wait(each) for each in ends):
+        return None
+    return parts, tuple(ends)
+
+
+_NO_RISE = MemoryBudget()
+
+
+class MemoryCurve:
+    """Live bytes at each node of a graph while moves are planned, and their limit.
+
+    Positions are indices of the graph's nodes at the time when the curve was created.
+
+    Args:
+        graph: the graph to plan for.
+        budget: how far the peak may rise. The limit is never below the current peak.
+    """
+
+    def __init__(self, graph: fx.Graph, budget: MemoryBudget = _NO_RISE) -> None:
+        self.base: Liveness = liveness(
+            graph, bytes_of=_rank_independent_bytes, is_view=_drops_padding
+        )
+        self.live_bytes = list(self.base.live_bytes)
+        self.position = {node: index for index, node in enumerate(self.base.nodes)}
+        self._budget = budget
+        self.reset_limit()
+
+    def reset_limit(self) -> None:
+        """Computes the limit from the budget and the current curve."""
+        peak = max(self.live_bytes, default=0)
+        self.limit_bytes = max(peak, self._budget.limit_bytes(peak))
+
+    def add(self, start: int, end: int, added_bytes: int) -> None:
+        """Adds bytes from position `start` until before `end`."""
+        for index in range(start, end):
+            self.live_bytes[index] += added_bytes
+
+
+def _rank_independent_bytes(node: fx.Node) -> int | None:
+    """Returns the bytes of a full block for values whose size depends on the rank, else None."""
+    tag = tag_of(node)
+    return (
+        tag.block_bytes
+        if tag is not None
+        and (tag.role in ("gather_input", "shard_grad") or node.target is AVERAGE_GRAD)
+        else None
+    )
+
+
+def _drops_padding(node: fx.Node) -> bool:
+    """Whether a node slices the padding off a reduced block.
+
+    Ranks with a full block have no such node.
+    """
+    if node.target is not torch.ops.aten.slice_copy.Tensor or not is_wait(node.all_input_nodes[0]):
+        return False
+    collective = collective_of(started_by(node.all_input_nodes[0]))
+    return collective is not None and "reduce_scatter" in collective.op

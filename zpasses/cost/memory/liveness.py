@@ -1,0 +1,316 @@
+"""Peak memory of a graph, computed from the order of its nodes and the lifetimes of their values.
+
+The model executes the graph node by node and frees inputs at their last use. Views share the memory
+of their base. An all-reduce writes over its input where it may. The inputs and outputs of a
+collective live until its wait, and so does the scratch memory of its backend. All inputs and
+outputs of a subgraph live during its call. Memory that the caller holds (parameters, the batch) is
+not counted: all figures are bytes above the state before the call.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zpasses import compat
+from zpasses.graph.aliases import buffer_readers, is_alias, memory_base
+from zpasses.graph.queries import (
+    Collective,
+    collective_of,
+    is_wait,
+    nbytes,
+    saved_inputs,
+    started_by,
+    value_of,
+)
+from zpasses.graph.tags import tag_of
+
+NOTABLE_BYTES = 1 << 20
+"""The least excess over a memory budget that is worth a warning."""
+
+
+@dataclass(eq=False)
+class Buffer:
+    """One allocation."""
+
+    node: fx.Node
+    """The node that allocates it."""
+    nbytes: int
+    first: int
+    """Index of the node that allocates it."""
+    last: int
+    """Index of the last node that needs it."""
+    scratch: bool = False
+    """Whether it holds no value of the graph: scratch memory of a collective's backend, or what a
+    subgraph needs besides its inputs and outputs."""
+    output: int = 0
+    """Which of the node's outputs it holds, if the node has several."""
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Live memory at each node of a graph."""
+
+    nodes: tuple[fx.Node, ...]
+    live_bytes: tuple[int, ...]
+    """One entry per node: bytes alive during the node, including its inputs and outputs."""
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest entry of `live_bytes`; 0 for an empty graph."""
+        return max(self.live_bytes, default=0)
+
+    @property
+    def peak_node(self) -> fx.Node:
+        """The first node at the peak."""
+        return self.nodes[self.live_bytes.index(self.peak_bytes)]
+
+    def alive_at(self, node: fx.Node) -> list[Buffer]:
+        """Returns the buffers that are alive during `node`, largest first."""
+        at = self.nodes.index(node)
+        return sorted(
+            (each for each in self.buffers if each.first <= at <= each.last),
+            key=lambda each: -each.nbytes,
+        )
+
+
+def liveness(
+    graph: fx.Graph,
+    *,
+    bytes_of: Callable[[fx.Node], int | None] | None = None,
+    is_view: Callable[[fx.Node], bool] = lambda node: False,
+) -> Liveness:
+    """Computes the live memory at each node.
+
+    Args:
+        graph: a graph with fake values.
+        bytes_of: overrides the bytes that a node allocates; if it returns None, the node's value
+            decides.
+        is_view: nodes to treat as views of their first input, besides actual views.
+    """
+    nodes = tuple(graph.nodes)
+    tracker = _Tracker(saved_inputs(nodes), reinplaceable_all_reduces(graph), bytes_of, is_view)
+    for index, node in enumerate(nodes):
+        tracker.visit(index, node)
+    changes = [0] * (len(nodes) + 1)
+    for buffer in tracker.buffers:
+        changes[buffer.first] += buffer.nbytes
+        changes[buffer.last + 1] -= buffer.nbytes
+    live, curve = 0, []
+    for change in changes[:-1]:
+        live += change
+        curve.append(live)
+    return Liveness(nodes, tuple(curve), tuple(tracker.buffers))
+
+
+def reinplaceable_all_reduces(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the all-reduces that may write over their inputs. Generated code runs them in place.
+
+    The graph must have computed the input, and nothing may read it after the all-reduce.
+    """
+    reductions = [node for node in graph.nodes if node.target in _ALL_REDUCES]
+    if not reductions:
+        return set()
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    found = set()
+    for node in reductions:
+        bases = [memory_base(item) for item in node.all_input_nodes]
+        whole = all(
+            isinstance(value := value_of(item), Tensor) and value.is_contiguous()
+            for item in node.all_input_nodes
+        )
+        own = (
+            whole
+            and len(set(bases)) == len(bases)
+            and all(base.op == "call_function" for base in bases)
+        )
+        if own and all(
+            position[reader] <= position[node] for base in bases for reader in buffer_readers(base)
+        ):
+            found.add(node)
+    return found
+
+
+_ALL_REDUCES = (
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.all_reduce_coalesced.default,
+)
+
+
+class _Tracker:
+    """Computes buffers and their lifetimes, through views, collectives and waits."""
+
+    def __init__(
+        self,
+        saved_inputs: set[fx.Node],
+        reinplaceable: set[fx.Node],
+        bytes_of: Callable[[fx.Node], int | None] | None,
+        is_view: Callable[[fx.Node], bool],
+    ) -> None:
+        self.buffers: list[Buffer] = []
+        self._memory_of: dict[fx.Node, list[Buffer | None]] = {}
+        """Buffer of each output tensor of a node; None for memory of the caller."""
+        self._pending: dict[fx.Node, list[Buffer]] = {}
+        """Buffers that a started collective needs until its wait."""
+        self._storages: dict[int, Buffer] = {}
+        self._cached: list[fx.Node] = []
+        """Full parameters that outlive the call, even if the graph does not return them yet."""
+        self._saved_inputs, self._reinplaceable = saved_inputs, reinplaceable
+        self._bytes_of, self._is_view = bytes_of, is_view
+
+    def visit(self, index: int, node: fx.Node) -> None:
+        for item in (*node.all_input_nodes, *(self._cached if node.op == "output" else ())):
+            for buffer in self._memory_of.get(item, ()):
+                if buffer is not None:
+                    buffer.last = index
+        if node.op == "placeholder":
+            self._memory_of[node] = [self._saved(node)] if node in self._saved_inputs else [None]
+        elif node.op == "call_function":
+            self._memory_of[node] = self._aliased(node) or self._allocate(index, node)
+            self._communicate(index, node)
+            within = subgraph_bytes(node)
+            if within:
+                self.buffers.append(Buffer(node, within, index, index, scratch=True))
+        tag = tag_of(node)
+        if tag is not None and tag.cached:
+            self._cached.append(node)
+
+    def _saved(self, node: fx.Node) -> Buffer | None:
+        """Returns the buffer of a saved value. Saved views of one tensor share one buffer."""
+        value = value_of(node)
+        if not isinstance(value, Tensor):
+            return None
+        key = compat.storage_id(value)
+        if key not in self._storages:
+            self._storages[key] = Buffer(
+                node, compat.planned_size(value.untyped_storage().nbytes()), 0, 0
+            )
+            self.buffers.append(self._storages[key])
+        return self._storages[key]
+
+    def _aliased(self, node: fx.Node) -> list[Buffer | None] | None:
+        inputs = node.all_input_nodes
+        if not inputs:
+            return None
+        if node.target is operator.getitem:
+            whole, at = self._memory_of.get(inputs[0], [None]), node.args[1]
+            return [whole[at]] if isinstance(at, int) and len(whole) > 1 else whole[:1]
+        if node in self._reinplaceable:
+            return [self._memory_of[item][0] for item in inputs]
+        if is_alias(node) or self._is_view(node):
+            return self._memory_of.get(inputs[0], [None])[:1]
+        return None
+
+    def _allocate(self, index: int, node: fx.Node) -> list[Buffer | None]:
+        value = value_of(node)
+        given = self._bytes_of(node) if self._bytes_of is not None else None
+        parts = list(value) if isinstance(value, (list, tuple)) else [value]
+        made = [
+            Buffer(node, nbytes(part), index, index, output=at) for at, part in enumerate(parts)
+        ]
+        if given is not None:
+            for buffer in made:
+                buffer.nbytes = 0
+            made[0].nbytes = given
+        self.buffers += made
+        return list(made)
+
+    def _communicate(self, index: int, node: fx.Node) -> None:
+        found = collective_of(node)
+        if found is not None:
+            scratch = Buffer(node, scratch_bytes(node, found), index, index, scratch=True)
+            if scratch.nbytes:
+                self.buffers.append(scratch)
+            # The outputs count too: none of several outputs is freed before all are awaited.
+            involved = [*node.all_input_nodes, node]
+            needed = [
+                buffer
+                for item in involved
+                for buffer in self._memory_of.get(item, ())
+                if buffer is not None
+            ]
+            self._pending[node] = [*needed, scratch]
+        elif is_wait(node):
+            for buffer in self._pending.get(started_by(node), ()):
+                buffer.last = max(buffer.last, index)
+
+
+_subgraph_bytes: weakref.WeakKeyDictionary[fx.GraphModule, int] = weakref.WeakKeyDictionary()
+
+
+def subgraph_bytes(node: fx.Node) -> int:
+    """Returns the most bytes that the subgraph which a node calls needs besides its inputs and
+    outputs, all of which count as alive; 0 for other nodes.
+    """
+    body = compat.subgraph_of(node)
+    if body is None:
+        return 0
+    if body not in _subgraph_bytes:
+        peak, returned = liveness(body.graph).peak_bytes, nbytes(value_of(node))
+        _subgraph_bytes[body] = max(0, peak - returned)
+    return _subgraph_bytes[body]
+
+
+GLOO_PACKED_BYTES = 64 << 10
+"""Largest message over gloo that is packed with others. The copies of a larger one take longer than
+the message that they save."""
+
+
+def gloo_packs(message_bytes: Sequence[int]) -> list[int]:
+    """Returns which tensors of one collective over gloo share a message, by their indices.
+
+    Args:
+        message_bytes: for each tensor, the bytes that each other rank receives.
+    """
+    small = [number for number, size in enumerate(message_bytes) if size <= GLOO_PACKED_BYTES]
+    return small if len(small) > 1 else []
+
+
+def gloo_packing_bytes(message_bytes: int, ranks: int) -> int:
+    """Returns the bytes of the buffers that one tensor of a merged collective over gloo adds.
+
+    Args:
+        message_bytes: bytes that each other rank receives.
+        ranks: size of the group.
+    """
+    return (1 + ranks) * message_bytes if message_bytes <= GLOO_PACKED_BYTES else 0
+
+
+def scratch_bytes(node: fx.Node, collective: Collective | None = None) -> int:
+    """Returns the bytes that a collective needs besides its inputs and outputs.
+
+    Over gloo, small tensors are packed, and a reduce-scatter receives a part from every other rank,
+    one of them in its output. gloo itself packs the tensors of an all-reduce. A copy engine that
+    gathers several tensors in one call packs them, and copies them out of a flat tensor.
+
+    Args:
+        node: a node that communicates.
+        collective: what `collective_of` returns for it, if the caller knows it.
+    """
+    collective = collective or collective_of(node)
+    assert collective is not None
+    call: Any = node.target
+    if collective.op.startswith("sdma_"):
+        several = len(collective.shapes) > 1
+        return collective.nbytes + nbytes(value_of(node)) if several else 0
+    if call.namespace != "_c10d_functional" or not compat.is_gloo(collective.group):
+        return 0
+    if "all_reduce" in collective.op:
+        return collective.nbytes if len(collective.shapes) > 1 else 0
+    ranks = len(compat.group_ranks(collective.group))
+    given: Any = node.args[0]
+    sizes = [nbytes(value_of(each)) for each in (given if isinstance(given, list) else [given])]
+    if "gather" in collective.op:
+        return sum(gloo_packing_bytes(sizes[number], ranks) for number in gloo_packs(sizes))
+    if "reduce_scatter" not in collective.op:
+        return 0
+    parts = [size // ranks for size in sizes]
+    packing = sum(gloo_packing_bytes(parts[number], ranks) for number in gloo_packs(parts))
+    return packing + max(ranks - 2, 0) * sum(parts)

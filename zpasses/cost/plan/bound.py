@@ -1,0 +1,123 @@
+"""The least duration that any schedule of a graph's collectives can have, by the timing model.
+
+The order of kernels and the bytes of collectives are given. The bound knows three limits:
+
+- Kernels run one after another, and each channel moves its bytes one after another. Latency of
+  collectives is left out, as if all of a channel's collectives shared a launch.
+- Collectives and kernels beside each other take longer, as on links within a node.
+- A kernel needs the gathers of its parameters and of all kernels before it, and a reduction needs
+  the kernels before it. The launch of the first gather and of the last reduction has a latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from zpasses.cost.plan.schedule_problem import Job, ScheduleProblem
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Lower bounds of a graph's duration, in microseconds."""
+
+    compute_us: float
+    """All kernels, with no waiting."""
+    channel_us: float
+    """All bytes of the busiest channel, with no latency."""
+    path_us: float
+    """The bound that also knows which kernels need which gathers, which reductions need which
+    kernels, and how collectives and kernels slow each other down."""
+
+    @property
+    def total_us(self) -> float:
+        """The largest of the bounds: no schedule is faster."""
+        return max(self.compute_us, self.channel_us, self.path_us)
+
+
+def schedule_bound(problem: ScheduleProblem) -> Bound:
+    """Returns the bound of a graph."""
+    moved = sum(job.start_us + job.wait_us for job in problem.jobs)
+    compute = float(sum(problem.work_us)) + moved
+    channels = []
+    for channel in (0, 1):
+        fixed = sum(
+            event.timing.duration_us
+            for event in problem.fixed
+            if event.timing is not None and int(event.timing.between_nodes) == channel
+        )
+        jobs = [job for job in problem.jobs if job.channel == channel]
+        channels.append((sum(job.transfer_us for job in jobs) + fixed, jobs))
+    paths = [_path_us(problem, jobs, total) for total, jobs in channels if jobs]
+    return Bound(compute, max(total for total, _ in channels), max(paths, default=0.0))
+
+
+def _path_us(problem: ScheduleProblem, jobs: Sequence[Job], moved: float) -> float:
+    """Returns the largest bound over all pairs of cuts of the graph into three parts.
+
+    In the first part, the gathers arrive that its kernels and the first kernel after it need. In
+    the last part, the reductions run whose gradients its kernels, or the last before it, make.
+    """
+    slows, slowed = (
+        min(job.timing.compute_slowdown for job in jobs),
+        min(job.timing.collective_slowdown for job in jobs),
+    )
+    work = np.concatenate([[0.0], np.cumsum(problem.work_us)])
+    total = float(work[-1])
+    gathers = sorted((job for job in jobs if job.is_gather), key=lambda job: job.latest)
+    reductions = sorted((job for job in jobs if not job.is_gather), key=lambda job: job.earliest)
+    # (kernels before the cut, bytes that must have moved before it)
+    heads, arrived = [(0.0, 0.0)], 0.0
+    for number, job in enumerate(gathers):
+        arrived += job.transfer_us
+        after = gathers[number + 1] if number + 1 < len(gathers) else None
+        if after is None or after.latest > job.latest:
+            latency = min(each.latency_us for each in gathers[: number + 1])
+            heads.append((float(work[job.latest]), arrived + latency))
+    tails, left = [(0.0, 0.0)], 0.0
+    for number, job in reversed(list(enumerate(reductions))):
+        left += job.transfer_us
+        before = reductions[number - 1] if number else None
+        if before is None or before.earliest < job.earliest:
+            latency = min(each.latency_us for each in reductions[number:])
+            tails.append((total - float(work[job.earliest]), left + latency))
+    best = 0.0
+    heads, tails = _thinned(heads), _thinned(tails)
+    ends = np.array(tails)
+    for first, early in heads:
+        middle = total - first - ends[:, 0]
+        kept = middle >= -1e-6
+        # Bytes that no part forces, where they cost least: beside kernels that have room for them.
+        free = np.maximum(0.0, moved - early - ends[:, 1])
+        parts = [
+            (np.full(len(ends), first), np.full(len(ends), early)),
+            (np.maximum(0.0, middle), np.zeros(len(ends))),
+            (ends[:, 0], ends[:, 1]),
+        ]
+        time = np.zeros(len(ends))
+        room = np.zeros(len(ends))
+        for kernels, forced in parts:
+            most = kernels * slows / slowed
+            hidden = np.minimum(most, forced)
+            room += most - hidden
+            time += kernels + forced - hidden * slowed * _gain(slows, slowed)
+        hidden = np.minimum(room, free)
+        time += free - hidden * slowed * _gain(slows, slowed)
+        best = max(best, float(time[kept].max(initial=0.0)))
+    return best
+
+
+def _gain(slows: float, slowed: float) -> float:
+    """Time saved per time in which kernels and a collective run beside each other."""
+    return max(0.0, 1 / slows + 1 / slowed - 1)
+
+
+def _thinned(cuts: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns at most `_MOST_CUTS` of the cuts, always with the first and the last."""
+    step = max(1, len(cuts) // _MOST_CUTS)
+    return [*cuts[::step], cuts[-1]]
+
+
+_MOST_CUTS = 200

@@ -1,0 +1,193 @@
+"""Duration and peak memory of a planned schedule, without building its graph.
+
+Durations are those of `zpasses.cost.time.step_time.Timeline` on the graph that the plan leads to.
+Memory is at least that of `zpasses.cost.memory` there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from zpasses.cost.plan.schedule_problem import Job, ScheduleProblem
+from zpasses.cost.time.clock import Clock
+
+
+@dataclass(frozen=True)
+class Action:
+    """The start or the wait of a launch."""
+
+    slot: int
+    kind: Literal["start", "wait"]
+    launch: int
+    """Index in `Plan.launches`."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which collectives share a launch, and where launches start and are awaited."""
+
+    launches: tuple[tuple[int, ...], ...]
+    """The job numbers of each launch."""
+    actions: tuple[Action, ...]
+    """In the order of the graph. Slots never decrease."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a plan costs."""
+
+    total_us: float
+    waited_us: float
+    """Time in which no kernel runs because a collective is awaited."""
+    peak_bytes: int
+
+
+def evaluate(problem: ScheduleProblem, plan: Plan) -> Evaluation:
+    """Returns what a plan costs."""
+    clock = _run(problem, plan, 1.0)
+    live = live_bytes(problem, plan)
+    return Evaluation(clock.now_us, clock.waited_us, int(live.max(initial=0)))
+
+
+def duration_us(problem: ScheduleProblem, plan: Plan, factor: float) -> float:
+    """Returns the duration of a plan if collectives take `factor` times as long as predicted."""
+    return _run(problem, plan, factor).now_us
+
+
+@dataclass(frozen=True)
+class LaunchCost:
+    """What one launch costs wherever it starts and is awaited."""
+
+    members: tuple[Job, ...]
+    start_work_us: float
+    """Duration of the kernels at its start."""
+    duration_us: float
+    """Duration with nothing running beside it."""
+    wait_work_us: float
+    """Duration of the kernels at its wait."""
+    held_bytes: int
+    """From its start until its wait, besides the full tensors."""
+    unpacked_bytes: int
+    """Bytes of the packed tensors that exist beside the copies out of them at the wait."""
+
+
+def launch_cost(problem: ScheduleProblem, launch: tuple[int, ...]) -> LaunchCost:
+    """Returns what a launch of these job numbers costs."""
+    found: LaunchCost | None = problem.launch_costs.get(launch)
+    if found is None:
+        members = tuple(problem.jobs[number] for number in launch)
+        first, packed = members[0], members if len(members) > 1 else ()
+        flat = first.key.mode == "flat" and first.is_gather
+        found = problem.launch_costs[launch] = LaunchCost(
+            members,
+            first.timing.issue_us
+            + sum(job.packing_us[0] for job in packed)
+            + sum(job.start_us for job in members),
+            first.latency_us + sum(job.transfer_us for job in members),
+            sum(job.packing_us[1] for job in packed) + sum(job.wait_us for job in members),
+            sum(job.packed_bytes for job in packed) + sum(job.launch_bytes for job in members),
+            sum(job.full_bytes for job in packed) if flat else 0,
+        )
+    return found
+
+
+def _run(problem: ScheduleProblem, plan: Plan, factor: float) -> Clock:
+    clock = Clock()
+    at, fixed = 0, 0
+    actions: list[Action | None] = [*plan.actions, None]
+    for slot, work in enumerate(problem.work_us):
+        while (action := actions[at]) is not None and action.slot == slot:
+            at += 1
+            cost = launch_cost(problem, plan.launches[action.launch])
+            if action.kind == "start":
+                clock.work(cost.start_work_us)
+                duration = factor * cost.duration_us
+                clock.enqueue(action.launch, duration, cost.members[0].timing)
+            else:
+                clock.wait(action.launch)
+                clock.work(cost.wait_work_us)
+        fixed = run_fixed_events(clock, problem, slot, fixed)
+        clock.work(work)
+    return clock
+
+
+def run_fixed_events(clock: Clock, problem: ScheduleProblem, slot: int, at: int) -> int:
+    """Runs the events of a slot that do not move, the first of which is `problem.fixed[at]`.
+
+    Returns the index of the first event of a later slot.
+    """
+    while at < len(problem.fixed) and problem.fixed[at].slot == slot:
+        event, at = problem.fixed[at], at + 1
+        if event.timing is None:
+            clock.wait(event.number)
+        else:
+            timing = event.timing
+            clock.work(timing.issue_us)
+            clock.enqueue(event.number, timing.duration_us, timing)
+    return at
+
+
+def live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:
+    """Returns the largest live memory in each segment."""
+    changes = [0] * (len(problem.slots) + 1)
+    starts: dict[int, int] = {}
+    last_start = -1
+    for action in plan.actions:
+        if action.kind == "start":
+            starts[action.launch] = last_start = action.slot
+            continue
+        start, wait = starts[action.launch], action.slot
+        cost = launch_cost(problem, plan.launches[action.launch])
+        changes[start] += cost.held_bytes
+        changes[wait] += cost.unpacked_bytes
+        changes[wait + 1] -= cost.held_bytes + cost.unpacked_bytes
+        # What starts in the same slot before the wait exists beside what the wait frees.
+        end = wait + int(last_start == wait != start)
+        for job in cost.members:
+            first, after, held = (
+                (start, max(start, job.latest), job.ahead_bytes)
+                if job.is_gather
+                else (job.held_from, max(job.held_from, end), job.full_bytes)
+            )
+            changes[first] += held
+            changes[after] -= held
+    return np.asarray(problem.live_bytes + np.cumsum(np.array(changes[:-1], dtype=np.int64)))
+
+
+def single_plan(problem: ScheduleProblem) -> Plan:
+    """Returns the plan in which every collective is awaited where it starts."""
+    order = sorted(problem.jobs, key=lambda job: job.latest if job.is_gather else job.earliest)
+    launches = tuple((job.number,) for job in order)
+    actions = []
+    for number, job in enumerate(order):
+        slot = job.latest if job.is_gather else job.earliest
+        actions += [Action(slot, "start", number), Action(slot, "wait", number)]
+    return Plan(launches, tuple(actions))
+
+
+def one_ahead_plan(problem: ScheduleProblem) -> Plan:
+    """Returns the plan of the pass `overlap`: each gather starts where the previous one was
+    awaited, and each reduction is awaited where the next one has started.
+    """
+    gathers = [job for job in problem.jobs if job.is_gather]
+    reductions = [job for job in problem.jobs if not job.is_gather]
+    launches = tuple((job.number,) for job in (*gathers, *reductions))
+    events: list[tuple[int, int, Action]] = []
+    for number, (before, job) in enumerate(pairwise([None, *gathers])):
+        assert job is not None
+        start = before.latest if before is not None else 0
+        # A gather starts after the wait of the one before it.
+        events.append((start, 2 * number, Action(start, "start", number)))
+        events.append((job.latest, 2 * number + 1, Action(job.latest, "wait", number)))
+    for number, (job, after) in enumerate(pairwise([*reductions, None]), len(gathers)):
+        assert job is not None
+        wait = after.earliest if after is not None else problem.end
+        rank = 2 * len(launches)
+        events.append((job.earliest, rank + 2 * number, Action(job.earliest, "start", number)))
+        events.append((wait, rank + 2 * number + 3, Action(wait, "wait", number)))
+    events.sort(key=lambda event: event[:2])
+    return Plan(launches, tuple(event[2] for event in events))

@@ -1,0 +1,169 @@
+"""Search the fastest schedule of a graph's collectives within a memory limit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from zpasses.cost.plan.bound import Bound, schedule_bound
+from zpasses.cost.plan.list_scheduler import Policy, list_schedule
+from zpasses.cost.plan.schedule_evaluation import (
+    Evaluation,
+    Plan,
+    duration_us,
+    evaluate,
+    one_ahead_plan,
+    single_plan,
+)
+from zpasses.cost.plan.schedule_merging import merge_launches
+from zpasses.cost.plan.schedule_problem import ScheduleProblem
+from zpasses.option_values import MemoryBudget
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The chosen plan, and what is known about it."""
+
+    plan: Plan
+    cost: Evaluation
+    bound: Bound
+    limit_bytes: int
+    tried: int
+    """How many plans were compared."""
+
+
+def memory_limit(problem: ScheduleProblem, budget: MemoryBudget) -> int:
+    """Returns the largest allowed peak in bytes.
+
+    Args:
+        problem: the graph.
+        budget: how far the peak may rise above that with one gather and one reduction in flight
+            besides those that are awaited, the least with which collectives overlap with kernels;
+            or the peak in bytes, which is raised to that of the graph in which every collective is
+            awaited where it starts.
+    """
+    if budget.most_bytes is None:
+        return budget.limit_bytes(evaluate(problem, one_ahead_plan(problem)).peak_bytes)
+    return max(budget.most_bytes, evaluate(problem, single_plan(problem)).peak_bytes)
+
+
+def plan_schedule(
+    problem: ScheduleProblem,
+    limit_bytes: int,
+    *,
+    most: int | None = None,
+    never_above_us: float = math.inf,
+) -> Planned:
+    """Returns the fastest plan found whose peak is at most `limit_bytes`.
+
+    A graph that exceeds the limit without any overlap keeps the plan with the lowest peak.
+
+    Args:
+        problem: the graph.
+        limit_bytes: the largest allowed peak.
+        most: about how many plans to compare, for a quick estimate; None compares as many as the
+            size of the graph allows.
+        never_above_us: duration of another plan within the limit. A plan that tolerates slower
+            collectives is preferred only if it takes no longer.
+    """
+    return _Search(problem, limit_bytes, most, never_above_us).run()
+
+
+_CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("gather_latencies", (8.0, 2.0, 32.0, 128.0)),
+    ("reduction_latencies", (8.0, 1.0, 32.0, 128.0)),
+    ("end_us", (1.0, 1.03, 1.07, 1.15, 1.3, math.inf)),
+    ("horizon", (1.5, 4.0, math.inf)),
+    ("smallest_launch", (0.0, 0.25, 0.7)),
+    ("collect_until", (math.inf, 4.0, 1.0, 0.0)),
+    ("reserved_bytes", (0, 1, 2)),
+    ("memory_share", (1.0, 0.5, 0.1, 0.0)),
+)
+"""Values of the fields of `Policy`. `end_us` is given in bounds, and `reserved_bytes` in bytes of
+the largest gradient. `memory_share` is no field: it is the share of the memory above that of one
+gather and one reduction in flight, since more in flight is not always faster."""
+_MOST_WORK = 400_000
+"""Segments and collectives that all compared plans have together, for graphs with many."""
+_FEWEST_PLANS, _ROUNDS = 12, 2
+
+
+class _Search:
+    def __init__(
+        self, problem: ScheduleProblem, limit_bytes: int, most: int | None, never_above_us: float
+    ) -> None:
+        self._problem, self._limit, self._never_above_us = problem, limit_bytes, never_above_us
+        self._bound = schedule_bound(problem)
+        self._largest = max((j.full_bytes for j in problem.jobs if not j.is_gather), default=0)
+        self._found: list[tuple[_Rank, Plan, Evaluation]] = []
+        self._costs: dict[Plan, Evaluation] = {}
+        """Policies often lead to the same plan."""
+        size = len(problem.slots) + 8 * len(problem.jobs)
+        self._most = max(_FEWEST_PLANS, _MOST_WORK // max(1, size)) if most is None else most
+
+    def run(self) -> Planned:
+        one_ahead = one_ahead_plan(self._problem)
+        self._simple = [self._offer(single_plan(self._problem)), self._offer(one_ahead)]
+        self._least = min(self._limit, evaluate(self._problem, one_ahead).peak_bytes)
+        values = {name: choices[0] for name, choices in _CHOICES}
+        best = self._try(values)
+        for _ in range(_ROUNDS):
+            before = best
+            for name, choices in _CHOICES:
+                for choice in choices:
+                    if choice == values[name] or len(self._found) >= self._most:
+                        continue
+                    rank = self._try({**values, name: choice})
+                    if rank < best:
+                        best, values = rank, {**values, name: choice}
+            if best == before:
+                break
+        self._found.sort(key=lambda found: found[0])
+        for start in (one_ahead, self._found[0][1]):
+            merge_launches(self._problem, start, self._offer, self._most)
+        plan, cost = self._most_tolerant(values)
+        return Planned(plan, cost, self._bound, self._limit, len(self._found))
+
+    def _try(self, values: dict[str, Any]) -> _Rank:
+        fields = dict(values)
+        share = fields.pop("memory_share")
+        limit = self._least + int(share * (self._limit - self._least))
+        fields["end_us"] *= self._bound.total_us
+        fields["reserved_bytes"] *= self._largest
+        return self._offer(list_schedule(self._problem, limit, Policy(**fields)))
+
+    def _offer(self, plan: Plan) -> _Rank:
+        cost = self._costs.get(plan)
+        if cost is None:
+            cost = self._costs[plan] = evaluate(self._problem, plan)
+        excess = max(0, cost.peak_bytes - self._limit)
+        rank = excess, round(cost.total_us, 3), len(plan.launches), cost.peak_bytes
+        self._found.append((rank, plan, cost))
+        return rank
+
+    def _most_tolerant(self, values: dict[str, Any]) -> tuple[Plan, Evaluation]:
+        """Returns the plan that loses least if collectives take longer than predicted, of those
+        that are nearly as fast as the fastest.
+        """
+        for cover in _COVERS:
+            self._try({**values, "cover": cover})
+            self._try({**values, "cover": cover, "horizon": math.inf})
+        self._found.sort(key=lambda found: found[0])
+        (excess, total, *_), *_ = (rank for rank, _, _ in self._found)
+        known = [rank[1] for rank in self._simple if rank[0] <= excess]
+        simple = min(*known, self._never_above_us) if known else self._never_above_us
+        most = min(total * (1 + _TOLERANCE), max(total, simple))
+        near = [found for found in self._found if found[0][0] == excess and found[0][1] <= most]
+
+        def late_us(found: tuple[_Rank, Plan, Evaluation]) -> tuple[Any, ...]:
+            late = duration_us(self._problem, found[1], _SLOWER)
+            return round(late * 200 / max(total, 1e-9)), found[0]
+
+        _, plan, cost = min(near[:_MOST_NEAR], key=late_us)
+        return plan, cost
+
+
+_Rank = tuple[int, float, int, int]
+"""Bytes above the limit, microseconds, launches, peak; lower is better."""
+_COVERS = (2.5, 6.0)
+_SLOWER, _TOLERANCE, _MOST_NEAR = 1.5, 0.004, 12

@@ -1,0 +1,397 @@
+"""What a scheduler of collectives has to know of a graph: durations, bytes, and what can move.
+
+The nodes of a graph are divided into those that move with a collective and the rest, whose order is
+kept. The rest is cut into segments. A collective starts, and is awaited, between two segments:
+slot `s` is the place right before segment `s`. Figures of memory are equal on all ranks (see
+`zpasses.cost.memory.collective_moves`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from torch import fx
+
+from zpasses.cost.memory.collective_moves import (
+    MemoryCurve,
+    SchedulableCollective,
+    movable_gathers,
+    movable_reductions,
+)
+from zpasses.cost.memory.liveness import reinplaceable_all_reduces
+from zpasses.cost.plan.bucket_keys import bucket_key
+from zpasses.cost.plan.bucket_planner import BucketKey, member_packing_bytes
+from zpasses.cost.time.clock import CollectiveTiming
+from zpasses.cost.time.roofline import compute_us, copy_us, durations_us
+from zpasses.cost.time.step_time import GraphTimings, collective_timing
+from zpasses.cost.time.target import Target
+from zpasses.graph.aliases import buffer_readers, memory_root, root_output
+from zpasses.graph.queries import (
+    collective_of,
+    is_dialect,
+    is_wait,
+    nbytes,
+    started_by,
+    value_of,
+)
+from zpasses.graph.reduction_groups import reducing_groups
+from zpasses.graph.tags import is_resident
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A collective of one tensor that may be moved and merged."""
+
+    number: int
+    """Index in `ScheduleProblem.jobs`."""
+    is_gather: bool
+    """Whether it is a gather; else a reduction."""
+    key: BucketKey
+    earliest: int
+    """First slot where it can start."""
+    latest: int
+    """Last slot where it can start and be awaited: for a gather that of its first consumer, for a
+    reduction the end of the graph."""
+    timing: CollectiveTiming
+    latency_us: float
+    """The part of its duration that does not depend on its bytes."""
+    full_bytes: int
+    """Bytes of the full tensor: a gather's output, a reduction's input."""
+    launch_bytes: int
+    """Bytes that are allocated from its start until its wait besides the full tensor."""
+    packed_bytes: int
+    """Bytes that it adds to the buffer that a bucket is packed into; 0 if buckets are not packed.
+    """
+    held_from: int
+    """For reductions: the first segment in which only the reduction needs its input."""
+    start_us: float
+    """Duration of the kernels that prepare its input and move with its start."""
+    wait_us: float
+    """Duration of the kernels that complete its result and move with its wait."""
+    packing_us: tuple[float, float]
+    """Duration of the copies that it costs in a bucket, at its start and at its wait. At least that
+    in the graph."""
+    resident: bool = False
+    """For gathers: the full tensor counts as live in the whole graph, because the parameter is
+    cached between calls."""
+
+    @cached_property
+    def ahead_bytes(self) -> int:
+        """For gathers: bytes that the full tensor adds from its start to its first consumer."""
+        return 0 if self.resident else self.full_bytes
+
+    @cached_property
+    def per_launch_us(self) -> float:
+        """What a launch costs besides its bytes."""
+        return self.latency_us + self.timing.issue_us
+
+    @cached_property
+    def transfer_us(self) -> float:
+        """The part of its duration that depends on its bytes."""
+        return max(0.0, self.timing.duration_us - self.latency_us)
+
+    @cached_property
+    def alone_us(self) -> float:
+        """Its duration in a launch of its own, with nothing running beside it."""
+        return self.latency_us + self.transfer_us
+
+    @cached_property
+    def channel(self) -> int:
+        """0 for the links within a node, 1 for the network between nodes."""
+        return int(self.timing.between_nodes)
+
+
+@dataclass(frozen=True)
+class FixedEvent:
+    """The start or the wait of a collective that stays where it is."""
+
+    slot: int
+    number: int
+    """Equal for the start and the wait of one collective; negative."""
+    timing: CollectiveTiming | None
+    """None for a wait."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduleProblem:
+    """A graph as a scheduler sees it."""
+
+    nodes: tuple[fx.Node, ...]
+    """Nodes that stay in order."""
+    slots: tuple[int, ...]
+    """Index in `nodes` of the first node of each segment. The last segment is the output."""
+    work_us: tuple[float, ...]
+    """Duration of the kernels of each segment."""
+    live_bytes: np.ndarray
+    """Largest live memory in each segment if every collective starts and is awaited where its
+    result is first needed (gathers) or where its input is ready (reductions). int64."""
+    jobs: tuple[Job, ...]
+    """Gathers in the order of their first consumers, then reductions in the order in which their
+    inputs are ready."""
+    items: tuple[SchedulableCollective, ...]
+    """The nodes of each job."""
+    fixed: tuple[FixedEvent, ...]
+    """In graph order."""
+    regrouped: tuple[str, ...] = ()
+    """Process groups whose gradient reductions will run on a second group."""
+    launch_costs: dict[tuple[int, ...], Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Job numbers of a launch -> its `LaunchCost`. Most launches are part of many plans."""
+
+    @property
+    def end(self) -> int:
+        """The slot before the graph's output."""
+        return len(self.slots) - 1
+
+    def without(self, gone: Collection[int]) -> ScheduleProblem:
+        """Returns the graph without some of its collectives, given by their job numbers."""
+        stays = [job.number for job in self.jobs if job.number not in gone]
+        return replace(
+            self,
+            jobs=tuple(replace(self.jobs[old], number=new) for new, old in enumerate(stays)),
+            items=tuple(self.items[old] for old in stays),
+        )
+
+
+_FEWEST_SEGMENTS = 4000
+_SEGMENTS_PER_JOB = 12
+
+
+def problem_of(
+    graph: fx.Graph,
+    target: Target,
+    mode: Literal["auto", "coalesced", "flat"] = "auto",
+    *,
+    second_group: bool = False,
+) -> ScheduleProblem:
+    """Reads a graph whose parameter gathers and gradient reductions may all move.
+
+    Args:
+        graph: a graph with fake values, whose movable collectives have one tensor each.
+        target: hardware that the graph runs on.
+        mode: how collectives share a launch; see `zpasses.cost.plan.bucket_keys.bucket_key`.
+        second_group: whether gradient reductions will run on a second process group.
+    """
+    items = [*movable_gathers(graph), *movable_reductions(graph)]
+    return schedule_problem(
+        graph, items, lambda item: bucket_key(item, mode), target, second_group=second_group
+    )
+
+
+def schedule_problem(
+    graph: fx.Graph,
+    items: Sequence[SchedulableCollective],
+    bucket_key: Callable[[SchedulableCollective], BucketKey],
+    target: Target,
+    *,
+    second_group: bool = False,
+) -> ScheduleProblem:
+    """Reads a graph.
+
+    Args:
+        graph: a graph with fake values, whose movable collectives have one tensor each.
+        items: the collectives that may move.
+        bucket_key: says which of them can share a launch.
+        target: hardware that the graph runs on.
+        second_group: whether gradient reductions will run on a second process group.
+    """
+    return _Reader(graph, items, bucket_key, target, second_group).read()
+
+
+class _Reader:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        items: Sequence[SchedulableCollective],
+        bucket_key: Callable[[SchedulableCollective], BucketKey],
+        target: Target,
+        second_group: bool,
+    ) -> None:
+        self._items, self._bucket_key, self._target = items, bucket_key, target
+        self._regrouped = reducing_groups(item.started for item in items) if second_group else ()
+        self._timings = GraphTimings(graph, target, self._regrouped)
+        self._curve = MemoryCurve(graph)
+        self._index = self._curve.position
+        self._in_place = reinplaceable_all_reduces(graph)
+        self._moving: set[fx.Node] = set()
+        for item in items:
+            self._moving.update((*item.inputs, item.started, item.wait, *item.results))
+        self._nodes = tuple(node for node in graph.nodes if node not in self._moving)
+        self._kept = [self._index[node] for node in self._nodes]
+        self._kept_array = np.array(self._kept, dtype=np.int64)
+
+    def read(self) -> ScheduleProblem:
+        first = next(
+            (i for i, node in enumerate(self._nodes) if node.op not in ("placeholder", "get_attr")),
+            len(self._nodes) - 1,
+        )
+        uses = {item: self._first_use(item) for item in self._items if item.is_gather}
+        ready = {item: self._ready(item) for item in self._items if not item.is_gather}
+        bounds = {first, len(self._nodes) - 1, *uses.values(), *ready.values()}
+        fixed = self._fixed_events()
+        bounds.update(at for at, _, _ in fixed)
+        work = durations_us(self._nodes, self._target)
+        slots = _segments(work, {max(first, each) for each in bounds}, first, len(self._items))
+        slot_of = {at: slot for slot, at in enumerate(slots)}
+        gathers = sorted(uses, key=lambda item: (uses[item], self._index[item.started]))
+        reductions = sorted(ready, key=lambda item: (ready[item], self._index[item.started]))
+        ordered = (*gathers, *reductions)
+        uses_and_ready = {**uses, **ready}
+        places = [slot_of[max(first, uses_and_ready[item])] for item in ordered]
+        return ScheduleProblem(
+            self._nodes,
+            tuple(slots),
+            tuple(
+                sum(work[start:end])
+                for start, end in zip(slots, [*slots[1:], len(work)], strict=True)
+            ),
+            self._live_bytes(slots, uses, ready),
+            self._jobs(ordered, places, slots),
+            ordered,
+            tuple(FixedEvent(slot_of[max(first, at)], key, timing) for at, key, timing in fixed),
+            self._regrouped,
+        )
+
+    def _first_use(self, item: SchedulableCollective) -> int:
+        """Index in the kept nodes of a gather's first consumer."""
+        readers = [self._index[user] for user in item.wait.users]
+        return self._kept_at(min(readers, default=self._index[item.wait]))
+
+    def _ready(self, item: SchedulableCollective) -> int:
+        """Index of the first kept node after the input of a reduction."""
+        return self._kept_at(self._index[item.source] + 1)
+
+    def _kept_at(self, index: int) -> int:
+        """Index of the first kept node at or after a node of the graph."""
+        return int(np.searchsorted(self._kept_array, index))
+
+    def _fixed_events(self) -> list[tuple[int, int, CollectiveTiming | None]]:
+        found: list[tuple[int, int, CollectiveTiming | None]] = []
+        numbers: dict[fx.Node, int] = {}
+        for at, node in enumerate(self._nodes):
+            if is_wait(node):
+                started = started_by(node)
+                if started in numbers:
+                    found.append((at, numbers[started], None))
+            elif (collective := collective_of(node)) is not None and not is_dialect(node):
+                numbers[node] = -1 - len(numbers)
+                timing = self._timings.of(node, collective)
+                found.append((at, numbers[node], timing))
+        return found
+
+    def _jobs(
+        self,
+        ordered: Sequence[SchedulableCollective],
+        places: Sequence[int],
+        slots: Sequence[int],
+    ) -> tuple[Job, ...]:
+        end = len(slots) - 1
+        jobs = []
+        for number, (item, at) in enumerate(zip(ordered, places, strict=True)):
+            gather = item.is_gather
+            collective, key = collective_of(item.started), self._bucket_key(item)
+            assert collective is not None
+            timing = self._timings.of(item.started, collective)
+            held = at
+            if not gather:
+                last = self._natural_last(item)
+                while held < end and self._kept[slots[held]] <= last:
+                    held += 1
+            jobs.append(
+                Job(
+                    number,
+                    gather,
+                    key,
+                    earliest=0 if gather else at,
+                    latest=at if gather else end,
+                    timing=timing,
+                    latency_us=collective_timing(
+                        item.started, collective, self._target, full_bytes=0
+                    ).duration_us,
+                    full_bytes=item.full_bytes,
+                    launch_bytes=item.prepared_bytes + self._result_bytes(item),
+                    packed_bytes=member_packing_bytes(item, key),
+                    held_from=held,
+                    start_us=sum(compute_us(node, self._target) for node in item.inputs),
+                    wait_us=sum(compute_us(node, self._target) for node in item.results),
+                    packing_us=_packing_us(item, key, gather, self._target),
+                    resident=gather and is_resident(item.wait),
+                )
+            )
+        return tuple(jobs)
+
+    def _result_bytes(self, item: SchedulableCollective) -> int:
+        """Bytes of a reduction's result that are freed where its last steps have read it."""
+        if item.is_gather or not item.results or item.started in self._in_place:
+            return 0
+        return nbytes(value_of(item.started))
+
+    def _natural_last(self, item: SchedulableCollective) -> int:
+        """Index of the last node that needs a reduction's input for something else."""
+        base = memory_root(item.source)
+        if item.started in self._in_place and any(
+            node.op == "output" for node in buffer_readers(item.wait)
+        ):
+            return len(self._index)  # the gradient itself is the result
+        readers = [self._index[node] for node in buffer_readers(base) if node not in self._moving]
+        return max([self._index[base], *readers])
+
+    def _live_bytes(
+        self,
+        slots: Sequence[int],
+        uses: dict[SchedulableCollective, int],
+        ready: dict[SchedulableCollective, int],
+    ) -> np.ndarray:
+        size = len(self._index)
+        changes = np.zeros(size + 1, dtype=np.int64)
+        first_of: dict[fx.Node, int] = {}
+        for item, at in uses.items():
+            first_of.update(dict.fromkeys(item.inputs, size))
+            first_of[item.started] = 0 if is_resident(item.wait) else self._kept[at]
+        last_of: dict[tuple[fx.Node, int], int] = {}
+        for item, at in ready.items():
+            # Results exist beside the gradient, which is counted until the node before the slot.
+            before = self._kept[max(0, at - 1)]
+            first_of[item.started] = before
+            first_of.update(dict.fromkeys(item.results, before))
+            last_of[root_output(memory_root(item.source))] = self._natural_last(item)
+        for buffer in self._curve.base.buffers:
+            if buffer.scratch and buffer.node in self._moving:
+                continue
+            first = first_of.get(buffer.node, buffer.first)
+            last = min(buffer.last, last_of.get((buffer.node, buffer.output), buffer.last))
+            if first <= last:
+                changes[first] += buffer.nbytes
+                changes[last + 1] -= buffer.nbytes
+        live = np.cumsum(changes[:-1])
+        starts = [0, *(self._kept[at] for at in slots[1:])]
+        return np.maximum.reduceat(live, starts) if size else live
+
+
+def _segments(work: Sequence[float], bounds: set[int], first: int, jobs: int) -> list[int]:
+    """Cuts the kept nodes into segments at `bounds`, and elsewhere where enough work is between."""
+    most = max(_FEWEST_SEGMENTS, _SEGMENTS_PER_JOB * jobs)
+    quantum = sum(work[first:]) / most
+    slots = [first]
+    since = 0.0
+    for at in range(first + 1, len(work)):
+        since += work[at - 1]
+        if at in bounds or (since > quantum and work[at]):
+            slots.append(at)
+            since = 0.0
+    return slots
+
+
+def _packing_us(
+    item: SchedulableCollective, key: BucketKey, gather: bool, target: Target
+) -> tuple[float, float]:
+    if key.mode != "flat":
+        return 0.0, 0.0
+    packed = item.tag.nbytes if gather else item.full_bytes
+    # One copy makes the tensor flat, and the next one concatenates.
+    return 2 * copy_us(packed, target), copy_us(item.full_bytes, target)

@@ -1,0 +1,1 @@
+"""How long kernels, collectives and graphs take on a target."""

@@ -1,0 +1,303 @@
+"""Estimate the duration of graphs on a target, with collectives that overlap compute.
+
+The nodes of a graph run in order on one stream, and its collectives beside them. Collectives within
+a node share its links, and collectives between nodes share the network; the two kinds do not delay
+each other. Where a group's ranks are decides this, not its size. Collectives that share links run
+one after another, whatever their group and route, with two exceptions. Those of a second group of
+the same ranks (`zpasses.ranks.new_groups`) run beside the others, and so do those of groups
+that only the model uses, as for tensor parallelism. Two that are in flight on the same links take
+twice as long each. A
+kernel takes its roofline time, and longer while a collective that needs compute units runs beside
+it. A collective takes longer while kernels run beside it. An op of the dialect is a collective that
+is awaited at once. The model ignores fusion, the CPU and the optimizer. It compares forms of one
+step, and does not predict real durations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+from torch import Tensor, fx
+
+from zpasses import compat
+from zpasses.cost.time.clock import Clock, CollectiveTiming
+from zpasses.cost.time.roofline import (
+    collective_on_route_us,
+    copy_engine_launch_us,
+    durations_us,
+    nodes_of,
+    ring_collective_us,
+)
+from zpasses.cost.time.route_figures import route_figures
+from zpasses.cost.time.target import Target
+from zpasses.graph.queries import (
+    Collective,
+    collective_of,
+    is_dialect,
+    is_wait,
+    named_arguments,
+    nbytes,
+    started_by,
+    value_of,
+)
+from zpasses.graph.reduction_groups import is_regroupable
+from zpasses.graph.tags import tag_of
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Durations in microseconds."""
+
+    total_us: float
+    compute_us: float
+    """Sum of the kernels' durations with nothing running beside them, and of the time that starting
+    collectives takes on the device that computes."""
+    collective_us: float
+    """Sum of the collectives' durations with nothing running beside them."""
+    waited_us: float
+    """Time in which no kernel runs because a collective is awaited."""
+
+    @property
+    def slowed_us(self) -> float:
+        """Time by which collectives beside them prolong the kernels."""
+        return self.total_us - self.compute_us - self.waited_us
+
+
+def step_time(graphs: Iterable[fx.Graph], target: Target) -> StepTime:
+    """Returns the duration of graphs that run one after another, such as forward and backward."""
+    parts = [Timeline(graph, target).run() for graph in graphs]
+    return StepTime(
+        *(sum(values) for values in zip(*(vars(part).values() for part in parts), strict=True))
+    )
+
+
+@dataclass(frozen=True)
+class _Event:
+    """What a node does: kernels, the start of a collective, a wait for one, or the latter two."""
+
+    work_us: float = 0.0
+    starts: fx.Node | None = None
+    awaits: fx.Node | None = None
+
+
+class Timeline:
+    """The sequence of kernels, collectives and waits of one graph.
+
+    It can be simulated several times, with different routes for the collectives.
+
+    Args:
+        graph: a graph with fake values. The process groups that it names must exist.
+        target: hardware that the graph runs on. Copy engines use the target's preferred route.
+        regrouped: process groups whose gradient reductions will run on a second group.
+    """
+
+    def __init__(self, graph: fx.Graph, target: Target, *, regrouped: Collection[str] = ()) -> None:
+        self._of_graph = GraphTimings(graph, target, regrouped)
+        self._events: dict[fx.Node, _Event] = {}
+        self._by_engine: set[fx.Node] = set()
+        self._collectives: dict[fx.Node, Collective] = {}
+        self._timings: dict[tuple[fx.Node, bool], CollectiveTiming] = {}
+        self._nodes = tuple(graph.nodes)
+        for node, work in zip(self._nodes, durations_us(self._nodes, target), strict=True):
+            self._add(node, work)
+
+    def run(self, engines: Collection[fx.Node] = ()) -> StepTime:
+        """Simulates the graph and returns its duration.
+
+        Args:
+            engines: collectives that copy engines execute, besides those that call `zpasses::sdma`
+                ops already.
+        """
+        clock = Clock()
+        numbers: dict[fx.Node, int] = {}
+        for event in self._events.values():
+            self._advance(clock, event, numbers, engines)
+        timings = [self.timing(node, node in engines) for node in numbers]
+        work_us = sum(event.work_us for event in self._events.values())
+        return StepTime(
+            clock.now_us,
+            work_us + sum(each.issue_us for each in timings),
+            sum(each.duration_us for each in timings),
+            clock.waited_us,
+        )
+
+    def spans(self) -> list[tuple[float, float]]:
+        """Returns the start and the end of each node in microseconds, in graph order.
+
+        The span of a collective is its transfer, which may end after the graph. The spans of all
+        other nodes are on the compute stream, in order: a kernel, a wait, or an empty span.
+        """
+        clock = Clock()
+        numbers: dict[fx.Node, int] = {}
+        issued: dict[fx.Node, float] = {}
+        spans: dict[fx.Node, tuple[float, float]] = {}
+        for node in self._nodes:
+            start, waited = clock.now_us, clock.waited_us
+            if node in self._events:
+                self._advance(clock, self._events[node], numbers, ())
+            spans[node] = start, clock.now_us
+            issued[node] = clock.now_us - (clock.waited_us - waited)
+        free: dict[tuple[bool, bool], float] = {}
+        for node, number in numbers.items():
+            clock.wait(number)
+            timing = self.timing(node, False)
+            queue = timing.between_nodes, timing.second_group
+            start, end = max(issued[node], free.get(queue, 0.0)), clock.done_us[number]
+            spans[node] = start, end
+            free[queue] = end
+        return list(spans.values())
+
+    def _advance(
+        self,
+        clock: Clock,
+        event: _Event,
+        numbers: dict[fx.Node, int],
+        engines: Collection[fx.Node],
+    ) -> None:
+        if event.starts is not None:
+            timing = self.timing(event.starts, event.starts in engines)
+            numbers[event.starts] = len(numbers)
+            clock.work(timing.issue_us)
+            clock.enqueue(numbers[event.starts], timing.duration_us, timing)
+        if event.awaits is not None:
+            clock.wait(numbers[event.awaits])
+        clock.work(event.work_us)
+
+    def timing(self, node: fx.Node, by_engine: bool) -> CollectiveTiming:
+        """Returns the timing of a collective, by copy engines or as the graph has it."""
+        key = node, by_engine or node in self._by_engine
+        if key not in self._timings:
+            collective = self._collectives[node]
+            self._timings[key] = self._of_graph.of(node, collective, by_engine=key[1])
+        return self._timings[key]
+
+    def compute_until_wait(self, started: fx.Node) -> float:
+        """Returns the duration of the kernels between a collective and its first wait, in us."""
+        events = iter(self._events.values())
+        for event in events:
+            if event.starts is started:
+                break
+        total = 0.0
+        for event in events:
+            if event.awaits is started:
+                return total
+            total += event.work_us
+        return 0.0
+
+    def _add(self, node: fx.Node, work: float) -> None:
+        collective = collective_of(node)
+        if is_wait(node):
+            started = started_by(node)
+            if started in self._collectives:
+                self._events[node] = _Event(awaits=started)
+        elif collective is not None:
+            self._collectives[node] = collective
+            if is_copy_engine_collective(collective):
+                self._by_engine.add(node)
+            self._events[node] = _Event(starts=node, awaits=node if is_dialect(node) else None)
+        elif work:
+            self._events[node] = _Event(work_us=work)
+
+
+def groups_of_model(graph: fx.Graph) -> frozenset[str]:
+    """Returns the process groups over which a graph communicates, but not for its parameters.
+
+    Their collectives, such as those of tensor parallelism, have a stream of their own. The result
+    is empty for a graph without collectives of parameters.
+    """
+    own: set[str] = set()
+    others: set[str] = set()
+    for node in graph.nodes:
+        collective = collective_of(node)
+        if collective is not None:
+            of_params = tag_of(node) is not None or is_dialect(node)
+            (own if of_params else others).add(compat.parent_group(collective.group))
+    return frozenset(others - own) if own else frozenset()
+
+
+def collective_timing(
+    node: fx.Node,
+    collective: Collective,
+    target: Target,
+    full_bytes: int | None = None,
+    *,
+    by_engine: bool | None = None,
+) -> CollectiveTiming:
+    """Returns the timing of a collective. It uses the same figures as the pass `sdma`.
+
+    Args:
+        node: the collective's node.
+        collective: `collective_of(node)`.
+        target: hardware that the graph runs on.
+        full_bytes: bytes of the full tensors, instead of those of the node.
+        by_engine: whether copy engines execute it; None takes it as the graph has it.
+    """
+    group = compat.group_ranks(collective.group)
+    parts = _full_bytes(node, collective, len(group)) if full_bytes is None else [full_bytes]
+    if by_engine is None:
+        by_engine = is_copy_engine_collective(collective)
+    figures = route_figures(target).get(target.routes[0] if by_engine and target.routes else "c10d")
+    second = compat.parent_group(collective.group) != collective.group
+    ranks, nodes = len(group), nodes_of(group, target)
+    if figures is None or nodes > 1:
+        return CollectiveTiming(
+            ring_collective_us(collective.op, sum(parts), ranks, target, nodes),
+            between_nodes=nodes > 1,
+            issue_us=target.issue_us,
+            second_group=second,
+        )
+    if by_engine and target.routes:
+        took = copy_engine_launch_us(figures, collective.op, parts, ranks, target)
+    else:
+        took = collective_on_route_us(figures, collective.op, sum(parts), ranks, target)
+    return CollectiveTiming(
+        took,
+        figures.compute_slowdown,
+        figures.collective_slowdown,
+        issue_us=target.issue_us,
+        second_group=second,
+    )
+
+
+def is_copy_engine_collective(collective: Collective) -> bool:
+    """Whether a collective is a copy-engine op. It runs on copy engines if the target has any."""
+    return collective.op.startswith("sdma_")
+
+
+class GraphTimings:
+    """Timings of the collectives of one graph, as `collective_timing` returns them. Reductions that
+    will run on a second group, and collectives of the model, run beside the others.
+
+    Args:
+        graph: the graph.
+        target: hardware that it runs on.
+        regrouped: process groups whose gradient reductions will run on a second group.
+    """
+
+    def __init__(self, graph: fx.Graph, target: Target, regrouped: Collection[str] = ()) -> None:
+        self._target, self._regrouped = target, regrouped
+        self._of_model = groups_of_model(graph)
+
+    def of(
+        self, node: fx.Node, collective: Collective, *, by_engine: bool | None = None
+    ) -> CollectiveTiming:
+        timing = collective_timing(node, collective, self._target, by_engine=by_engine)
+        second = collective.group in self._regrouped and is_regroupable(node)
+        second = second or collective.group in self._of_model
+        return replace(timing, second_group=True) if second else timing
+
+
+def _full_bytes(node: fx.Node, collective: Collective, ranks: int) -> list[int]:
+    """Returns the bytes of the full tensors that a call gathers or reduces."""
+    if is_dialect(node):
+        return [collective.nbytes]
+    assert isinstance(node.target, compat.OpOverload)
+    given = named_arguments(node, node.target)[node.target._schema.arguments[0].name]
+    inputs = [
+        value_of(item)
+        for item in (given if isinstance(given, (list, tuple)) else [given])
+        if isinstance(item, fx.Node)
+    ]
+    times = ranks if "gather" in collective.op else 1
+    return [nbytes(value) * times for value in inputs if isinstance(value, Tensor)]

@@ -1,0 +1,278 @@
+"""The hardware that a graph will run on: its figures for the cost model, and its copy-engine
+routes.
+
+A target is detected from the process (`Target.detect`) or named:
+`Target.parse("mi300x,ranks_per_node=8")`, the environment variable `ZPASSES_TARGET`, or the backend
+option `target`. A named target lets a graph be planned for hardware that this machine does not
+have. Each figure is a prior from a data sheet or a measurement, given in `source`. Figures are only
+used to choose between graphs with equal results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+
+from zpasses.errors import OptionError, suggestion
+from zpasses.option_values import field_types, parse_value
+
+ENVIRONMENT_VARIABLE = "ZPASSES_TARGET"
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of device in one kind of node.
+
+    Bandwidths are in GB/s (10^9 bytes), per rank and in one direction; times are in microseconds.
+    """
+
+    name: str
+    ranks_per_node: int
+    """Devices per node. Collectives of more ranks cross the network."""
+    link_gb_s: float
+    """Bandwidth to the other devices of the node, over all links together."""
+    network_gb_s: float
+    """Bandwidth to other nodes."""
+    memory_gb_s: float
+    """Bandwidth of device memory."""
+    tflops: float
+    """Dense matmul throughput in 10^12 operations per second, in bf16 (fp32 on CPU)."""
+    memory_bytes: int
+    """Capacity of device memory."""
+    launch_us: float
+    """Time from the start of a collective until its first byte moves."""
+    hop_us: float
+    """Time of each ring step within the node."""
+    network_hop_us: float
+    """Time of each ring step that crosses the network."""
+    kernel_us: float
+    """Duration of an empty kernel."""
+    source: str = ""
+    """Where the figures are from."""
+    architecture: str = "cpu"
+    """The compiler's name of the device: "gfx942", "gfx950", "sm90", ..., "cpu"."""
+    routes: tuple[str, ...] = ()
+    """Copy-engine routes that this hardware has ("mori", "symm_mem"), the preferred one first."""
+    issue_us: float = 0.0
+    """Time for which the start of a collective keeps the device from computing: that of the host
+    on a CPU, 0 where the host runs ahead of the device."""
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Parses a target's name and changes to its figures:
+        "mi300x,ranks_per_node=4,link_gb_s=300".
+
+        Raises:
+            OptionError: for an unknown name or figure, or a value that is not a positive number.
+        """
+        name, *changes = [part.strip() for part in text.split(",")]
+        if name not in TARGETS:
+            raise OptionError(
+                f"target {text!r}: unknown target {name!r}.{suggestion(name, TARGETS)}"
+            )
+        types = {
+            key: kind for key, kind in field_types(cast(Any, cls)).items() if key not in _FIXED
+        }
+        values = {}
+        for change in changes:
+            key, equals, value = change.partition("=")
+            if not equals or key.strip() not in types:
+                raise OptionError(
+                    f"target {text!r}: cannot read {change!r}; expected "
+                    f"figure=value.{suggestion(key.strip(), types)}"
+                )
+            values[key.strip()] = parse_value(
+                value.strip(), types[key.strip()], f"target {name!r}, {key.strip()!r}"
+            )
+            may_be_zero = key.strip() == "issue_us"
+            if not values[key.strip()] >= (0 if may_be_zero else math.ulp(0.0)):
+                raise OptionError(
+                    f"target {text!r}: {key.strip()} must be "
+                    f"{'at least' if may_be_zero else 'greater than'} 0, got {value.strip()}."
+                )
+        return dataclasses.replace(TARGETS[name], **values)
+
+    @classmethod
+    def detect(cls) -> Target:
+        """Returns the target that `ZPASSES_TARGET` names, else the target of this process's device.
+
+        An accelerator without figures in `TARGETS` counts as an H100.
+        """
+        named = os.environ.get(ENVIRONMENT_VARIABLE)
+        if named:
+            return cls.parse(named)
+        if not torch.cuda.is_available():
+            return TARGETS["cpu"]
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return dataclasses.replace(
+            target_of(
+                properties.name,
+                getattr(properties, "gcnArchName", ""),
+                properties.multi_processor_count,
+                properties.total_memory,
+            ),
+            ranks_per_node=torch.cuda.device_count(),
+            memory_bytes=properties.total_memory,
+        )
+
+    def link_share(self, ranks: int) -> float:
+        """Returns the share of `link_gb_s` that a group with so many ranks on a node can use.
+
+        AMD's devices have one link to each other device of the node. A group uses those between its
+        own ranks. Elsewhere, a switch gives a device all of its bandwidth to any other.
+        """
+        others = self.ranks_per_node - 1
+        if not self.architecture.startswith("gfx") or ranks <= 1 or others < 1:
+            return 1.0
+        return min(1.0, (ranks - 1) / others)
+
+    def __str__(self) -> str:
+        base = TARGETS.get(self.name)
+        if base is None or base == self:
+            return self.name
+        changed = [
+            field.name
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(base, field.name)
+        ]
+        return ",".join([self.name, *(f"{key}={getattr(self, key)}" for key in changed)])
+
+
+_FIXED = ("name", "source", "architecture", "routes")
+"""Fields that describe the hardware and cannot be changed by `parse`."""
+
+
+# Latencies are those of a ring over NVLink or Infinity Fabric with NCCL's "simple" protocol: base
+# and hop latencies from its tuning constants (src/graph/tuning.cc), which RCCL copied. The network
+# is one 400 Gbit/s adapter per device, as in vendors' reference nodes.
+def _gpu(
+    name: str, link: float, memory: float, tflops: float, gib: int, architecture: str, source: str
+) -> Target:
+    routes = ("mori", "symm_mem") if architecture in ("gfx942", "gfx950") else ("symm_mem",)
+    return Target(
+        name,
+        8,
+        link,
+        50.0,
+        memory,
+        tflops,
+        gib * _GIB,
+        8.4,
+        3.4,
+        14.0,
+        5.0,
+        source,
+        architecture,
+        routes,
+    )
+
+
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {
+        target.name: target
+        for target in (
+            # Two gloo ranks on a machine with two cores: an exchange of 16 MiB in 6.3 ms, one of 1
+            # MiB in 0.4 ms. A launch beside kernels costs about 1 ms: stages 2 and 3 of a narrow
+            # model differ by that for each launch more. gloo's threads share the cores with the
+            # kernels, so most of it keeps kernels waiting.
+            Target(
+                "cpu",
+                2,
+                1.2,
+                1.2,
+                5.0,
+                0.1,
+                16 * _GIB,
+                300.0,
+                50.0,
+                100.0,
+                1.0,
+                "docs/measurements.md",
+                issue_us=500.0,
+            ),
+            _gpu("a100", 300.0, 2039.0, 312.0, 80, "sm80", "NVIDIA A100 80GB SXM data sheet"),
+            _gpu("h100", 450.0, 3350.0, 989.0, 80, "sm90", "NVIDIA H100 SXM data sheet"),
+            _gpu("h200", 450.0, 4800.0, 989.0, 141, "sm90", "NVIDIA H200 SXM data sheet"),
+            _gpu(
+                "b200",
+                900.0,
+                8000.0,
+                2250.0,
+                180,
+                "sm100",
+                "NVIDIA DGX B200 data sheet, a GPU's share",
+            ),
+            _gpu("mi300x", 448.0, 5300.0, 1307.0, 192, "gfx942", "AMD Instinct MI300X data sheet"),
+            _gpu("mi300a", 384.0, 5300.0, 981.0, 128, "gfx942", "AMD Instinct MI300A data sheet"),
+            _gpu(
+                "mi308x",
+                448.0,
+                5300.0,
+                344.0,
+                192,
+                "gfx942",
+                "MI300X's figures with 80 of its 304 compute units",
+            ),
+            _gpu("mi325x", 448.0, 6000.0, 1307.0, 256, "gfx942", "AMD Instinct MI325X data sheet"),
+            _gpu("mi355x", 538.0, 8000.0, 2517.0, 288, "gfx950", "AMD Instinct MI355X data sheet"),
+        )
+    }
+)
+"""Known targets by name."""
+
+
+def target_of(
+    device: str, architecture: str = "", compute_units: int = 0, memory_bytes: int = 0
+) -> Target:
+    """Returns the target of a device, from what the device reports; an H100 for an unknown device.
+
+    Args:
+        device: its name. AMD devices may report only "AMD Radeon Graphics".
+        architecture: such as "gfx942:sramecc+:xnack-"; "" on CUDA.
+        compute_units, memory_bytes: distinguish devices of one architecture if the name does not; 0
+            if unknown.
+    """
+    squeezed = device.lower().replace(" ", "").replace("-", "")
+    for name, target in TARGETS.items():
+        if name != "cpu" and name in squeezed:
+            return target
+    base = architecture.partition(":")[0]
+    if base == "gfx942":
+        if compute_units in _GFX942_UNITS:
+            return TARGETS[_GFX942_UNITS[compute_units]]
+        return TARGETS["mi325x" if memory_bytes > 200 * _GIB else "mi300x"]
+    return TARGETS["mi355x" if base == "gfx950" else "h100"]
+
+
+_GFX942_UNITS = {228: "mi300a", 80: "mi308x"}
+"""Compute units of gfx942 devices other than MI300X and MI325X, which have 304."""
+
+
+_current: contextvars.ContextVar[Target | None] = contextvars.ContextVar(
+    "zpasses.cost.time.target", default=None
+)
+
+
+def current_target() -> Target:
+    """Returns the target of the current compile, or that of this process."""
+    return _current.get() or Target.detect()
+
+
+@contextlib.contextmanager
+def use_target(target: Target | None) -> Iterator[None]:
+    """Context manager that sets `current_target` to `target`; None selects the process's target."""
+    token = _current.set(target)
+    try:
+        yield
+    finally:
+        _current.reset(token)

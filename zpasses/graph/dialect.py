@@ -1,0 +1,368 @@
+"""The dialect: operators that state that a parameter is gathered and its gradient reduced.
+
+    zpasses::unshard(shard, rows, param_dtype, reduce_dtype, group, replicate_group, reshard_group)
+        -> full parameter
+    zpasses::reduce_grad(grad, rows, shard_rows, dtype, reduce_dtype, group) -> shard's gradient
+    zpasses::average_grad(grad, dtype, group) -> shard's gradient, averaged over replicas
+
+Passes lower them to collectives. Their eager implementations are the reference: every lowered graph
+must compute the same values. A parameter of `rows` rows is split into blocks of ceil(rows / world
+size) rows, one block per rank; the last ranks may hold fewer rows, or none. A 0-dimensional
+parameter is not split: every rank holds a full copy, and only its gradient communicates.
+
+With hybrid sharding, `group` is one replica of the model, and the ranks of `replicate_group` hold
+equal shards in different replicas. `unshard` gathers within its replica and only hands the second
+group on: its backward is `reduce_grad` within the replica, then `average_grad` over replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from zpasses import compat
+from zpasses.graph.tags import Reduction
+
+_library = torch.library.Library("zpasses", "DEF")
+_library.define(
+    "unshard(Tensor shard, SymInt rows, ScalarType? param_dtype, ScalarType? reduce_dtype, str "
+    "group_name, str? replicate_group=None, str? reshard_group=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "reduce_grad(Tensor grad, SymInt rows, SymInt shard_rows, ScalarType dtype, ScalarType? "
+    "reduce_dtype, str group_name) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "average_grad(Tensor grad, ScalarType dtype, str group_name) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+UNSHARD: compat.OpOverload = torch.ops.zpasses.unshard.default
+REDUCE_GRAD: compat.OpOverload = torch.ops.zpasses.reduce_grad.default
+AVERAGE_GRAD: compat.OpOverload = torch.ops.zpasses.average_grad.default
+DIALECT: frozenset[compat.OpOverload] = frozenset({UNSHARD, REDUCE_GRAD, AVERAGE_GRAD})
+
+
+@dataclass
+class _Collectives:
+    """What the eager operators start. `wait_tensor` awaits the results."""
+
+    all_gather: Callable[[Tensor, int, str], Tensor]
+    """Takes this rank's block, the number of ranks and the group."""
+    reduce_scatter: Callable[[Tensor, str, int, str], Tensor]
+    """Takes the blocks of all ranks, "avg", the number of ranks and the group."""
+    guard: Callable[[str, Tensor, str], AbstractContextManager[None]]
+    """Context of a collective until it has ended. Takes the name of the collective, its input and
+    the group."""
+
+
+_collectives = _Collectives(
+    compat.functional.all_gather_into_tensor,
+    compat.functional.reduce_scatter_tensor,
+    lambda name, value, group: contextlib.nullcontext(),
+)
+
+
+def set_eager_collectives(
+    all_gather: Callable[[Tensor, int, str], Tensor],
+    reduce_scatter: Callable[[Tensor, str, int, str], Tensor],
+) -> None:
+    """Sets what eager gathers and reductions run, in place of torch's functional collectives.
+
+    `zpasses.runtime.gloo` has the others.
+    """
+    _collectives.all_gather, _collectives.reduce_scatter = all_gather, reduce_scatter
+
+
+def set_eager_guard(guard: Callable[[str, Tensor, str], AbstractContextManager[None]]) -> None:
+    """Sets the context in which eager collectives run: `zpasses.runtime.run_checks` compares them
+    between ranks.
+
+    Args:
+        guard: takes the name of the collective, its input and the process group.
+    """
+    _collectives.guard = guard
+
+
+def _averaged(value: Tensor, group_name: str) -> Tensor:
+    """Returns the average of a tensor over the ranks of a group."""
+    with _collectives.guard("all_reduce", value, group_name):
+        total: Tensor = compat.functional.wait_tensor(
+            compat.functional.all_reduce(value, "avg", group_name)
+        )
+    return total
+
+
+def group_size(group_name: str) -> int:
+    """Returns the number of ranks in a process group."""
+    return compat.process_group(group_name).size()
+
+
+def rows_per_rank(rows: int, size: int) -> int:
+    """Returns the number of rows in one rank's block, padding included."""
+    return -(-rows // size)
+
+
+def padded(value: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """Returns a copy of a tensor in `dtype`, [rows, ...], with zeros after its own rows."""
+    copied = value.new_zeros((rows, *value.shape[1:]), dtype=dtype)
+    copied[: value.shape[0]].copy_(value)
+    return copied
+
+
+def padded_grad(grad: Tensor, rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Returns the blocks of all ranks of a gradient in `dtype`, [size * ceil(rows / size), ...].
+
+    Raises:
+        ValueError: if the gradient has another number of rows.
+    """
+    if grad.shape[0] != rows:
+        raise ValueError(f"reduce_grad: got a gradient of {grad.shape[0]} rows; expected {rows}.")
+    return padded(grad, rows_per_rank(rows, size) * size, dtype)
+
+
+def is_local_call(target: object, source: Tensor, rows: int | None = None) -> bool:
+    """Whether a call of the dialect has nothing to communicate: its value has no element, or it
+    gathers a parameter that every rank holds in full.
+
+    Args:
+        target: the operator. Returns False for operators of others.
+        source: the first argument.
+        rows: the argument of that name, which `unshard` has.
+    """
+    if target is UNSHARD:
+        return source.dim() == 0 or rows == 0 or 0 in source.shape[1:]
+    return target in DIALECT and source.numel() == 0
+
+
+def _unshard(
+    shard: Tensor,
+    rows: int,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    group_name: str,
+    replicate_group: str | None = None,
+    reshard_group: str | None = None,
+) -> Tensor:
+    """Gathers a parameter.
+
+    Args:
+        shard: this rank's rows, [shard_rows, ...]; 0-dimensional for a parameter that every rank
+            holds in full.
+        rows: rows of the full parameter.
+        param_dtype: dtype of the communication and of the result; None keeps the shard's.
+        reduce_dtype: dtype in which backward reduces the gradient. Forward ignores it.
+        group_name: process group over which the parameter is sharded.
+        replicate_group: process group of the ranks that hold equal shards, over which backward
+            averages the gradient; None if there is no other such rank. Forward ignores it.
+        reshard_group: process group of consecutive ranks of the group, from which the pass
+            `reshard-after-forward` gathers the parameter again; None for the whole group. Only the
+            pass reads it.
+
+    Returns:
+        The full parameter, [rows, ...], in `param_dtype`; never an alias of `shard`.
+    """
+    dtype = param_dtype or shard.dtype
+    if is_local_call(UNSHARD, shard, rows):
+        if shard.dim() == 0:
+            return shard.to(dtype, copy=True)
+        return shard.new_empty((rows, *shard.shape[1:]), dtype=dtype)
+    size = group_size(group_name)
+    block = padded(shard, rows_per_rank(rows, size), dtype)
+    with _collectives.guard("all_gather", block, group_name):
+        started = _collectives.all_gather(block, size, group_name)
+        full: Tensor = compat.functional.wait_tensor(started)
+    return full[:rows]
+
+
+def _unshard_fake(
+    shard: Tensor, rows: int, param_dtype: torch.dtype | None, *rest: object
+) -> Tensor:
+    shape = (rows, *shard.shape[1:]) if shard.dim() else ()
+    return shard.new_empty(shape, dtype=param_dtype or shard.dtype)
+
+
+def _reduce_grad(
+    grad: Tensor,
+    rows: int,
+    shard_rows: int,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype | None,
+    group_name: str,
+) -> Tensor:
+    """Averages a gradient over the group and returns this rank's rows.
+
+    Args:
+        grad: gradient of the full parameter, [rows, ...], in the compute dtype.
+        rows: rows of the full parameter.
+        shard_rows: rows that this rank holds.
+        dtype: dtype of the result, the shard's.
+        reduce_dtype: dtype of the communication and of the sum; None keeps the gradient's.
+        group_name: process group to average over.
+
+    Returns:
+        The gradient of the shard, [shard_rows, ...], in `dtype`.
+    """
+    if is_local_call(REDUCE_GRAD, grad):
+        return grad.new_empty((shard_rows, *grad.shape[1:]), dtype=dtype)
+    between = reduce_dtype or grad.dtype
+    if grad.dim() == 0:
+        return _averaged(grad.to(between), group_name).to(dtype, copy=True)
+    size = group_size(group_name)
+    blocks = padded_grad(grad, rows, size, between)
+    with _collectives.guard("reduce_scatter", blocks, group_name):
+        mine: Tensor = compat.functional.wait_tensor(
+            _collectives.reduce_scatter(blocks, "avg", size, group_name)
+        )
+    return mine[:shard_rows].to(dtype, copy=True)
+
+
+def _reduce_grad_fake(
+    grad: Tensor, rows: int, shard_rows: int, dtype: torch.dtype, *rest: object
+) -> Tensor:
+    shape = (shard_rows, *grad.shape[1:]) if grad.dim() else ()
+    return grad.new_empty(shape, dtype=dtype)
+
+
+def _average_grad(grad: Tensor, dtype: torch.dtype, group_name: str) -> Tensor:
+    """Averages the gradient of a shard over the replicas.
+
+    Args:
+        grad: gradient of the shard, [shard_rows, ...], averaged within this replica. Its dtype is
+            that of the communication and of the sum.
+        dtype: dtype of the result, the shard's.
+        group_name: process group of the ranks that hold equal shards.
+
+    Returns:
+        The gradient of the shard, [shard_rows, ...], in `dtype`; never an alias of `grad`.
+    """
+    if is_local_call(AVERAGE_GRAD, grad):
+        return grad.to(dtype, copy=True)
+    return _averaged(grad, group_name).to(dtype, copy=True)
+
+
+def _average_grad_fake(grad: Tensor, dtype: torch.dtype, group_name: str) -> Tensor:
+    return grad.new_empty(grad.shape, dtype=dtype)
+
+
+def _unshard_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+    shard, rows, _, reduce_dtype, group_name, replicate_group, _ = inputs
+    state: Any = ctx
+    state.call = (rows, shard.shape[0] if shard.dim() else 0, shard.dtype, reduce_dtype, group_name)
+    state.replicate_group = replicate_group
+
+
+GradHook = Callable[[Tensor, Reduction], Tensor | None]
+"""Called with the full gradient and how it is to be reduced.
+
+Returns the gradient to reduce now, or None to skip the reduction.
+"""
+
+
+def _reduce_immediately(grad: Tensor, reduction: Reduction) -> Tensor | None:
+    return grad
+
+
+_grad_hook: GradHook = _reduce_immediately
+
+
+def set_grad_hook(hook: GradHook) -> None:
+    """Sets the hook that the backward of every eager `unshard` calls with the full gradient.
+
+    `zpasses.runtime.windows` sets it on import, to defer reductions.
+    """
+    global _grad_hook
+    _grad_hook = hook
+
+
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rows, shard_rows, dtype, reduce_dtype, group_name = ctx.call
+    how = Reduction(rows, dtype, reduce_dtype, group_name, ctx.replicate_group)
+    value = _grad_hook(grad, how)
+    if value is not None:
+        for operator, arguments in reduction_calls(how, shard_rows, grad.dtype):
+            value = operator(value, *arguments)
+    return value, None, None, None, None, None, None
+
+
+def reduction_calls(
+    how: Reduction, shard_rows: int, dtype: torch.dtype
+) -> list[tuple[compat.OpOverload, tuple[Any, ...]]]:
+    """Returns the operators that reduce a gradient, and their arguments after the first.
+
+    The first argument is the gradient, or the result of the operator before.
+
+    Args:
+        how: rows, dtypes and process groups.
+        shard_rows: rows that this rank holds.
+        dtype: of the gradient.
+    """
+    if how.replicate_group is None:
+        return [(REDUCE_GRAD, (how.rows, shard_rows, how.dtype, how.reduce_dtype, how.group))]
+    average = (AVERAGE_GRAD, (how.dtype, how.replicate_group))
+    if how.group is None:
+        return [average]
+    between = how.reduce_dtype or dtype  # replicas communicate in the same dtype
+    return [
+        (REDUCE_GRAD, (how.rows, shard_rows, between, how.reduce_dtype, how.group)),
+        average,
+    ]
+
+
+def _reduce_grad_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, rows, _, _, reduce_dtype, group_name = inputs
+    state: Any = ctx
+    state.call = (rows, grad.dtype, reduce_dtype, group_name)
+
+
+def _reduce_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    # The loss is the mean of the ranks' losses. Each rank contributes 1/N of an averaged value, so
+    # its gradient is 1/N of the value's gradient.
+    rows, dtype, reduce_dtype, group_name = ctx.call
+    full = torch.ops.zpasses.unshard(grad, rows, dtype, reduce_dtype, group_name)
+    return full / group_size(group_name), None, None, None, None, None
+
+
+def _average_grad_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, _, group_name = inputs
+    state: Any = ctx
+    state.call = (grad.dtype, group_name)
+
+
+def _average_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    # Every replica uses the average in its own loss, so each gradient is the average of theirs.
+    dtype, group_name = ctx.call
+    return torch.ops.zpasses.average_grad(grad, dtype, group_name), None, None
+
+
+for _name, _impl, _fake, _setup_context, _backward in (
+    ("unshard", _unshard, _unshard_fake, _unshard_setup_context, _unshard_backward),
+    (
+        "reduce_grad",
+        _reduce_grad,
+        _reduce_grad_fake,
+        _reduce_grad_setup_context,
+        _reduce_grad_backward,
+    ),
+    (
+        "average_grad",
+        _average_grad,
+        _average_grad_fake,
+        _average_grad_setup_context,
+        _average_grad_backward,
+    ),
+):
+    _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"zpasses::{_name}", _fake, lib=_library)
+    torch.library.register_autograd(
+        f"zpasses::{_name}", _backward, setup_context=_setup_context, lib=_library
+    )

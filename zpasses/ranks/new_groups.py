@@ -1,0 +1,160 @@
+"""Process groups that the ranks of a group make together, after a vote: second groups, on which
+reductions run beside the all-gathers of the first, and groups of consecutive ranks.
+
+The vote gives the new group a name that is equal on all ranks. A rank that does not come is an
+error on the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zpasses import compat
+from zpasses.errors import AgreementError
+from zpasses.ranks import heartbeat
+from zpasses.ranks.agree import exchange
+from zpasses.ranks.group_names import name_group
+from zpasses.ranks.vote import (
+    COMPILE_TIMEOUT,
+    GROUP_TIMEOUT,
+    current_timeout_s,
+    has_other_ranks,
+)
+
+# How many second groups this process has tried to make of a group. A name is never used again,
+# because the store keeps the addresses that the earlier group had.
+_tried: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def reduction_group(name: str) -> str:
+    """Returns the name of a group's second group, and makes it at the first call.
+
+    All ranks of the group must come to the first call. They wait for each other as long as votes
+    do, and again as long while they connect. Later calls exchange nothing.
+
+    Args:
+        name: a process group. A second group is its own second group.
+
+    Raises:
+        AgreementError: if a rank does not come, failed, or ends before the group is made.
+    """
+    if compat.parent_group(name) != name:
+        return name
+    known = compat.second_group(name)
+    if known is not None:
+        return known
+    group, limit_s = compat.process_group(name), current_timeout_s()
+    tried = _tried.get(group, 0)
+    if has_other_ranks(name):
+        occasion = f"the second process group of group {name!r}"
+        tried = max(exchange(name, occasion, tried, limit_s))
+    _tried[group] = tried + 1
+    second, limit = compat.second_group_name(name, tried), timedelta(seconds=limit_s)
+    what = (
+        f"process group {second!r}, on which the reductions of group {name!r} run "
+        "(schedule{reduction_group=own}),"
+    )
+    with (
+        _connecting(what, compat.group_ranks(name), limit, COMPILE_TIMEOUT),
+        compat.no_dispatch_modes(),  # torch may be compiling
+    ):
+        compat.make_second_group(name, second, limit)
+    return second
+
+
+def consecutive_ranks(mesh: DeviceMesh, size: int) -> str:
+    """Returns the process group of this rank among each `size` consecutive ranks of a mesh.
+
+    All ranks of the mesh must come to each call. They wait for each other as long as the mesh's
+    collectives do, and again as long while they connect at the first call with the same ranks.
+
+    Args:
+        mesh: one-dimensional; `size` divides its size.
+        size: ranks of the group.
+
+    Raises:
+        AgreementError: if another rank has another size, does not come, or ends before the group
+            is made.
+    """
+    whole = mesh.get_group()
+    name = compat.group_name(whole)
+    ranks, limit = compat.group_ranks(name), compat.collective_timeout(whole)
+    world = dist.group.WORLD
+    assert world is not None
+    made = _consecutive.setdefault(world, _Consecutive())
+    answers = exchange(
+        name,
+        "shard(reshard_after_forward=...)",
+        [size, made.tried],
+        limit.total_seconds(),
+        timeout_option=GROUP_TIMEOUT,
+    )
+    _check_sizes(name, ranks, [answer[0] for answer in answers])
+    first = mesh.get_local_rank() // size * size
+    members = tuple(ranks[first : first + size])
+    if members in made.groups:
+        return made.groups[members]
+    label = f"{(mesh.mesh_dim_names or (compat.mesh_dimension(name),))[0] or 'ranks'}_of_{size}"
+    # The store keeps the addresses of a group that was tried before, so no name is used twice.
+    tried = max(answer[1] for answer in answers)
+    made.tried = tried + 1
+    group = f"{name}.{label}.{members[0]}-{tried}"
+    what = (
+        f"the process group of ranks {', '.join(map(str, members))}, from which "
+        f"shard(reshard_after_forward={size}) gathers again,"
+    )
+    with _connecting(what, members, limit, GROUP_TIMEOUT):
+        compat.make_group(name, group, members, label, limit)
+    made.groups[members] = group
+    return group
+
+
+@dataclass
+class _Consecutive:
+    """The groups of consecutive ranks that this rank has made in a world."""
+
+    groups: dict[tuple[int, ...], str] = field(default_factory=dict)
+    """Ranks -> their group."""
+    tried: int = 0
+    """Groups that it has tried to make."""
+
+
+_consecutive: weakref.WeakKeyDictionary[dist.ProcessGroup, _Consecutive] = (
+    weakref.WeakKeyDictionary()
+)
+"""Default process group -> the groups that `consecutive_ranks` made in it."""
+
+
+def _check_sizes(group: str, ranks: Sequence[int], sizes: Sequence[int]) -> None:
+    other = next((at for at, size in enumerate(sizes) if size != sizes[0]), None)
+    if other is not None:
+        raise AgreementError(
+            f"ranks of {name_group(group)} gather again from different numbers of ranks: rank "
+            f"{ranks[0]} called shard(reshard_after_forward={sizes[0]}), but rank {ranks[other]} "
+            f"called shard(reshard_after_forward={sizes[other]}). Give every rank of a mesh the "
+            "same number."
+        )
+
+
+@contextlib.contextmanager
+def _connecting(
+    what: str, ranks: Sequence[int], limit: timedelta, timeout_option: str
+) -> Iterator[None]:
+    """Raises AgreementError in place of torch's error if ranks do not connect in time."""
+    try:
+        yield
+    except RuntimeError as error:
+        me = compat.global_rank()
+        others = [rank for rank in ranks if rank != me]
+        raise AgreementError(
+            f"rank {me} could not connect {what} within {limit.total_seconds():g} s "
+            f"({type(error).__name__}: {str(error)[:200]}). {heartbeat.describe(others[:8])} Look "
+            f"at the logs of these ranks; {timeout_option} waits longer."
+        ) from error
