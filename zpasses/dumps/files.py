@@ -176,7 +176,7 @@ def decoded(data: bytes, kind: type[T], where: str | Path, limits: Limits) -> T:
         if max(itertools.accumulate(_NESTING[each] for each in brackets)) > limits.depth:
             raise limits.exceeded(where, "lists and objects are nested deeper", "depth")
     try:
-        return _decoder(kind).decode(data)  # type: ignore[no-any-return]
+        return _decoder(kind).decode(data)  # type: ignore[arg-type, no-any-return]
     except ValueError as error:
         raise damaged(error, where) from error
 
@@ -186,7 +186,7 @@ _NESTING = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _NO_BRACKETS = bytes(set(range(256)) - _NESTING.keys())
 
 
-def damaged(error: ValueError, where: str | Path) -> DamagedDumpError:
+def damaged(error: Exception, where: str | Path) -> DamagedDumpError:
     """The error about a record that does not follow its declaration, or is not JSON."""
     if not isinstance(error, msgspec.ValidationError):
         return DamagedDumpError(f"{where}: is not JSON ({error}). Dump or copy it again.")

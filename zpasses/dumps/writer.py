@@ -109,7 +109,8 @@ class CompileDump:
                 self._variant(event)
             case events.CollectivesCompared():
                 label = self._describer.label(event.group)
-                self._event(data.Agreement(*dataclasses.astuple(event), label))
+                about = {key: value for key, value in vars(event).items() if key != "graph_name"}
+                self._event(data.Agreement(event.graph_name, label=label, **about))
             case events.RuntimeNote(concerning, text):
                 if concerning in self._passes or concerning in self._info.options:
                     self._event(data.NoteEvent(text, concerning))
@@ -177,7 +178,7 @@ class CompileDump:
         if found is None:
             return
         log.info("graph %s: %s", event.name, found)
-        figures = {
+        figures: dict[str, Any] = {
             key: round(value, 3) if isinstance(value, float) else value
             for key, value in dataclasses.asdict(found).items()
         }
