@@ -4,6 +4,7 @@ from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.target import TARGETS
 from zpasses.dumps.describe import Describer
 from zpasses.dumps.encode import snapshot_lines
+from zpasses.dumps.format import StepEvent
 from zpasses.dumps.limits import Limits
 from zpasses.dumps.snapshots import SnapshotFiles
 
@@ -11,7 +12,9 @@ from zpasses.dumps.snapshots import SnapshotFiles
 def write_snapshot(folder, snapshot, base=None):
     path = folder / f"{snapshot.number:03d}-graph.jsonl"
     path.write_bytes(
-        b"".join(line + b"\n" for line in snapshot_lines(snapshot, {"graph": "graph"}, base))
+        b"".join(
+            line + b"\n" for line in snapshot_lines(snapshot, StepEvent("graph", "joint"), base)
+        )
     )
     return path
 

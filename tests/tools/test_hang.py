@@ -7,14 +7,13 @@ import pickletools
 import random
 import shutil
 import time
-from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
 from tests.cases import some_quick
 from tests.tools.limited import run_limited
-from tests.zpasses.inspect.graphs import dump_of, gather, graph_of, node, snapshot, wait
+from tests.zpasses.inspect.graphs import dump_of, gather, graph_of, node, replace, snapshot, wait
 from tests.zpasses.inspect.real import dump_training_step
 from zpasses.dumps.errors import DumpError
 from zpasses.dumps.format import Ref

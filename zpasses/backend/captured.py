@@ -147,9 +147,10 @@ def describe_inputs(captured: Capture, example_inputs: Sequence[Any]) -> dict[st
             gathered = layout.gathered_shape(full.shape)
             replicated = len(layout.sharding_groups) > 1
             parameters[captured.shards[i]] = {
+                "name": captured.shards[i],
                 "shape": list(gathered),
                 "dtype": record["dtype"],
-                "bytes": gathered.numel() * full.element_size(),
+                "nbytes": gathered.numel() * full.element_size(),
                 "shard_bytes": nbytes(value),
                 "rows": layout.rows(full.shape),
                 "group": layout.sharding_groups[0],

@@ -186,7 +186,7 @@ def open_events(
             "options": options.non_default(),
             "pipeline": str(pipeline),
             "codegen": options.codegen,
-            "recompile_reason": compat.recompile_reason(),
+            "recompile_reason": compat.recompile_reason() or "",
         }
         return {**parts, **describe_inputs(captured, example_inputs)}
 

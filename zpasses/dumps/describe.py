@@ -8,7 +8,7 @@ import functools
 import math
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -32,7 +32,7 @@ from zpasses.graph.queries import (
 )
 from zpasses.graph.tags import Tag, tag_of
 
-__all__ = ["Describer", "GraphDescriber", "counts", "plain_argument"]
+__all__ = ["Describer", "GraphDescriber", "plain_argument"]
 
 _PARTITIONED = ("forward", "backward")
 """Graphs, with their variants, whose recompute marks are only copies: the partitioner has applied
@@ -262,11 +262,6 @@ class GraphDescriber:
             cost_us=cost_us,
             stream=stream,
             collective=collective,
-            inputs=tuple(
-                dict.fromkeys(
-                    id for item in (*args, *kwargs.values()) for id in data.references(item)
-                )
-            ),
         )
         self._known[node] = (key, described)
         return described
@@ -289,7 +284,9 @@ class GraphDescriber:
             if each
         )
 
-    def _cost(self, node: fx.Node, communicates: Collective | None) -> tuple[float, str | None]:
+    def _cost(
+        self, node: fx.Node, communicates: Collective | None
+    ) -> tuple[float, Literal["compute", "communication"] | None]:
         if not self._modelled:
             return 0.0, None
         if communicates is not None:
@@ -311,13 +308,10 @@ class GraphDescriber:
         if isinstance(value, (list, tuple)):
             return tuple(self._argument(item) for item in value)
         if isinstance(value, Mapping):
-            return {str(key): self._argument(item) for key, item in value.items()}
+            return data.Items({str(key): self._argument(item) for key, item in value.items()})
         if isinstance(value, slice):
-            return {
-                "start": self._argument(value.start),
-                "stop": self._argument(value.stop),
-                "step": self._argument(value.step),
-            }
+            parts = {"start": value.start, "stop": value.stop, "step": value.step}
+            return self._argument(parts)
         return plain_argument(value)
 
 
@@ -337,10 +331,6 @@ def plain_argument(value: Any) -> bool | int | float | str | data.Repr | None:
         else str(value)
     )
     return data.Repr(text if len(text) <= _LONGEST else text[:_LONGEST] + "...")
-
-
-def counts(nodes: int, collectives: int, input_nbytes: int) -> dict[str, int]:
-    return {"nodes": nodes, "collectives": collectives, "bytes": input_nbytes}
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -381,19 +371,10 @@ def _values(value: Any) -> tuple[data.Value, ...]:
 
 
 def _tag(tag: Tag | None) -> data.Tag | None:
-    if tag is None:
-        return None
-    return data.Tag(
-        tag.role,
-        tag.params,
-        tag.nbytes,
-        tag.bucket,
-        tag.origin,
-        tag.cached,
-        tag.kept,
-        tag.deferrable,
-        tag.note,
-    )
+    return None if tag is None else data.Tag(**{name: getattr(tag, name) for name in _TAG})
+
+
+_TAG = data.Tag.__struct_fields__
 
 
 def _waits(node: fx.Node) -> list[fx.Node]:

@@ -11,18 +11,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zpasses.dumps.limits import Limits
 from zpasses.dumps.nodes import (
     Argument,
     Buffer,
     Collective,
+    Count,
+    Items,
+    Micros,
     Node,
     RecomputeMark,
+    Record,
     Ref,
     Repr,
     Snapshot,
+    SnapshotHeader,
     Source,
     Tag,
     Value,
@@ -40,19 +45,26 @@ __all__ = [
     "CompileInfo",
     "Counts",
     "Dump",
+    "ErrorEvent",
     "Event",
     "Failure",
     "Graph",
+    "Items",
     "Node",
+    "NoteEvent",
     "Param",
     "PassRun",
+    "Prediction",
     "Rank",
     "RecomputeMark",
+    "Record",
     "Ref",
     "Repr",
     "Snapshot",
+    "SnapshotHeader",
     "Source",
     "Step",
+    "StepEvent",
     "Tag",
     "Value",
     "references",
@@ -63,13 +75,12 @@ VERSION = 3
 
 
 # --- steps ----------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(Record, frozen=True):
     """Size figures of one graph."""
 
-    nodes: int
-    collectives: int
-    nbytes: int
+    nodes: Count
+    collectives: Count
+    nbytes: Count
     """Sum of the input bytes of this rank's collectives."""
 
     @classmethod
@@ -78,8 +89,7 @@ class Counts:
         return cls(len(snapshot.nodes), len(started), sum(started))
 
 
-@dataclass(frozen=True, slots=True)
-class PassRun:
+class PassRun(Record, frozen=True):
     """One run of a pass on one graph."""
 
     name: str
@@ -87,11 +97,11 @@ class PassRun:
     """The pass with its options, as pipeline text."""
     options: Mapping[str, Any]
     """All options, including defaults, as plain values."""
-    changes: int
+    changes: Count
     """Number of changes that the pass reported."""
-    time_us: float
+    time_us: Micros
     """Time of the rewrite."""
-    check_us: float
+    check_us: Micros
     """Time of the verification after it."""
     checks: tuple[str, ...]
     """Names of the checks that ran."""
@@ -101,8 +111,7 @@ class PassRun:
     """Messages of the pass while it ran, such as its plan or its reason to skip a node."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Record, frozen=True):
     """An exception."""
 
     type: str
@@ -114,6 +123,80 @@ class Failure:
     """ "FILE:LINE in FUNCTION: CODE", the line that raised it; empty if it is unknown."""
 
 
+# --- records of events.jsonl ----------------------------------------------------------------------
+class Event(Record, frozen=True, tag_field="event"):
+    """A record of events.jsonl. Its field `event` is its kind."""
+
+
+class StepEvent(Event, frozen=True, tag="step"):
+    """A graph before its first pass, or after one pass: see `Step`."""
+
+    graph: str
+    level: str
+    after: str | None = None
+    number: Count | None = None
+    counts: Counts | None = None
+    run: PassRun | None = None
+    error: Failure | None = None
+    of: str = ""
+    """These three: see `Graph`."""
+    given: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+
+
+class Agreement(Event, frozen=True, tag="agreement"):
+    """A comparison between ranks of the collectives of one graph and process group."""
+
+    graph: str
+    group: str
+    digest: str
+    """Digest of the group's collectives in order."""
+    collectives: Count
+    """Number of collectives."""
+    result: str
+    """ "agreed", "off" (option agreement=False) or "single-rank" (the group has no other real
+    ranks).
+    """
+    label: str = ""
+    """Label of the group; see `Collective.label`."""
+
+
+class Prediction(Event, frozen=True, tag="prediction"):
+    """What the cost model predicts for a graph after its last pass."""
+
+    total_us: Micros
+    """Duration of the graph as it is: what is achieved."""
+    waited_us: Micros
+    """Time in which no kernel runs because a collective is awaited."""
+    possible_us: Micros
+    """Duration with the plan that the pass `schedule` makes within `limit_bytes`."""
+    bound_us: Micros
+    """Duration that no schedule of the graph's collectives can beat."""
+    peak_bytes: Count
+    limit_bytes: Count
+    """The largest peak that the plan of `possible_us` may reach."""
+    collectives: Count
+    """Number of launches."""
+    number: Count | None = None
+    """Number of the snapshot that it is about; None if it is unknown."""
+    graph: str = ""
+
+
+class NoteEvent(Event, frozen=True, tag="note"):
+    """A decision made at runtime, after the compile."""
+
+    text: str
+    concerning: str = ""
+    """Name of the pass that it is about."""
+
+
+class ErrorEvent(Event, frozen=True, tag="error"):
+    """An error outside of a pass."""
+
+    failure: Failure
+
+
+# --- graphs ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Step:
     """A graph before its first pass, or after one pass."""
@@ -147,45 +230,6 @@ class Step:
             DumpError: if the file is missing, damaged or too large.
         """
         return None if self.number is None or self.load is None else self.load(self.number)
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """A comparison between ranks of the collectives of one graph and process group."""
-
-    graph: str
-    group: str
-    digest: str
-    """Digest of the group's collectives in order."""
-    collectives: int
-    """Number of collectives."""
-    result: str
-    """ "agreed", "off" (option agreement=False) or "single-rank" (the group has no other real
-    ranks).
-    """
-    label: str = ""
-    """Label of the group; see `Collective.label`."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What the cost model predicts for a graph after its last pass."""
-
-    total_us: float
-    """Duration of the graph as it is: what is achieved."""
-    waited_us: float
-    """Time in which no kernel runs because a collective is awaited."""
-    possible_us: float
-    """Duration with the plan that the pass `schedule` makes within `limit_bytes`."""
-    bound_us: float
-    """Duration that no schedule of the graph's collectives can beat."""
-    peak_bytes: int
-    limit_bytes: int
-    """The largest peak that the plan of `possible_us` may reach."""
-    collectives: int
-    """Number of launches."""
-    number: int | None = None
-    """Number of the snapshot that it is about; None if it is unknown."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +269,7 @@ class Graph:
         return next((step.error for step in self.steps if step.error is not None), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Param:
+class Param(Record, frozen=True):
     """A sharded parameter of the model."""
 
     name: str
@@ -234,60 +277,51 @@ class Param:
     """Shape of the full parameter. It is also () if only the shard is known."""
     dtype: str
     """Dtype of the shard."""
-    nbytes: int
+    nbytes: Count
     """Bytes of the full parameter, in the shard's dtype."""
-    shard_bytes: int
+    shard_bytes: Count
     """Bytes of this rank's shard."""
-    rows: int
+    rows: Count
     """Rows of the full parameter; 0 for a 0-dimensional one."""
     group: str = ""
     """Name of the process group that it is sharded over."""
 
 
-@dataclass(frozen=True)
-class CompileInfo:
+class CompileInfo(Record, frozen=True):
     """One call of the backend: the content of compile.json."""
 
     name: str
     """Dynamo's compile id, "0/0", or "flush" for graphs that zpasses makes itself."""
-    rank: int
-    world: int
+    rank: Count
+    world: Count
     """Number of ranks."""
-    state: str
-    """ "compiling" (in progress, or the process died), "done" or "failed"."""
+    state: Literal["compiling", "done", "failed"]
+    """ "compiling": in progress, or the process died."""
     created: str = ""
     """Time in ISO 8601, UTC."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = {}
     """Options that differ from their defaults."""
     pipeline: str = ""
     """The passes as text."""
     codegen: str = ""
     recompile_reason: str = ""
     """Which guard of Dynamo failed, if the compile repeats that of an earlier call."""
-    target: Mapping[str, Any] = field(default_factory=dict)
+    target: Mapping[str, Any] = {}
     """All figures of `zpasses.cost.time.target.Target`."""
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    groups: Mapping[str, tuple[Count, ...]] = {}
     """Process group -> its ranks."""
-    group_labels: Mapping[str, str] = field(default_factory=dict)
+    group_labels: Mapping[str, str] = {}
     """Process group -> its label, for groups of mesh dimensions; see `Collective.label`."""
     inputs: tuple[Mapping[str, Any], ...] = ()
     """{name, shape, dtype, param} of each input of the captured graph."""
-    parameters: Mapping[str, Param] = field(default_factory=dict)
+    parameters: Mapping[str, Param] = {}
     """Name -> sharded parameter."""
+    error: Failure | None = None
+    """Why the compile failed, or None."""
 
     def group_title(self, group: str) -> str:
         """What pages call a process group: its label, or its name if it has none."""
         return self.group_labels.get(group) or group
-
-
-@dataclass(frozen=True)
-class Event:
-    """One record of events.jsonl, unparsed."""
-
-    kind: str
-    """ "snapshot", "pass", "variant", "agreement", "prediction", "note" or "error". Readers ignore
-    unknown kinds."""
-    data: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -298,11 +332,10 @@ class Compile:
     """Name of the folder: "000-0_0"."""
     path: Path
     info: CompileInfo
-    events: tuple[Event, ...]
+    notes: tuple[str, ...]
+    """Decisions made at runtime, after the compile."""
     graphs: Mapping[str, Graph]
     """Name -> graph, in order of appearance."""
-    error: Failure | None = None
-    """Why the compile failed, or None."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """File of the user's model -> its text, for files that nodes come from."""
 
@@ -311,11 +344,9 @@ class Compile:
         return self.info.name
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """Decisions made at runtime, after the compile."""
-        return tuple(
-            str(event.data.get("text", "")) for event in self.events if event.kind == "note"
-        )
+    def error(self) -> Failure | None:
+        """Why the compile failed, or None."""
+        return self.info.error
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,12 @@ class Limits:
             name_chars=_UNLIMITED,
         )
 
+    def check_name(self, name: str, field: str, where: str | Path) -> None:
+        """Raise if a name is too long."""
+        if len(name) > self.name_chars:
+            found = f"{field!r} has {len(name):,} characters, more"
+            raise self.exceeded(where, found, "name_chars")
+
     def exceeded(self, where: str | Path, found: str, name: str) -> DumpTooLargeError:
         """The error about the limit `name`. `found` ends with a comparative."""
         return DumpTooLargeError(

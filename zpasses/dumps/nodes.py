@@ -1,23 +1,34 @@
 """Graphs of a dump as plain data: a node with all of its metadata, and a snapshot of a graph at one
 moment.
+
+Subclasses of `Record` are declared once: files contain their fields by name, without those that
+have their default, and `zpasses.dumps.files.decoded` checks what it reads against the declaration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Union
+from typing import Annotated, Any, Literal, Union
+
+from msgspec import Meta, Struct, field
+from msgspec.structs import force_setattr
 
 __all__ = [
     "Argument",
     "Buffer",
     "Collective",
+    "Count",
+    "Items",
+    "Micros",
     "Node",
     "RecomputeMark",
+    "Record",
     "Ref",
     "Repr",
     "Snapshot",
+    "SnapshotHeader",
     "Source",
     "Tag",
     "Value",
@@ -25,26 +36,41 @@ __all__ = [
 ]
 
 
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+"""A number of bytes, nodes or lines, or an id."""
+Micros = Annotated[float, Meta(ge=0, lt=1 << 63)]
+"""A finite time in microseconds."""
+
+
+class Record(Struct, frozen=True, omit_defaults=True):
+    """A record of a file. Readers ignore fields that it does not declare."""
+
+
 # --- arguments ------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(Record, frozen=True):
     """An argument that is the value of another node."""
 
-    node: int
+    node: Count
     """Id of that node."""
 
 
-@dataclass(frozen=True, slots=True)
-class Repr:
-    """An argument that JSON cannot express (a dtype, a device, a slice, a symbol), as text."""
+class Repr(Record, frozen=True):
+    """An argument that JSON cannot express (a dtype, a device, a symbol), as text."""
 
-    text: str
+    text: str = field(name="repr")
 
 
-Argument = Union[
-    None, bool, int, float, str, Ref, Repr, "tuple[Argument, ...]", "Mapping[str, Argument]"
-]
-"""Lists of the graph are tuples here. Dictionaries are mappings with text keys."""
+class Items(Record, frozen=True):
+    """An argument that is a dictionary or a slice. Its keys are texts."""
+
+    items: Mapping[str, Any] = field(name="map")
+    """Key -> argument."""
+
+
+Argument = Union[None, bool, int, float, str, Ref, Repr, Items, "tuple[Argument, ...]"]
+"""Lists of the graph are tuples here. Fields of arguments are declared as Any, because files have
+JSON there, of which `Node.resolve` makes arguments.
+"""
 
 
 def references(argument: Argument) -> Iterator[int]:
@@ -54,14 +80,33 @@ def references(argument: Argument) -> Iterator[int]:
     elif isinstance(argument, tuple):
         for item in argument:
             yield from references(item)
-    elif isinstance(argument, Mapping):
-        for item in argument.values():
+    elif isinstance(argument, Items):
+        for item in argument.items.values():
             yield from references(item)
 
 
+def _argument(value: Any) -> Argument:
+    """The argument that JSON stands for."""
+    if isinstance(value, list):
+        return tuple(map(_argument, value))
+    if not isinstance(value, dict):
+        return value  # type: ignore[no-any-return]
+    if len(value) == 1:
+        ((key, inner),) = value.items()
+        if key == "node" and type(inner) is int:
+            return Ref(inner)
+        if key == "repr" and isinstance(inner, str):
+            return Repr(inner)
+        if key == "map" and isinstance(inner, dict):
+            return Items({name: _argument(item) for name, item in inner.items()})
+    raise ValueError(
+        f'argument {str(value)[:80]} is invalid; expected {{"node": id}}, {{"repr": text}} or '
+        '{"map": object}'
+    )
+
+
 # --- nodes ----------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(Record, frozen=True):
     """One tensor or number that a node produces."""
 
     shape: tuple[int | str, ...]
@@ -70,18 +115,17 @@ class Value:
     """ "float32", "bfloat16", ... for a tensor, "SymInt", "int", ... for a number."""
     device: str
     """ "cpu", "cuda:0", ... for a tensor, empty for a number."""
-    nbytes: int
+    nbytes: Count
     """A dynamic size counts with its hint."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tag:
+class Tag(Record, frozen=True):
     """The role that zpasses gives a node: `zpasses.graph.tags.Tag` as plain data."""
 
     role: str
     params: tuple[str, ...]
-    nbytes: int = 0
-    bucket: int | None = None
+    nbytes: Count = 0
+    bucket: Count | None = None
     origin: str = ""
     cached: bool = False
     kept: bool = False
@@ -89,8 +133,7 @@ class Tag:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RecomputeMark:
+class RecomputeMark(Record, frozen=True):
     """The checkpoint policy that AOTAutograd's partitioner reads for a value that backward
     needs."""
 
@@ -98,7 +141,7 @@ class RecomputeMark:
     """A checkpoint policy of torch: "must_recompute", "prefer_recompute", "must_save",
     "prefer_save", ...
     """
-    region: int = 0
+    region: Count = 0
     """Number of the checkpoint that set the policy. Marks by passes of zpasses use a number of
     their own, higher than all others.
     """
@@ -109,30 +152,28 @@ class RecomputeMark:
         return "recomputed" if self.policy == "must_recompute" else self.policy.replace("_", " ")
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(Record, frozen=True):
     """The place in the user's model that a node comes from."""
 
     file: str
-    line: int
+    line: Count
     text: str = ""
     """The line of code, without indentation."""
     module: str = ""
     """Path of the module: "layers.3.mlp"."""
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(Record, frozen=True):
     """A block of memory that a node allocates, according to `zpasses.cost.memory`. It is alive from
     node `first` to node `last`, both included.
     """
 
-    nbytes: int
-    first: int
+    nbytes: Count
+    first: Count
     """Id of the node during which it is allocated. This is the node itself, except for values that
     forward saved, which exist from the start.
     """
-    last: int
+    last: Count
     """Id of the last node that needs it."""
     kind: str
     """ "parameter" (full or partial), "gradient", "bucket", "activation", "saved", "scratch" or
@@ -142,21 +183,20 @@ class Buffer:
     """Names of the parameters that it holds data of."""
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(Record, frozen=True):
     """The communication of one node."""
 
     kind: str
     """The op without namespace and overload: "all_gather_into_tensor", "unshard", ..."""
     group: str
     """Name of the process group."""
-    ranks: int
+    ranks: Count
     """Number of ranks in the group."""
-    nbytes: int
+    nbytes: Count
     """Bytes of this rank's input."""
-    full_bytes: int
+    full_bytes: Count
     """Bytes of the full tensors: the output of a gather, the input of a reduction."""
-    waits: tuple[int, ...] = ()
+    waits: tuple[Count, ...] = ()
     """Ids of the nodes that wait for it. Empty for an op of the dialect, which includes its wait.
     """
     route: str = ""
@@ -175,13 +215,12 @@ class Collective:
         return self.label or self.group
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Record, frozen=True, dict=True):
     """One node of a graph in one state. Snapshots share the object of a node that does not change
     between them.
     """
 
-    id: int
+    id: Count
     """A node has the same id in all passes and levels of a compile. A node of the forward or
     backward graph has the id of the joint graph's node with the same name.
     """
@@ -190,8 +229,8 @@ class Node:
     """ "placeholder", "call_function", "get_attr", "call_method", "call_module" or "output"."""
     target: str
     """The op ("aten.mm.default"), or the name of an input, attribute or method."""
-    args: tuple[Argument, ...] = ()
-    kwargs: Mapping[str, Argument] = field(default_factory=dict)
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
     vals: tuple[Value, ...] = ()
     """All tensors and numbers that it produces."""
     params: tuple[str, ...] = ()
@@ -201,21 +240,70 @@ class Node:
     """The recompute policy. None leaves the choice to the partitioner."""
     source: Source | None = None
     """None if torch recorded no source location."""
+    source_index: Count | None = None
+    """Index in `SnapshotHeader.sources`, which stands for `source` in files; None elsewhere."""
     buffers: tuple[Buffer, ...] = ()
     """Memory that it allocates. Empty for views, and for memory that the caller holds."""
-    cost_us: float = 0.0
+    cost_us: Micros = 0.0
     """Time of the computation, or of the collective that it starts, by the target's cost model."""
-    stream: str | None = None
-    """ "compute", "communication", or None for a node that takes no time."""
+    stream: Literal["compute", "communication"] | None = None
+    """None for a node that takes no time."""
     collective: Collective | None = None
     """None if the node starts no collective."""
-    inputs: tuple[int, ...] = ()
-    """Ids of the nodes that it reads, in order and without duplicates."""
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """Ids of the nodes that it reads, in order and without duplicates."""
+        arguments = (*self.args, *self.kwargs.values())
+        return tuple(dict.fromkeys(id for each in arguments for id in references(each)))
+
+    def resolve(self, sources: Sequence[Source]) -> None:
+        """Complete a node that was decoded: make arguments of JSON, and a source of its index.
+
+        Raises:
+            ValueError: if an argument or the index is invalid.
+        """
+        force_setattr(self, "args", tuple(map(_argument, self.args)))
+        if self.kwargs:
+            kwargs = {key: _argument(item) for key, item in self.kwargs.items()}
+            force_setattr(self, "kwargs", kwargs)
+        if self.source_index is not None:
+            if self.source_index >= len(sources):
+                found = f"'source_index' is {self.source_index}"
+                raise ValueError(f"{found}; expected a number below {len(sources)}")
+            force_setattr(self, "source", sources[self.source_index])
+            force_setattr(self, "source_index", None)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of its values."""
         return sum(value.nbytes for value in self.vals)
+
+
+class SnapshotHeader(Record, frozen=True):
+    """The first line of the file of a snapshot. One line per node follows."""
+
+    number: Count
+    """Number of the snapshot, as in the file's name."""
+    graph: str
+    level: str
+    after: str | None
+    """These three: see `zpasses.dumps.format.StepEvent`."""
+    base: Count | None
+    """An earlier snapshot: nodes that are not written are as they were there; None if all are
+    written.
+    """
+    written: Count
+    """Number of node lines."""
+    live_bytes: tuple[Count, ...]
+    spans: tuple[tuple[Micros, Micros], ...]
+    """These two: see `Snapshot`."""
+    sources: tuple[Source, ...] = ()
+    """Sources of the written nodes, which name them by their index here."""
+    order: tuple[Count, ...] | None = None
+    """Ids of all nodes in graph order; None if it is that of the base, or of the lines where there
+    is no base.
+    """
 
 
 @dataclass(frozen=True)

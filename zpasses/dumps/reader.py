@@ -7,38 +7,40 @@ outside of the dump's folder.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zpasses.dumps.errors import (
     DamagedDumpError,
     DumpVersionError,
     NotADumpError,
 )
-from zpasses.dumps.files import Record, list_folder, parse_object, read_lines, read_text
+from zpasses.dumps.files import decoded, list_folder, read_bytes, read_lines
 from zpasses.dumps.format import (
     FORMAT,
     VERSION,
     Agreement,
     Compile,
     CompileInfo,
-    Counts,
     Dump,
+    ErrorEvent,
     Event,
-    Failure,
     Graph,
-    Param,
-    PassRun,
+    NoteEvent,
     Prediction,
     Rank,
-    Snapshot,
+    Record,
     Step,
+    StepEvent,
 )
 from zpasses.dumps.limits import Limits
 from zpasses.dumps.snapshots import SnapshotFiles
 
 __all__ = ["HEADER", "read"]
+
+T = TypeVar("T")
 
 HEADER = "zpasses-dump.json"
 _RANK = re.compile(r"rank(0|[1-9]\d{0,6})")
@@ -68,10 +70,10 @@ def read(path: str | Path, limits: Limits | None = None) -> Dump:
         match = _RANK.fullmatch(name)
         if match:
             ranks[int(match[1])] = _rank(root / name, int(match[1]), limits)
-    return Dump(root, VERSION, meta.data, dict(sorted(ranks.items())), limits)
+    return Dump(root, VERSION, meta, dict(sorted(ranks.items())), limits)
 
 
-def _meta(root: Path, limits: Limits) -> Record:
+def _meta(root: Path, limits: Limits) -> dict[str, Any]:
     if not root.exists():
         raise NotADumpError(
             f"{root} does not exist; expected the folder that options={{'dump': ...}} or "
@@ -88,17 +90,18 @@ def _meta(root: Path, limits: Limits) -> Record:
             f"options={{'dump': ...}} or ZPASSES_DUMP named"
             f"{_nearby_dump(root)}."
         )
-    meta = parse_object(read_text(root.resolve() / HEADER, limits), f"{root / HEADER}", limits)
-    if meta.data.get("format") != FORMAT:
+    meta: dict[str, Any] = _read(root.resolve() / HEADER, dict[str, Any], limits)
+    if meta.get("format") != FORMAT:
         raise NotADumpError(
-            f"{root / HEADER}: 'format' is {str(meta.data.get('format'))[:80]!r}; expected "
-            f"{FORMAT!r}."
+            f"{root / HEADER}: 'format' is {str(meta.get('format'))[:80]!r}; expected {FORMAT!r}."
         )
-    version = meta.integer("version")
-    if version < 1:
-        raise meta.fail("version", "an integer >= 1")
+    version = meta.get("version")
+    if type(version) is not int or version < 1:
+        raise DamagedDumpError(
+            f"{root / HEADER}: 'version' is {str(version)[:80]}; expected an integer >= 1."
+        )
     if version != VERSION:
-        written_by = f"zpasses {str(meta.data.get('zpasses', '?'))[:40]}"
+        written_by = f"zpasses {str(meta.get('zpasses', '?'))[:40]}"
         advice = (
             "Update zpasses (pip install -U zpasses)."
             if version > VERSION
@@ -144,204 +147,91 @@ def _compile(folder: Path, limits: Limits) -> Compile:
                     "Dump into an empty folder."
                 )
             paths[int(match[1])] = folder / name
-    record = parse_object(
-        read_text(folder / "compile.json", limits), str(folder / "compile.json"), limits
-    )
-    files = SnapshotFiles(paths, limits)
-    events = _events(folder / "events.jsonl", limits)
-    error = record.optional_record("error")
-    sources = _sources(folder / "sources.json", limits)
+    info = _read(folder / "compile.json", CompileInfo, limits)
+    limits.check_name(info.name, "name", folder / "compile.json")
+    events = list(_events(folder / "events.jsonl", limits))
     return Compile(
         folder=folder.name,
         path=folder,
-        info=_info(record, limits),
-        events=tuple(Event(each.text("event"), each.data) for each in events),
-        graphs=_graphs(events, files, limits),
-        error=None if error is None else _failure(error),
-        sources=sources,
+        info=info,
+        notes=tuple(each.text for _, each in events if isinstance(each, NoteEvent)),
+        graphs=_graphs(events, SnapshotFiles(paths, limits)),
+        sources=_read(folder / "sources.json", dict[str, str], limits, {}),
     )
 
 
-def _sources(path: Path, limits: Limits) -> Mapping[str, str]:
-    if not path.is_symlink() and not path.exists():
-        return {}
-    record = parse_object(read_text(path, limits), str(path), limits)
-    return {name: record.text(name) for name in record.data}
+def _read(path: Path, kind: type[T], limits: Limits, default: T | None = None) -> T:
+    """The record in a file; the default, if there is one, if the file does not exist."""
+    if default is not None and not path.is_symlink() and not path.exists():
+        return default
+    return decoded(read_bytes(path, limits), kind, path, limits)
 
 
-def _events(path: Path, limits: Limits) -> list[Record]:
+class _Kind(Record, frozen=True):
+    """The field that every event has."""
+
+    event: str
+
+
+_KINDS: Mapping[str, type[Event]] = {
+    "step": StepEvent,
+    "agreement": Agreement,
+    "prediction": Prediction,
+    "note": NoteEvent,
+    "error": ErrorEvent,
+}
+
+
+def _events(path: Path, limits: Limits) -> Iterator[tuple[str, Event]]:
+    """Place and content of each event of a known kind."""
     if not path.is_symlink() and not path.exists():
-        return []  # the process died before its first event
-    found = []
-    for number, text in read_lines(path, limits):
+        return  # the process died before its first event
+    for number, line in read_lines(path, limits):
         if number > limits.entries:
             raise limits.exceeded(path, "has more records", "entries")
-        found.append(parse_object(text, f"{path}, line {number}", limits))
-    return found
-
-
-def _info(record: Record, limits: Limits) -> CompileInfo:
-    state = record.text("state")
-    if state not in ("compiling", "done", "failed"):
-        raise record.fail("state", "'compiling', 'done' or 'failed'")
-    groups = Record(record.mapping("groups"), f"{record.where}, 'groups'")
-    labels = Record(record.mapping("group_labels"), f"{record.where}, 'group_labels'")
-    params = Record(record.mapping("parameters"), f"{record.where}, 'parameters'")
-    inputs: list[Mapping[str, Any]] = [each.data for each in record.records("inputs")]
-    return CompileInfo(
-        name=record.name("name", limits),
-        rank=record.integer("rank"),
-        world=record.integer("world"),
-        state=state,
-        created=record.text("created", ""),
-        options=record.mapping("options"),
-        pipeline=record.text("pipeline", ""),
-        codegen=record.text("codegen", ""),
-        recompile_reason=record.optional_text("recompile_reason") or "",
-        target=record.mapping("target"),
-        groups={name: groups.integers(name) for name in groups.data},
-        group_labels={name: labels.text(name) for name in labels.data},
-        inputs=tuple(inputs),
-        parameters={name: _param(name, params.record(name)) for name in params.data},
-    )
-
-
-def _param(name: str, record: Record) -> Param:
-    return Param(
-        name=name,
-        shape=record.sizes("shape"),
-        dtype=record.text("dtype"),
-        nbytes=record.integer("bytes"),
-        shard_bytes=record.integer("shard_bytes"),
-        rows=record.integer("rows"),
-        group=record.text("group", ""),
-    )
+        where = f"{path}, line {number}"
+        kind = _KINDS.get(decoded(line, _Kind, where, limits).event)
+        if kind is not None:
+            event = decoded(line, kind, where, limits)
+            limits.check_name(getattr(event, "graph", ""), "graph", where)
+            limits.check_name(getattr(event, "of", ""), "of", where)
+            yield where, event
 
 
 # --- events to graphs -----------------------------------------------------------------------------
-class _GraphBuilder:
-    """A graph while its events are read."""
-
-    def __init__(self) -> None:
-        self.steps: list[Step] = []
-        self.agreements: list[Agreement] = []
-        self.prediction: Prediction | None = None
-        self.of = ""
-        self.given: tuple[str, ...] = ()
-        self.kept: tuple[str, ...] = ()
-
-
-def _graphs(events: list[Record], files: SnapshotFiles, limits: Limits) -> dict[str, Graph]:
-    growing: dict[str, _GraphBuilder] = {}
-    for event in events:
-        kind = event.text("event")
-        if kind == "note":
-            event.text("text", "")
-        if kind not in ("snapshot", "pass", "variant", "agreement", "prediction"):
+def _graphs(events: Iterable[tuple[str, Event]], files: SnapshotFiles) -> dict[str, Graph]:
+    graphs: dict[str, Graph] = {}
+    for where, event in events:
+        if not isinstance(event, (StepEvent, Agreement, Prediction)):
             continue
-        graph = growing.setdefault(event.name("graph", limits), _GraphBuilder())
-        if kind == "agreement":
-            graph.agreements.append(_agreement(event))
-            continue
-        if kind == "prediction":
-            graph.prediction = _prediction(event)
-            continue
-        if kind == "variant":
-            graph.of, graph.given, graph.kept = (
-                event.name("of", limits),
-                event.texts("given"),
-                event.texts("kept"),
-            )
-        graph.steps.append(_step(event, len(graph.steps), files))
-    return {
-        name: Graph(
-            name,
-            tuple(each.steps),
-            each.of,
-            each.given,
-            each.kept,
-            tuple(each.agreements),
-            each.prediction,
-        )
-        for name, each in growing.items()
-        if each.steps
-    }
+        graph = graphs.get(event.graph, Graph(event.graph, ()))
+        match event:
+            case Agreement():
+                graph = replace(graph, agreements=(*graph.agreements, event))
+            case Prediction():
+                graph = replace(graph, prediction=event)
+            case StepEvent():
+                step = _step(event, len(graph.steps), files, where)
+                graph = replace(graph, steps=(*graph.steps, step))
+                if event.of:
+                    graph = replace(graph, of=event.of, given=event.given, kept=event.kept)
+        graphs[event.graph] = graph
+    return {name: graph for name, graph in graphs.items() if graph.steps}
 
 
-def _step(event: Record, index: int, files: SnapshotFiles) -> Step:
-    number = event.optional_integer("snapshot")
-    if number is not None and number not in files:
+def _step(event: StepEvent, index: int, files: SnapshotFiles, where: str) -> Step:
+    if event.number is not None and event.number not in files:
         raise DamagedDumpError(
-            f"{event.where}: snapshot {number} is missing: the dump is truncated, or was copied "
+            f"{where}: snapshot {event.number} is missing: the dump is truncated, or was copied "
             "incompletely. Copy the whole folder."
         )
-    run, recorded = event.optional_record("pass"), event.optional_record("counts")
-    error = event.optional_record("error")
-    load: Callable[[int], Snapshot] = files.load
     return Step(
         index=index,
-        level=event.text("level"),
-        after=event.optional_text("after"),
-        number=number,
-        counts=_counts(recorded)
-        if recorded is not None
-        else _counts(run.record("after"))
-        if run is not None
-        else None,
-        run=None if run is None else _run(run),
-        error=None if error is None else _failure(error),
-        load=load,
-    )
-
-
-def _run(record: Record) -> PassRun:
-    return PassRun(
-        name=record.text("name"),
-        text=record.text("text"),
-        options=record.mapping("options"),
-        changes=record.integer("changes"),
-        time_us=record.number("time_us"),
-        check_us=record.number("check_us"),
-        checks=record.texts("checks"),
-        before=_counts(record.record("before")),
-        after=_counts(record.record("after")),
-        notes=record.texts("notes"),
-    )
-
-
-def _counts(record: Record) -> Counts:
-    return Counts(record.integer("nodes"), record.integer("collectives"), record.integer("bytes"))
-
-
-def _failure(record: Record) -> Failure:
-    return Failure(
-        record.text("type"),
-        record.text("message"),
-        record.text("where", ""),
-        record.text("traceback", ""),
-        record.text("raised", ""),
-    )
-
-
-def _prediction(record: Record) -> Prediction:
-    return Prediction(
-        total_us=record.number("total_us"),
-        waited_us=record.number("waited_us"),
-        possible_us=record.number("possible_us"),
-        bound_us=record.number("bound_us"),
-        peak_bytes=record.integer("peak_bytes"),
-        limit_bytes=record.integer("limit_bytes"),
-        collectives=record.integer("collectives"),
-        number=record.optional_integer("snapshot"),
-    )
-
-
-def _agreement(record: Record) -> Agreement:
-    return Agreement(
-        graph=record.text("graph"),
-        group=record.text("group"),
-        digest=record.text("digest"),
-        collectives=record.integer("collectives"),
-        result=record.text("result"),
-        label=record.text("label", ""),
+        level=event.level,
+        after=event.after,
+        number=event.number,
+        counts=event.counts or (event.run.after if event.run is not None else None),
+        run=event.run,
+        error=event.error,
+        load=files.load,
     )

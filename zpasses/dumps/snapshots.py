@@ -4,26 +4,12 @@ snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from zpasses.dumps.errors import DamagedDumpError
-from zpasses.dumps.files import Record, parse_object, read_lines
-from zpasses.dumps.format import (
-    Argument,
-    Buffer,
-    Collective,
-    Node,
-    RecomputeMark,
-    Ref,
-    Repr,
-    Snapshot,
-    Source,
-    Tag,
-    Value,
-    references,
-)
+from zpasses.dumps.files import decoded, read_lines
+from zpasses.dumps.format import Node, Snapshot, SnapshotHeader
 from zpasses.dumps.limits import Limits
 from zpasses.garbage import no_garbage_collection
 
@@ -83,35 +69,39 @@ class _SnapshotFile:
         first = next(rows, None)
         if first is None:
             raise DamagedDumpError(f"{path} is empty: it is truncated. Dump or copy it again.")
-        self._header = parse_object(first[1], f"{path}, line 1", limits)
-        if self._header.integer("snapshot") != number:
-            raise self._header.fail("snapshot", f"{number}, the number in the file's name")
-        self.base = self._header.optional_integer("base")
-        self._sources = [_source(record) for record in self._header.records("sources")]
+        self._header = decoded(first[1], SnapshotHeader, f"{path}, line 1", limits)
+        if self._header.number != number:
+            raise DamagedDumpError(
+                f"{path}, line 1: 'number' is {self._header.number}; expected {number}, the number "
+                "in the file's name."
+            )
+        self.base = self._header.base
         self.nodes: dict[int, Node] = {}
         for line, text in rows:
             if len(self.nodes) >= limits.nodes:
                 raise limits.exceeded(path, "has more nodes", "nodes")
-            record = parse_object(text, f"{path}, line {line}", limits)
-            node = self._node(record)
+            node = decoded(text, Node, f"{path}, line {line}", limits)
             if node.id in self.nodes:
                 raise DamagedDumpError(
                     f"{path}, line {line}: node {node.id} occurs twice; expected unique ids."
                 )
+            limits.check_name(node.name, "name", f"{path}, line {line}")
+            try:
+                node.resolve(self._header.sources)
+            except ValueError as error:
+                raise DamagedDumpError(f"{path}, line {line}: {error}.") from error
             self.nodes[node.id] = node
-        if len(self.nodes) != self._header.integer("written"):
+        if len(self.nodes) != self._header.written:
             raise DamagedDumpError(
-                f"{path} has {len(self.nodes)} nodes; expected "
-                f"{self._header.data['written']}: it is truncated. Dump or copy it again."
+                f"{path} has {len(self.nodes)} nodes; expected {self._header.written}: it is "
+                "truncated. Dump or copy it again."
             )
 
     def snapshot(self, base: Snapshot | None) -> Snapshot:
         inherited: Mapping[int, Node] = {} if base is None else base.by_id
-        order: Sequence[int] = (
-            self._header.integers("order")
-            if "order" in self._header.data
-            else list(self.nodes if base is None else inherited)
-        )
+        order = self._header.order
+        if order is None:
+            order = tuple(self.nodes if base is None else inherited)
         if len(order) > self._limits.nodes:
             raise self._limits.exceeded(self.where, f"has {len(order):,} nodes, more", "nodes")
         known = {**inherited, **self.nodes}
@@ -121,15 +111,22 @@ class _SnapshotFile:
             or not present <= known.keys()
             or not self.nodes.keys() <= present
         ):
-            raise self._header.fail("order", "the id of each node exactly once")
+            raise DamagedDumpError(
+                f"{self.where}, line 1: 'order' is invalid; expected the id of each node exactly "
+                "once."
+            )
         nodes = tuple(known[id] for id in order)
-        live, spans = self._header.integers("live_bytes"), self._header.spans("spans")
+        live, spans = self._header.live_bytes, self._header.spans
         for name, entries in (("live_bytes", live), ("spans", spans)):
             if len(entries) != len(nodes):
                 raise DamagedDumpError(
                     f"{self.where}, line 1: '{name}' has {len(entries)} entries; expected one "
                     f"for each of {len(nodes)} nodes."
                 )
+        if any(start > end for start, end in spans):
+            raise DamagedDumpError(
+                f"{self.where}, line 1: 'spans' is invalid; expected 0 <= start <= end."
+            )
         for node in nodes:
             buffers = {at for buffer in node.buffers for at in (buffer.first, buffer.last)}
             waits = node.collective.waits if node.collective else ()
@@ -140,117 +137,3 @@ class _SnapshotFile:
                     "which is not in the graph."
                 )
         return Snapshot(self.number, nodes, live, spans)
-
-    def _node(self, record: Record) -> Node:
-        id = record.integer("id")
-        args = tuple(_argument(item, record.where) for item in record.items("args"))
-        kwargs = {
-            key: _argument(item, record.where) for key, item in record.mapping("kwargs").items()
-        }
-        source = record.optional_integer("source")
-        if source is not None and source >= len(self._sources):
-            raise record.fail("source", f"a number below {len(self._sources)}")
-        tag, collective, mark = (
-            record.optional_record(name) for name in ("tag", "collective", "recompute")
-        )
-        stream = record.optional_text("stream")
-        if stream not in (None, "compute", "communication"):
-            raise record.fail("stream", "'compute', 'communication' or null")
-        return Node(
-            id=id,
-            name=record.name("name", self._limits),
-            op=record.text("op"),
-            target=record.text("target"),
-            args=args,
-            kwargs=kwargs,
-            vals=tuple(_value(item) for item in record.records("val")),
-            params=record.texts("params"),
-            tag=None if tag is None else _tag(tag),
-            mark=None
-            if mark is None
-            else RecomputeMark(mark.text("policy"), mark.integer("region", 0)),
-            source=None if source is None else self._sources[source],
-            buffers=tuple(_buffer(item, id) for item in record.records("buffers")),
-            cost_us=record.number("cost_us", 0.0),
-            stream=stream,
-            collective=None if collective is None else _collective(collective),
-            inputs=tuple(
-                dict.fromkeys(id for item in (*args, *kwargs.values()) for id in references(item))
-            ),
-        )
-
-
-def _argument(value: Any, where: str) -> Argument:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, list):
-        return tuple(_argument(item, where) for item in value)
-    if len(value) == 1:
-        ((key, inner),) = value.items()
-        if key == "node" and type(inner) is int:
-            return Ref(inner)
-        if key == "repr" and isinstance(inner, str):
-            return Repr(inner)
-        if key == "map" and isinstance(inner, dict):
-            return {name: _argument(item, where) for name, item in inner.items()}
-    raise DamagedDumpError(
-        f'{where}: argument {str(value)[:80]} is invalid; expected {{"node": id}}, '
-        f'{{"repr": text}}, '
-        f'{{"map": object}}.'
-    )
-
-
-def _value(record: Record) -> Value:
-    return Value(
-        record.sizes("shape"),
-        record.text("dtype"),
-        record.text("device", ""),
-        record.integer("bytes", 0),
-    )
-
-
-def _tag(record: Record) -> Tag:
-    return Tag(
-        role=record.text("role"),
-        params=record.texts("params"),
-        nbytes=record.integer("bytes", 0),
-        bucket=record.optional_integer("bucket"),
-        origin=record.text("origin", ""),
-        cached=record.flag("cached"),
-        kept=record.flag("kept"),
-        deferrable=record.flag("deferrable"),
-        note=record.text("note", ""),
-    )
-
-
-def _source(record: Record) -> Source:
-    return Source(
-        record.text("file", ""),
-        record.integer("line"),
-        record.text("text", ""),
-        record.text("module", ""),
-    )
-
-
-def _buffer(record: Record, node: int) -> Buffer:
-    return Buffer(
-        nbytes=record.integer("bytes"),
-        first=record.integer("first", node),
-        last=record.integer("last"),
-        kind=record.text("kind"),
-        params=record.texts("params"),
-    )
-
-
-def _collective(record: Record) -> Collective:
-    return Collective(
-        kind=record.text("kind"),
-        group=record.text("group"),
-        ranks=record.integer("ranks"),
-        nbytes=record.integer("bytes"),
-        full_bytes=record.integer("full_bytes"),
-        waits=record.integers("waits"),
-        route=record.text("route", ""),
-        decision=record.text("decision", ""),
-        label=record.text("label", ""),
-    )

@@ -16,11 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import structs
 from torch import fx
 
 from zpasses.cost.time.target import Target
 from zpasses.dumps import format as data
-from zpasses.dumps.describe import Describer, GraphDescriber, counts, plain_argument
+from zpasses.dumps.describe import Describer, GraphDescriber, plain_argument
 from zpasses.dumps.encode import json_line, snapshot_lines
 from zpasses.dumps.errors import DumpPathError
 from zpasses.dumps.runs import now, write
@@ -57,14 +59,9 @@ class CompileDump:
     """
 
     def __init__(self, folder: Path, info: Mapping[str, Any], target: Target) -> None:
-        self._info = {
-            **info,
-            "state": "compiling",
-            "created": now(),
-            "target": dataclasses.asdict(target),
-            "error": None,
-        }
-        self._describer = Describer(target, self._info.get("group_labels", {}))
+        about = {"state": "compiling", "created": now(), "target": dataclasses.asdict(target)}
+        self._info = msgspec.convert({**info, **about}, data.CompileInfo)
+        self._describer = Describer(target, self._info.group_labels)
         self._target = target
         self._predictor: Predictor | None = None
         self._lock = threading.RLock()
@@ -79,7 +76,7 @@ class CompileDump:
         self._passes: set[str] = set()
         """Names of passes that changed something."""
         try:
-            self._folder = _new_compile_folder(folder, slug(str(info["name"])))
+            self._folder = _new_compile_folder(folder, slug(self._info.name))
             self._write_info()
         except OSError as error:
             raise DumpPathError(
@@ -112,13 +109,13 @@ class CompileDump:
                 self._variant(event)
             case events.CollectivesCompared():
                 label = self._describer.label(event.group)
-                fields = dataclasses.asdict(event)
-                self._event("agreement", graph=fields.pop("graph_name"), **fields, label=label)
+                about = {key: value for key, value in vars(event).items() if key != "graph_name"}
+                self._event(data.Agreement(event.graph_name, label=label, **about))
             case events.RuntimeNote(concerning, text):
-                if concerning in self._passes or concerning in self._info["options"]:
-                    self._event("note", concerning=concerning, text=text)
+                if concerning in self._passes or concerning in self._info.options:
+                    self._event(data.NoteEvent(text, concerning))
             case events.Problem(where, error) if not _caused_by(error, self._failure):
-                self._event("error", **_failure(error, where))
+                self._event(data.ErrorEvent(_failure(error, where)))
                 self._fail(where, error)
             case events.CompileEnded(restarted=True):
                 shutil.rmtree(self._folder, ignore_errors=True)
@@ -134,7 +131,7 @@ class CompileDump:
             modelled=event.graph_name.partition(".")[0] in _MODELLED,
         )
         self._trace = (name, trace)
-        self._snapshot(name, level, None, event.graph)
+        self._snapshot(data.StepEvent(name, level), event.graph)
         if event.graph_name in _PREDICTED and level in (Level.FORWARD.value, Level.BACKWARD.value):
             self._predictor = Predictor(self._target)
             self._predictor(event)
@@ -142,44 +139,36 @@ class CompileDump:
     def _pass_ran(self, event: events.PassRan) -> None:
         name, _ = self._current(event.graph_name)
         record = event.record
-        run = {
-            "name": record.name,
-            "text": record.text,
-            "options": _options(event.each),
-            "changes": record.changes,
-            "time_us": round(record.time_us, 1),
-            "check_us": round(record.check_us, 1),
-            "checks": CHECKS if record.changes else ("unchanged",),
-            "before": counts(record.nodes_before, record.collectives_before, record.bytes_before),
-            "after": counts(record.nodes_after, record.collectives_after, record.bytes_after),
-            "notes": list(event.notes),
-        }
+        run = data.PassRun(
+            name=record.name,
+            text=record.text,
+            options=_options(event.each),
+            changes=record.changes,
+            time_us=round(record.time_us, 1),
+            check_us=round(record.check_us, 1),
+            checks=tuple(CHECKS) if record.changes else ("unchanged",),
+            before=data.Counts(record.nodes_before, record.collectives_before, record.bytes_before),
+            after=data.Counts(record.nodes_after, record.collectives_after, record.bytes_after),
+            notes=tuple(event.notes),
+        )
+        step = data.StepEvent(name, event.level, record.text, run=run)
         if record.changes:
             self._passes.add(record.name)
-            self._snapshot(name, event.level, record.text, event.graph, {"pass": run})
+            self._snapshot(step, event.graph)
         else:
-            self._event(
-                "pass",
-                graph=name,
-                level=event.level,
-                after=record.text,
-                snapshot=self._last[name].number,
-                **{"pass": run},
-            )
+            self._event(structs.replace(step, number=self._last[name].number))
         if self._predictor is not None:
             self._predictor(event)
 
     def _pass_failed(self, event: events.PassFailed) -> None:
         name, _ = self._current(event.graph_name)
         text, level, error = str(event.each), event.level, event.error
-        failure = {**_failure(error, text), "notes": list(event.notes)}
+        failed = data.StepEvent(name, level, text, error=_failure(error, text))
         try:
-            self._snapshot(name, level, text, event.graph, {"error": failure})
+            self._snapshot(failed, event.graph)
         except Exception as second:  # a wrong graph may break its description in any way
             log.debug("dump: the graph that %s left cannot be described: %s", text, second)
-            self._event(
-                "snapshot", graph=name, level=level, after=text, snapshot=None, error=failure
-            )
+            self._event(failed)
         self._fail(text, error)
 
     def _predict(self, event: events.ObservedGraph) -> None:
@@ -189,26 +178,25 @@ class CompileDump:
         if found is None:
             return
         log.info("graph %s: %s", event.name, found)
-        figures = {
+        figures: dict[str, Any] = {
             key: round(value, 3) if isinstance(value, float) else value
             for key, value in dataclasses.asdict(found).items()
         }
         name = self._name(event.kind, "")
-        self._event("prediction", graph=name, snapshot=self._last[name].number, **figures)
+        number = self._last[name].number
+        self._event(data.Prediction(graph=name, number=number, **figures))
 
     def _variant(self, event: events.VariantBuilt) -> None:
         number = self._runs[event.of + ".variant"] = self._runs.get(event.of + ".variant", -1) + 1
         name = f"{event.of}.variant{number}"
         self._trace = (name, self._describer.graph(name, event.of))
-        fields = {"of": event.of, "given": list(event.given), "kept": list(event.kept)}
-        base = self._last.get(event.of)
-        self._snapshot(name, "variant", None, event.graph, fields, kind="variant", base=base)
+        given, kept = tuple(event.given), tuple(event.kept)
+        step = data.StepEvent(name, "variant", of=event.of, given=given, kept=kept)
+        self._snapshot(step, event.graph, self._last.get(event.of))
 
     def _ended(self) -> None:
-        if self._info["state"] == "compiling":
-            self._info["state"] = "done"
         self._trace = None  # it keeps every node of the graph alive
-        self._write_info()
+        self._write_info(state="done" if self._info.state == "compiling" else self._info.state)
         self._write_sources()
 
     # --- files ------------------------------------------------------------------------------------
@@ -228,49 +216,35 @@ class CompileDump:
         return self._trace
 
     def _snapshot(
-        self,
-        name: str,
-        level: str,
-        after: str | None,
-        graph: fx.Graph,
-        fields: Mapping[str, Any] | None = None,
-        *,
-        kind: str = "snapshot",
-        base: data.Snapshot | None = None,
+        self, step: data.StepEvent, graph: fx.Graph, base: data.Snapshot | None = None
     ) -> None:
+        name = step.graph
         _, trace = self._current(name)
         snapshot = trace.snapshot(graph, self._number)
         base = base or self._last.get(name)
-        found = data.Counts.of(snapshot)
-        fields = {"counts": counts(found.nodes, found.collectives, found.nbytes), **(fields or {})}
-        if (
-            after is None
-            and base is not None
-            and base.nodes == snapshot.nodes
-            and kind == "snapshot"
-        ):
-            self._event(
-                kind, graph=name, level=level, after=None, snapshot=base.number, **fields
-            )  # the next level starts from the same graph
+        step = structs.replace(step, number=self._number, counts=data.Counts.of(snapshot))
+        starts = step.after is None and not step.of
+        if starts and base is not None and base.nodes == snapshot.nodes:
+            # This level starts from the graph that the one before it left.
+            self._event(structs.replace(step, number=base.number))
             return
-        stem = f"{self._number:03d}-{slug(name)}" + (f"-{slug(after)}" if after else "")
-        header = {"graph": name, "level": level, "after": after}
-        write(self._folder / f"{stem}.jsonl", snapshot_lines(snapshot, header, base))
+        stem = f"{self._number:03d}-{slug(name)}" + (f"-{slug(step.after)}" if step.after else "")
+        write(self._folder / f"{stem}.jsonl", snapshot_lines(snapshot, step, base))
         self._number += 1
         self._last[name] = snapshot
-        self._event(kind, graph=name, level=level, after=after, snapshot=snapshot.number, **fields)
+        self._event(step)
 
-    def _event(self, kind: str, **fields: Any) -> None:
-        self._events.append(json_line({"event": kind, **fields}))
+    def _event(self, event: data.Event) -> None:
+        self._events.append(json_line(event))
         write(self._folder / "events.jsonl", self._events)
 
     def _fail(self, where: str, error: BaseException) -> None:
         self._failure = error
-        self._info.update(state="failed", error=_failure(error, where))
-        self._write_info()
+        self._write_info(state="failed", error=_failure(error, where))
         self._write_sources()
 
-    def _write_info(self) -> None:
+    def _write_info(self, **changes: Any) -> None:
+        self._info = structs.replace(self._info, **changes)
         write(self._folder / "compile.json", [json_line(self._info)])
 
     def _write_sources(self) -> None:
@@ -316,16 +290,16 @@ def _json(value: Any) -> Any:
     return found.text if isinstance(found, data.Repr) else found
 
 
-def _failure(error: BaseException, where: str) -> dict[str, str]:
+def _failure(error: BaseException, where: str) -> data.Failure:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return {
-        "type": type(error).__name__,
-        "message": str(error)[:20_000],
-        "where": where,
-        "traceback": text[-50_000:],
+    return data.Failure(
+        type=type(error).__name__,
+        message=str(error)[:20_000],
+        where=where,
+        traceback=text[-50_000:],
         # Ranks that disagree have no line that is to blame.
-        "raised": "" if isinstance(error, AgreementError) else raising_line(error)[:1_000],
-    }
+        raised="" if isinstance(error, AgreementError) else raising_line(error)[:1_000],
+    )
 
 
 def _caused_by(error: BaseException | None, cause: BaseException | None) -> bool:

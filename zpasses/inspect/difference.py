@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from zpasses.dumps.format import Argument, Node, RecomputeMark, Ref, Snapshot
+from zpasses.dumps.format import Argument, Items, Node, RecomputeMark, Ref, Snapshot
 from zpasses.inspect.listing import argument_text, op_text, value_text
 from zpasses.inspect.shared import count
 
@@ -216,11 +216,11 @@ def _same(before: Argument, after: Argument, pairs: Mapping[int, int]) -> bool:
             and len(before) == len(after)
             and all(_same(a, b, pairs) for a, b in zip(before, after, strict=True))
         )
-    if isinstance(before, Mapping):
+    if isinstance(before, Items):
         return (
-            isinstance(after, Mapping)
-            and before.keys() == after.keys()
-            and all(_same(before[key], after[key], pairs) for key in before)
+            isinstance(after, Items)
+            and before.items.keys() == after.items.keys()
+            and all(_same(before.items[key], after.items[key], pairs) for key in before.items)
         )
     return type(before) is type(after) and (
         before == after or before != before
@@ -236,10 +236,10 @@ def _tag_change(old: Node, new: Node) -> str:
             else f"parameters {_values_change(old.params, new.params)}"
         )
     parts = []
-    for field in fields(new.tag):
-        was, now = getattr(old.tag, field.name), getattr(new.tag, field.name)
+    for name in new.tag.__struct_fields__:
+        was, now = getattr(old.tag, name), getattr(new.tag, name)
         if was != now:
-            parts.append(f"{field.name}: {_values_change(was, now)}")
+            parts.append(f"{name}: {_values_change(was, now)}")
     return "; ".join(parts)
 
 

@@ -13,10 +13,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from zpasses.dumps.errors import DamagedDumpError, NotADumpError
-from zpasses.dumps.files import Record, parse_object, read_bytes
+from zpasses.dumps.files import damaged, decoded, read_bytes
 from zpasses.dumps.limits import Limits
+from zpasses.dumps.nodes import Count, Record
 from zpasses.inspect.launches import kind_of
 from zpasses.inspect.plain_pickle import load_plain_pickle
 
@@ -74,8 +78,8 @@ def read_recorder(path: Path, limits: Limits) -> RankState:
         limits: upper bounds for what is read.
 
     Raises:
-        NotADumpError: if the file is missing, has no rank in its name, or is something else.
-        DumpError: if it is damaged or exceeds the limits.
+        NotADumpError: if the file is missing, or has no rank in its name.
+        DumpError: if it is damaged, is something else, or exceeds the limits.
     """
     if not path.exists():
         raise NotADumpError(f"{path} does not exist; {_EXPECTED}.")
@@ -85,62 +89,66 @@ def read_recorder(path: Path, limits: Limits) -> RankState:
             f"{path}: its name does not end in a rank; expected a name such as trace_rank_3 or "
             "fr-0.json, as the recorder gives it."
         )
-    data = read_bytes(path.resolve(), limits)
-    if data[:1] == b"\x80":
-        loaded = load_plain_pickle(data, path)
-        if not isinstance(loaded, dict):
-            raise NotADumpError(f"{path}: is no dictionary; {_EXPECTED}.")
-        whole = Record(loaded, str(path))
-    else:
-        try:
-            whole = parse_object(data.decode(), str(path), limits)
-        except UnicodeDecodeError as error:
-            raise NotADumpError(f"{path}: is neither JSON nor a pickle; {_EXPECTED}.") from error
-    if not isinstance(whole.data.get("entries"), list):
-        raise NotADumpError(
-            f"{path}: has no list 'entries'; {_EXPECTED}, with its collectives "
-            "(TORCH_INCLUDE_STACK_TRACE and similar settings do not matter)."
-        )
-    return _state(int(match[1]), whole)
+    data, where = read_bytes(path.resolve(), limits), f"{path}: {_EXPECTED}"
+    try:
+        if data[:1] == b"\x80":
+            whole = msgspec.convert(load_plain_pickle(data, path), _File)
+        else:
+            whole = decoded(data, _File, where, limits)
+    except msgspec.ValidationError as error:
+        raise damaged(error, where) from error
+    return _state(int(match[1]), whole, path)
 
 
-def _state(rank: int, whole: Record) -> RankState:
+class _Entry(Record, frozen=True):
+    """A collective, or an exchange between two ranks."""
+
+    process_group: tuple[str, str]
+    """Name and description of the group."""
+    collective_seq_id: Count
+    profiling_name: str
+    record_id: Count = 0
+    state: str = ""
+    is_p2p: bool = False
+    retired: bool = False
+    time_created_ns: Any = None
+    input_sizes: Any = None
+
+
+class _File(Record, frozen=True):
+    """What the recorder writes."""
+
+    entries: list[_Entry]
+    pg_config: dict[Any, Any] = {}
+
+
+def _state(rank: int, whole: _File, path: Path) -> RankState:
     history: dict[str, list[LastCollective]] = defaultdict(list)
     waiting: dict[str, LastCollective] = {}
-    entries = whole.records("entries")
     # The recorder is a ring: its order is that of `record_id`.
-    for entry in sorted(entries, key=lambda each: each.integer("record_id", 0)):
-        if entry.flag("is_p2p"):
+    for entry in sorted(whole.entries, key=lambda each: each.record_id):
+        if entry.is_p2p:
             continue
-        group = _group(entry)
+        group = entry.process_group[0][:256]
         last = _last(entry)
         history[group].append(last)
-        unfinished = entry.text("state", "") != "completed" and not entry.flag("retired")
-        if unfinished and group not in waiting:
+        if entry.state != "completed" and not entry.retired and group not in waiting:
             waiting[group] = last
     groups = {name: GroupState(tuple(items), waiting.get(name)) for name, items in history.items()}
-    return RankState(rank, groups, _members(whole))
+    return RankState(rank, groups, _members(whole, path))
 
 
-def _group(entry: Record) -> str:
-    named = entry.data.get("process_group")
-    if isinstance(named, (list, tuple)) and named and isinstance(named[0], str):
-        return named[0][:256]
-    raise entry.fail("process_group", "the name and the description of a group")
-
-
-def _last(entry: Record) -> LastCollective:
-    created = entry.data.get("time_created_ns")
+def _last(entry: _Entry) -> LastCollective:
+    created = entry.time_created_ns
     return LastCollective(
-        number=entry.integer("collective_seq_id"),
-        kind=kind_of(entry.text("profiling_name").partition(":")[2])[:256],
-        elements=_elements(entry),
+        number=entry.collective_seq_id,
+        kind=kind_of(entry.profiling_name.partition(":")[2])[:256],
+        elements=_elements(entry.input_sizes),
         at_s=created / 1e9 if type(created) is int and 0 < created < 1 << 63 else None,
     )
 
 
-def _elements(entry: Record) -> int | None:
-    sizes = entry.data.get("input_sizes")
+def _elements(sizes: Any) -> int | None:
     if not isinstance(sizes, (list, tuple)):
         return None
     total = 0
@@ -152,9 +160,9 @@ def _elements(entry: Record) -> int | None:
     return total
 
 
-def _members(whole: Record) -> dict[str, tuple[int, ...]]:
+def _members(whole: _File, path: Path) -> dict[str, tuple[int, ...]]:
     found = {}
-    for name, config in whole.mapping("pg_config").items():
+    for name, config in whole.pg_config.items():
         text = config.get("ranks") if isinstance(config, dict) else None
         if not isinstance(name, str) or not isinstance(text, str) or len(text) > 1 << 20:
             continue
@@ -162,7 +170,7 @@ def _members(whole: Record) -> dict[str, tuple[int, ...]]:
             ranks = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DamagedDumpError(
-                f"{whole.where}: the ranks of group {name[:80]!r} are {text[:80]!r}; expected a "
+                f"{path}: the ranks of group {name[:80]!r} are {text[:80]!r}; expected a "
                 "list of numbers."
             ) from error
         if isinstance(ranks, list) and all(type(rank) is int for rank in ranks):

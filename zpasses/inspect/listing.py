@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from zpasses.dumps.format import Argument, Node, Ref, Repr, Snapshot, Value
+from zpasses.dumps.format import Argument, Items, Node, Ref, Repr, Snapshot, Value
 from zpasses.inspect.units import bytes_text
 
 __all__ = [
@@ -164,9 +164,10 @@ def argument_text(
         return _SHORT.get(text, text)
     if isinstance(argument, tuple):
         return f"[{_joined([argument_text(item, names, most) for item in argument], most)}]"
-    if isinstance(argument, Mapping):
-        items = [f"{key}: {argument_text(item, names, most)}" for key, item in argument.items()]
-        return f"{{{', '.join(items)}}}"
+    if isinstance(argument, Items):
+        items = argument.items.items()
+        texts = [f"{key}: {argument_text(item, names, most)}" for key, item in items]
+        return f"{{{', '.join(texts)}}}"
     return repr(argument)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-from dataclasses import asdict
 from typing import Any
 
 from zpasses.dumps.errors import DumpError
@@ -237,15 +236,15 @@ def _wrapped(message: str) -> tuple[str, ...]:
     return tuple(textwrap.wrap(cut(message, _NOTE_CHARS), 64))
 
 
-def _counts(graph: Graph, step: Step) -> dict[str, int] | None:
+def _counts(graph: Graph, step: Step) -> Any:
     """Figures of a step. They come from the dump's events if possible, so that no graph is read."""
     if step.counts is not None:
-        return asdict(step.counts)
+        return to_json_value(step.counts)
     following = graph.steps[step.index + 1].run if step.index + 1 < len(graph.steps) else None
     if following is not None:
-        return asdict(following.before)
+        return to_json_value(following.before)
     try:
-        return asdict(Counts.of(step.snapshot)) if step.snapshot is not None else None
+        return to_json_value(step.snapshot and Counts.of(step.snapshot))
     except DumpError:
         # The pages of this graph report the error. The overview lists the rest.
         return None
@@ -290,7 +289,6 @@ def _compile_data(each: Compile) -> dict[str, Any]:
     return {
         "folder": each.folder,
         **to_json_value(each.info),
-        "error": to_json_value(each.error),
         "notes": list(each.notes),
         "graphs": graphs,
     }

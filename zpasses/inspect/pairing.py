@@ -8,7 +8,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-from zpasses.dumps.format import Argument, Node, Ref, Repr, Snapshot
+from zpasses.dumps.format import Argument, Items, Node, Ref, Repr, Snapshot
 
 __all__ = ["pair_nodes"]
 
@@ -158,8 +158,9 @@ def _expression(argument: Argument, found: Mapping[int, int]) -> Hashable:
         return ("node", found.get(argument.node))
     if isinstance(argument, tuple):
         return tuple(_expression(item, found) for item in argument)
-    if isinstance(argument, Mapping):
-        return tuple((key, _expression(item, found)) for key, item in sorted(argument.items()))
+    if isinstance(argument, Items):
+        items = sorted(argument.items.items())
+        return tuple((key, _expression(item, found)) for key, item in items)
     return (type(argument).__name__, argument.text if isinstance(argument, Repr) else argument)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
-from zpasses.dumps.format import Prediction, Ref, Repr, Step
+from zpasses.dumps.format import Items, Prediction, Record, Step
 from zpasses.inspect.find import SelectedGraph, failure_text
 from zpasses.inspect.view import Text, text_of
 
@@ -33,20 +31,14 @@ def to_json_value(value: Any) -> Any:
         return value if math.isfinite(value) else str(value)  # JSON has no infinity and no NaN
     if kind is tuple or kind is list:
         return [to_json_value(item) for item in value]
-    if kind is Ref:
-        return {"node": value.node}
-    if kind is Repr:
-        return {"repr": value.text}
     if isinstance(value, Mapping):
         return {str(key): to_json_value(item) for key, item in value.items()}
-    if is_dataclass(value):
-        return {name: to_json_value(getattr(value, name)) for name in _shown_fields(kind)}
+    if kind is Items:
+        return to_json_value(value.items)
+    if isinstance(value, Record):
+        names = zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True)
+        return {shown: to_json_value(getattr(value, name)) for shown, name in names}
     return str(value)
-
-
-@functools.cache
-def _shown_fields(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind) if field.repr)
 
 
 def about_step(each: SelectedGraph, step: Step) -> dict[str, Any]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from zpasses.dumps.errors import DumpError, NotATraceError
-from zpasses.dumps.files import Record, parse_object, read_bytes
+import msgspec
+from msgspec import Meta, field
+
+from zpasses.dumps.errors import DamagedDumpError, NotATraceError
+from zpasses.dumps.files import damaged, decoded, read_bytes
 from zpasses.dumps.limits import Limits
+from zpasses.dumps.nodes import Count, Micros, Record
 
 __all__ = ["MemoryEvent", "Trace", "TraceEvent", "read_trace"]
 
-_MOST = 1 << 62
 _NAME_CHARS = 300
 
 
@@ -81,90 +84,85 @@ def read_trace(path: str | Path, limits: Limits | None = None) -> Trace:
         )
     data = read_bytes(path.resolve(), limits)
     try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise NotATraceError(f"{path} is not UTF-8 text; {_EXPECTED}") from error
-    del data
-    try:
-        whole = parse_object(text, str(path), limits)
-    except DumpError as error:
-        if "traceEvents" in text[: 1 << 16] or type(error).__name__ == "DumpTooLargeError":
+        whole = decoded(data, _File, path, limits)
+    except DamagedDumpError as error:
+        if b"traceEvents" in data[: 1 << 16]:
             raise
         raise NotATraceError(f"{path} is not a trace; {_EXPECTED}") from error
-    del text
-    if not isinstance(whole.data.get("traceEvents"), list):
-        raise NotATraceError(f"{path} has no list 'traceEvents'; {_EXPECTED}")
     return _trace(path, whole)
 
 
 _EXPECTED = "expected the JSON that torch.profiler exports by export_chrome_trace."
 
 
-def _trace(path: Path, whole: Record) -> Trace:
+Number = Annotated[float, Meta(gt=-(1 << 62), lt=1 << 62)]
+Integer = Annotated[int, Meta(gt=-(1 << 62), lt=1 << 62)]
+
+
+class _Job(Record, frozen=True):
+    rank: Count | None = None
+    world_size: Count | None = None
+
+
+class _File(Record, frozen=True):
+    """A file of the profiler. Events have other fields in each phase."""
+
+    trace_events: list[dict[str, Any]] = field(name="traceEvents")
+    job: _Job = field(name="distributedInfo", default=_Job())
+    process: dict[str, Count] | None = field(name="zpasses", default=None)
+
+
+class _Span(Record, frozen=True):
+    name: str
+    ts: Number
+    cat: str = ""
+    pid: int | str = ""
+    tid: int | str = ""
+    dur: Micros = 0.0
+    args: Any = None
+
+
+class _MemoryArguments(Record, frozen=True):
+    device: Integer = field(name="Device Type", default=0)
+    allocated: Integer = field(name="Total Allocated", default=0)
+
+
+class _Memory(Record, frozen=True):
+    ts: Number
+    args: _MemoryArguments
+
+
+def _trace(path: Path, whole: _File) -> Trace:
     events: list[TraceEvent] = []
     memory: list[MemoryEvent] = []
-    items = whole.items("traceEvents")
-    for number, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise NotATraceError(f"{path}, event {number}: is no object; {_EXPECTED}")
-        phase = item.get("ph")
-        if phase == "X":
-            events.append(_event(Record(item, f"{path}, event {number}")))
-        elif phase == "i" and item.get("name") == "[memory]":
-            memory.append(_memory(Record(item, f"{path}, event {number}")))
+    for number, item in enumerate(whole.trace_events):
+        try:
+            if item.get("ph") == "X":
+                events.append(_event(msgspec.convert(item, _Span)))
+            elif item.get("ph") == "i" and item.get("name") == "[memory]":
+                found = msgspec.convert(item, _Memory)
+                memory.append(MemoryEvent(found.ts, found.args.device, found.args.allocated))
+        except msgspec.ValidationError as error:
+            raise damaged(error, f"{path}, event {number}") from error
     events.sort(key=lambda each: (each.start_us, -each.end_us))
     memory.sort(key=lambda each: each.at_us)
-    about = whole.optional_record("distributedInfo")
-    process = whole.optional_record("zpasses")
     return Trace(
         path,
-        about.optional_integer("rank") if about is not None else None,
-        about.optional_integer("world_size") if about is not None else None,
+        whole.job.rank,
+        whole.job.world_size,
         tuple(events),
         tuple(memory),
-        {key: process.integer(key) for key in process.data} if process is not None else None,
+        whole.process,
     )
 
 
-def _event(record: Record) -> TraceEvent:
-    start = _time(record, "ts")
-    args = record.data.get("args")
-    correlation = args.get("correlation") if isinstance(args, dict) else None
+def _event(span: _Span) -> TraceEvent:
+    correlation = span.args.get("correlation") if isinstance(span.args, dict) else None
     return TraceEvent(
-        record.text("name")[:_NAME_CHARS],
-        record.text("cat", "")[:_NAME_CHARS],
-        (_track(record, "pid"), _track(record, "tid")),
-        start,
-        start + record.number("dur", 0.0),
+        span.name[:_NAME_CHARS],
+        span.cat[:_NAME_CHARS],
+        (str(span.pid)[:_NAME_CHARS], str(span.tid)[:_NAME_CHARS]),
+        span.ts,
+        span.ts + span.dur,
         correlation if type(correlation) is int else None,
     )
-
-
-def _memory(record: Record) -> MemoryEvent:
-    args = record.record("args")
-    return MemoryEvent(
-        _time(record, "ts"),
-        int(_whole(args, "Device Type")),
-        int(_whole(args, "Total Allocated")),
-    )
-
-
-def _whole(record: Record, key: str) -> int:
-    value = record.data.get(key, 0)
-    if type(value) is not int or abs(value) >= _MOST:
-        raise record.fail(key, "an integer")
-    return value
-
-
-def _time(record: Record, key: str) -> float:
-    value: Any = record.data.get(key)
-    if type(value) not in (int, float) or not -_MOST < value < _MOST:
-        raise record.fail(key, "a number of microseconds")
-    return float(value)
-
-
-def _track(record: Record, key: str) -> str:
-    value = record.data.get(key, "")
-    if type(value) not in (int, str):
-        raise record.fail(key, "a number or a text")
-    return str(value)[:_NAME_CHARS]

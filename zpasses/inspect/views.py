@@ -34,7 +34,9 @@ class _NodeValues:
     def __call__(self, node: Node) -> dict[str, Any]:
         if id(node) not in self._known:
             # The node is kept, so that its id() is not reused.
-            self._known[id(node)] = (node, to_json_value(node))
+            values = {**to_json_value(node), "inputs": list(node.inputs)}
+            del values["source_index"]
+            self._known[id(node)] = (node, values)
         return self._known[id(node)][1]
 
 

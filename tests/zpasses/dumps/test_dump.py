@@ -268,7 +268,7 @@ def test_unusable_dump_folders_are_refused_with_advice(tmp_path):
     )
     (tmp_path / "older").mkdir()
     (tmp_path / "older" / "zpasses-dump.json").write_text(
-        '{"format": "zpasses-dump", "version": 1}'
+        '{"format": "zpasses-dump", "version": 2}'
     )
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "zpasses-dump.json").write_text(
@@ -285,7 +285,7 @@ def test_unusable_dump_folders_are_refused_with_advice(tmp_path):
         ("file/below", DumpPathError, "is a file or is below a file"),
         ("full", NotADumpError, r"contains 'thesis.tex' and no dump"),
         ("newer", DumpVersionError, "version 99"),
-        ("older", DumpVersionError, "version 1; this zpasses writes version 3"),
+        ("older", DumpVersionError, "version 2; this zpasses writes version 3"),
         ("linked", DumpPathError, "symbolic link"),
     ]:
         with pytest.raises(Exception, match=text) as caught:
@@ -390,4 +390,4 @@ def test_ranks_that_disagree_have_no_line_that_raised(error, raised):
 
     with pytest.raises(error) as caught:
         raise error("wrong")
-    assert bool(writer._failure(caught.value, "somewhere")["raised"]) is raised
+    assert bool(writer._failure(caught.value, "somewhere").raised) is raised

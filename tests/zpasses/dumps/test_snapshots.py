@@ -15,7 +15,7 @@ from zpasses.cost.time.step_time import Timeline
 from zpasses.cost.time.target import TARGETS, use_target
 from zpasses.dumps import DamagedDumpError
 from zpasses.dumps.describe import Describer
-from zpasses.dumps.format import Ref, Repr
+from zpasses.dumps.format import Items, Ref, Repr
 from zpasses.dumps.limits import Limits
 from zpasses.dumps.snapshots import SnapshotFiles
 from zpasses.pipeline.events import observe_graphs
@@ -82,7 +82,7 @@ def test_dynamic_shapes_slices_and_unusual_values_round_trip(tmp_path):
     args = read.by_name["narrow_copy"].args
     assert args[0] == Ref(0)
     assert args[1:3] == (Repr("nan"), Repr(str(1 << 80)))
-    assert args[3] == {"deep": ({"start": Ref(0), "stop": None, "step": 2},)}
+    assert args[3] == Items({"deep": (Items({"start": Ref(0), "stop": None, "step": 2}),)})
     assert read.by_name["narrow_copy"].kwargs == {"dtype": Repr("torch.bfloat16")}
     assert read.by_name["to"].inputs == (1,)
 
@@ -166,22 +166,23 @@ def test_copy_engine_gathers_have_the_route_and_the_times_that_the_pass_compared
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda rows: rows[0].update(snapshot=7), "the number in the file's name"),
+        (lambda rows: rows[0].update(number=7), "the number in the file's name"),
         (lambda rows: rows[0].update(base=0), "not an earlier one"),
         (lambda rows: rows[0].update(written=99), "expected 99"),
         (lambda rows: rows[0].update(live_bytes=[1]), "expected one for each"),
         (lambda rows: rows[0].update(spans=[]), "expected one for each"),
         (lambda rows: rows[0]["spans"].__setitem__(0, [2, 1]), "0 <= start <= end"),
         (lambda rows: rows[0].update(order=[0, 0]), "each node exactly once"),
-        (lambda rows: rows[1].update(id=-1), "integer >= 0"),
+        (lambda rows: rows[1].update(id=-1), r"line 2: 'id': expected `int` >= 0"),
         (lambda rows: rows[1].update(id=rows[2]["id"]), "expected unique ids"),
-        (lambda rows: rows[1].update(source=5000), "a number below"),
-        (lambda rows: rows[1].update(stream="third"), "'compute'"),
-        (lambda rows: rows[1].update(cost_us=-1), "number >= 0"),
+        (lambda rows: rows[1].update(source_index=5000), "a number below"),
+        (lambda rows: rows[1].update(tag={"role": "full", "params": [1]}), r"'tag.params\[0\]'"),
         (lambda rows: rows[1].update(args=[{"node": 4711}]), "refers to node 4711"),
         (lambda rows: rows[1].update(args=[{"node": 1, "more": 2}]), "is invalid"),
         (
-            lambda rows: rows[1].update(buffers=[{"bytes": 1, "last": 999, "kind": "other"}]),
+            lambda rows: rows[1].update(
+                buffers=[{"nbytes": 1, "first": 0, "last": 999, "kind": "other"}]
+            ),
             "refers to node 999",
         ),
         (lambda rows: rows.pop(), "truncated"),

@@ -1,7 +1,9 @@
 """Handmade graphs and dumps for tests, without torch."""
 
-from dataclasses import replace
+import dataclasses
 from pathlib import Path
+
+from msgspec import structs
 
 from zpasses.dumps.format import (
     Buffer,
@@ -20,7 +22,6 @@ from zpasses.dumps.format import (
     Step,
     Tag,
     Value,
-    references,
 )
 from zpasses.inspect import Inspection
 
@@ -30,6 +31,13 @@ MM, GATHER, REDUCE, WAIT = (
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.wait_tensor.default",
 )
+
+
+def replace(value, **changes):
+    """The dataclass or record with other fields."""
+    if dataclasses.is_dataclass(value):
+        return dataclasses.replace(value, **changes)
+    return structs.replace(value, **changes)
 
 
 def value(*shape, dtype="float32", device="cpu", width=4):
@@ -50,10 +58,9 @@ def node(
     cost_us=1.0,
     **more,
 ):
-    inputs = tuple(dict.fromkeys(references(tuple(args))))
     vals = () if op == "output" else (value(*shape),)
     work = {"cost_us": cost_us, "stream": "compute"} if op == "call_function" else {}
-    return Node(id, name, op, target, tuple(args), vals=vals, inputs=inputs, **{**work, **more})
+    return Node(id, name, op, target, tuple(args), vals=vals, **{**work, **more})
 
 
 def snapshot(*nodes, live=None, number=0):
@@ -263,6 +270,7 @@ def dump_of(*graphs, rank=0, name="0/0", error=None, sources=None, **info):
         codegen="eager",
         pipeline="overlap",
         target={"name": "cpu"},
+        error=error,
         **info,
     )
     compiled = Compile(
@@ -271,7 +279,6 @@ def dump_of(*graphs, rank=0, name="0/0", error=None, sources=None, **info):
         about,
         (),
         {each.name: each for each in graphs},
-        error,
         sources or {},
     )
     meta = {"zpasses": "0.1.0", "torch": "2.13.0", "created": "2030-01-01T00:00:00Z", "world": 2}

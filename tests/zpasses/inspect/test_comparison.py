@@ -1,7 +1,6 @@
 """Two graphs side by side: in text, and on the page."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from tests.zpasses.inspect.graphs import (
     gradients,
     graph_of,
     node,
+    replace,
     retagged,
     snapshot,
     two_gathers,

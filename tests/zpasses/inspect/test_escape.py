@@ -4,11 +4,10 @@ import json
 import re
 import sys
 import unicodedata
-from dataclasses import replace
 
 import pytest
 
-from tests.zpasses.inspect.graphs import dump_of, graph_of, small_dump, two_gathers
+from tests.zpasses.inspect.graphs import dump_of, graph_of, replace, small_dump, two_gathers
 from zpasses.dumps.format import Failure, PassRun
 from zpasses.inspect import Inspection
 from zpasses.inspect.escape import one_line, one_line_values, printable
@@ -74,7 +73,8 @@ def hostile_dump():
     )
     renamed = replace(compiled.graphs["forward"], name="forward", steps=steps)
     failure = Failure(EVIL, EVIL, EVIL, EVIL)
-    compiled = replace(compiled, graphs={"forward": renamed}, error=failure)
+    info = replace(compiled.info, error=failure)
+    compiled = replace(compiled, graphs={"forward": renamed}, info=info)
     meta = {**dump.meta, "zpasses": EVIL, EVIL: EVIL}
     return Inspection(
         replace(dump, meta=meta, ranks={0: replace(dump.ranks[0], compiles=(compiled,))})

@@ -1,6 +1,6 @@
 """A pass that failed is never shown as a success."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -12,7 +12,7 @@ from tests.zpasses.inspect.browsing import (
     needs_browser,
     one,
 )
-from tests.zpasses.inspect.graphs import dump_of, graph_of, two_gathers
+from tests.zpasses.inspect.graphs import dump_of, graph_of, replace, two_gathers
 from tests.zpasses.inspect.real import Layers
 from zpasses import compat
 from zpasses.dumps.format import Failure

@@ -1,6 +1,5 @@
 """What the pages say about graphs that never run, variants, and graphs that do not fit."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from tests.zpasses.inspect.browsing import (
     needs_browser,
     one,
 )
-from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, two_gathers
+from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, replace, two_gathers
 from zpasses.dumps.format import Dump, Param
 from zpasses.inspect import Inspection
 from zpasses.inspect.graph_notes import NEVER_RUNS, variant_text

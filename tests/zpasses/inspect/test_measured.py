@@ -3,13 +3,12 @@
 import gzip
 import json
 import os
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.zpasses.inspect.graphs import small_dump, two_gathers
+from tests.zpasses.inspect.graphs import replace, small_dump, two_gathers
 from tests.zpasses.inspect.traces import graph_run, memory, span, write
 from zpasses.dumps.errors import DumpError, NotATraceError
 from zpasses.dumps.limits import Limits

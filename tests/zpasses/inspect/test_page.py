@@ -4,7 +4,6 @@ Most tests share pages: a page that is open already only gets a new address.
 """
 
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -16,6 +15,7 @@ from tests.zpasses.inspect.graphs import (
     gather,
     graph_of,
     node,
+    replace,
     small_dump,
     snapshot,
     two_gathers,
@@ -594,7 +594,7 @@ def test_every_view_fits_the_width(page, width):
 @pytest.mark.slow(quick="test_every_view_fits_the_width[390]")
 def test_a_narrow_page_has_both_sides_in_one_list(page, view):
     nodes = list(two_gathers().nodes)
-    nodes[5] = replace(nodes[5], args=(Ref(4), Ref(4)), inputs=(4,))
+    nodes[5] = replace(nodes[5], args=(Ref(4), Ref(4)))
     after = snapshot(*nodes[:-1], node(20, "extra"), nodes[-1])
     shown = page(inspection(two_gathers(), after), f"0/forward/1/{view}/", width=390)
     first, second = ("before", "after") if view == "diff" else ("first", "second")

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -11,7 +10,15 @@ from tests.zpasses.inspect.browsing import (
     needs_browser,
     one,
 )
-from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, node, snapshot, two_gathers
+from tests.zpasses.inspect.graphs import (
+    chain,
+    dump_of,
+    graph_of,
+    node,
+    replace,
+    snapshot,
+    two_gathers,
+)
 from tests.zpasses.inspect.real import dump_training_step
 from tests.zpasses.inspect.test_real_dump import ExtraParameter
 from zpasses.dumps.format import Agreement, Dump, Value

@@ -2,15 +2,23 @@
 docs/measurements.md.
 """
 
-from dataclasses import replace
-
 import pytest
 
 from tests.zpasses.inspect.browsing import (
     needs_browser,
     one,
 )
-from tests.zpasses.inspect.graphs import MM, dump_of, gather, graph_of, node, snapshot, value, wait
+from tests.zpasses.inspect.graphs import (
+    MM,
+    dump_of,
+    gather,
+    graph_of,
+    node,
+    replace,
+    snapshot,
+    value,
+    wait,
+)
 from zpasses.dumps.format import Buffer, Ref, Source
 from zpasses.inspect import Inspection
 

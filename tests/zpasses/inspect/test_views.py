@@ -1,7 +1,5 @@
 """Tests of the inspector's pages and figures."""
 
-from dataclasses import replace
-
 import expecttest
 import pytest
 
@@ -11,6 +9,7 @@ from tests.zpasses.inspect.graphs import (
     gather,
     graph_of,
     node,
+    replace,
     small_dump,
     snapshot,
     two_gathers,

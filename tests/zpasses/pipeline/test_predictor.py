@@ -1,6 +1,5 @@
 """Predictions: what is achieved, what is possible, and the bound, for the graphs of a compile."""
 
-import json
 import logging
 
 import pytest
@@ -12,7 +11,7 @@ from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.time.step_time import step_time
 from zpasses.cost.time.target import Target
-from zpasses.dumps import DamagedDumpError, read
+from zpasses.dumps import read
 from zpasses.inspect import open as open_dump
 from zpasses.passes import ZERO3, Overlap
 from zpasses.pipeline import predictor as predictor_module
@@ -107,17 +106,7 @@ def test_predictions_are_logged_and_pages_show_them(tmp_path, caplog):
     first = dump.collectives("backward", 0)
     assert "Achieved" not in str(first), "the prediction is not about the graph before its passes"
     assert first.data[0]["prediction"] is None
-    # A dump without predictions is read, and damaged ones are refused.
     (events,) = tmp_path.glob("rank0/*/events.jsonl")
-    lines = [json.loads(line) for line in events.read_text().splitlines()]
-
-    def write(lines):
-        events.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    write(line for line in lines if line["event"] != "prediction")
+    kept = [line for line in events.read_text().splitlines() if '"prediction"' not in line]
+    events.write_text("\n".join(kept) + "\n")
     assert "Predicted" not in str(open_dump(tmp_path).overview())
-    for value in (-1.0, "fast", None):
-        damaged = {"bound_us": value}
-        write({**line, **(damaged if line["event"] == "prediction" else {})} for line in lines)
-        with pytest.raises(DamagedDumpError, match="bound_us"):
-            read(tmp_path)
