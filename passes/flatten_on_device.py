@@ -49,8 +49,6 @@ from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass, process_token
 from zpasses.ranks.agree import exchange
 
-__all__ = ["TIER_DECISION_KEY", "FlattenOnDevice", "TierDecision"]
-
 _TIERS: tuple[Tier, ...] = ("plain", "distributed", "host")
 
 _HEADROOM = 0.1

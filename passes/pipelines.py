@@ -20,15 +20,6 @@ from zpasses.passes.schedule import Schedule
 from zpasses.passes.sdma import Sdma
 from zpasses.pipeline.pipeline import Pipeline
 
-__all__ = [
-    "ZERO1",
-    "ZERO2",
-    "ZERO2_ONE_AHEAD",
-    "ZERO3",
-    "ZERO3_ONE_AHEAD",
-    "ZERO3_SDMA",
-]
-
 _STAGE2 = (MergeReads(), GatherParams(), ReduceGrads(), CacheParams())
 _STAGE3 = (MergeReads(max_hold_mb=1.0), GatherParams(), ReduceGrads(), ReshardAfterForward())
 

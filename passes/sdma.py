@@ -45,8 +45,6 @@ from zpasses.ranks.agree import adopt
 from zpasses.sdma import route_choice
 from zpasses.sdma.ops import SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_ALL_GATHER_OUT
 
-__all__ = ["Decision", "Sdma"]
-
 log = logging.getLogger("zpasses")
 
 _MIB = 1 << 20

@@ -42,8 +42,6 @@ from zpasses.sdma.routes import Route
 from zpasses.tools.calibrate_trace import fit_line, target_from_run
 from zpasses.tools.config_options import add_options, config_of
 
-__all__ = ["Sample", "fit", "main", "measure", "write"]
-
 SMALLEST = 64 << 10
 """Bytes of the smallest full tensor."""
 

@@ -25,14 +25,6 @@ from zpasses.inspect.measured import Measured
 
 log = logging.getLogger(__name__)
 
-__all__ = [
-    "TraceCollective",
-    "TraceFigures",
-    "fit_line",
-    "fit_target",
-    "read_figures",
-    "target_from_run",
-]
 
 _LEAST_HOP_US = 0.001
 """A target's times must be positive."""

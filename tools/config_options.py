@@ -15,8 +15,6 @@ from zpasses.option_values import field_types, parse_value
 from zpasses.tools.capture.mesh_shapes import MeshShape
 from zpasses.tools.docs.fields import FieldDoc, describe_fields
 
-__all__ = ["add_options", "config_of"]
-
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
     """Add the options of a dataclass to a parser."""

@@ -26,8 +26,6 @@ from zpasses.tools.cli.common import (
     rank_and_compile_options,
 )
 
-__all__ = ["find_browser", "main"]
-
 VIEWS = ("overview", "diff", "memory", "timeline", "collectives", "listing", "source")
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -15,8 +15,6 @@ from pathlib import Path
 from zpasses.errors import ZpassesError
 from zpasses.probe import Request, all_reported, write_request
 
-__all__ = ["ProgramError", "program_command", "run_limited", "run_probed"]
-
 _TAIL_LINES = 60  # the report of torchrun takes 40 at its end
 _POLL_S = 0.2
 

@@ -20,8 +20,6 @@ from zpasses.graph.dialect import group_size
 from zpasses.graph.queries import Editor, collective_of, is_wait, nbytes, value_of
 from zpasses.graph.tags import Role, Tag, add_tag, retag, tag_of
 
-__all__ = ["LaunchNodes", "merge_collectives"]
-
 aten = torch.ops.aten
 
 

@@ -30,8 +30,6 @@ from zpasses.passes.writers.schedule_writer import (
     place_launches,
 )
 
-__all__ = ["ExactPlan", "fastest_one_ahead"]
-
 _MIB = 1 << 20
 _CAPS_MB = (12, 25)
 """`cap_mb` of `bucket` in the pipelines `zero3-one-ahead` and `zero2-one-ahead`."""

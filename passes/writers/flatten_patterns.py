@@ -23,8 +23,6 @@ from torch import Tensor, fx
 from zpasses.graph.queries import value_of
 from zpasses.graph.tags import tag_of
 
-__all__ = ["Flattening", "Piece", "device_source", "find_flattenings", "is_view_op"]
-
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _ORDER_PRESERVING = {

@@ -17,8 +17,6 @@ from zpasses.graph.queries import Editor, erase_dead, nbytes, replace_node, valu
 from zpasses.graph.tags import Tag, add_tag
 from zpasses.passes.writers.flatten_patterns import Flattening, Piece, device_source, is_view_op
 
-__all__ = ["FlattenPlan", "Tier", "freed_bytes"]
-
 aten = torch.ops.aten
 
 Tier = Literal["plain", "distributed", "host"]

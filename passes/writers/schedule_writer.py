@@ -14,8 +14,6 @@ from zpasses.cost.time.step_time import Timeline
 from zpasses.cost.time.target import Target
 from zpasses.passes.writers.bucket_writer import LaunchNodes, merge_collectives
 
-__all__ = ["copied", "exact_cost", "merged_launches", "place_launches", "write_plan"]
-
 
 def write_plan(graph: fx.Graph, problem: ScheduleProblem, plan: Plan, origin: str) -> None:
     """Merges and moves collectives.

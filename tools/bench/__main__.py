@@ -19,8 +19,6 @@ from zpasses.tools.bench.schedule import ScheduleConfig, run_schedule, schedule_
 from zpasses.tools.bench.train import TrainConfig, run_train, train_table
 from zpasses.tools.config_options import add_options, config_of
 
-__all__ = ["SUITES", "Suite", "main"]
-
 
 @dataclass(frozen=True)
 class Suite:

@@ -26,8 +26,6 @@ from zpasses.tools.bench.model import ModelSize, batches, build_model
 from zpasses.tools.bench.peers import check_peers, peer_of
 from zpasses.tools.bench.report import MIB, report_text
 
-__all__ = ["CompileConfig", "CompileReport", "CompileResult", "compile_table", "run_compile"]
-
 _WORKER = "zpasses.tools.bench.compiling"
 
 

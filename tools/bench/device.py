@@ -26,8 +26,6 @@ from zpasses.tools.bench.model import GPT, ModelSize
 from zpasses.tools.bench.peers import check_peers, peer_of
 from zpasses.tools.bench.report import MIB, report_text, two_decimals
 
-__all__ = ["DeviceConfig", "DeviceReport", "DeviceResult", "device_table", "run_device"]
-
 _WORKER = "zpasses.tools.bench.device"
 
 

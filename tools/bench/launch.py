@@ -17,8 +17,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["RankError", "rank_main", "run_ranks"]
-
 _TAIL_LINES = 25
 
 

@@ -18,17 +18,6 @@ from zpasses import compat
 from zpasses.pipeline.events import ObservedGraph, observe_graphs
 from zpasses.runtime.gloo import STARTED
 
-__all__ = [
-    "PassTime",
-    "ResidentMemory",
-    "Traffic",
-    "held_bytes",
-    "observe_pass_time",
-    "sent_bytes",
-    "settled_bytes",
-    "traffic",
-]
-
 
 # --- memory ---------------------------------------------------------------------------------------
 class ResidentMemory:

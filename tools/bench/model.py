@@ -20,16 +20,6 @@ from torch.distributed.tensor.parallel import (
 
 from zpasses.errors import OptionError
 
-__all__ = [
-    "GPT",
-    "Block",
-    "ModelSize",
-    "ParallelBlock",
-    "batches",
-    "build_model",
-    "parallelize",
-]
-
 
 @dataclass(frozen=True)
 class ModelSize:

@@ -22,8 +22,6 @@ import zpasses
 from zpasses.tools.bench.launch import rank_main, run_ranks
 from zpasses.tools.bench.report import report_text
 
-__all__ = ["OverheadConfig", "OverheadReport", "OverheadResult", "overhead_table", "run_overhead"]
-
 _WORKER = "zpasses.tools.bench.overhead"
 _PLAIN_BACKEND = {"inductor": "inductor", "eager": "aot_eager"}
 _PARTS = {

@@ -26,8 +26,6 @@ from zpasses.errors import OptionError, suggestion
 from zpasses.pipeline import Options
 from zpasses.tools.bench.model import GPT
 
-__all__ = ["PEERS", "Peer", "Trainer", "check_peers", "peer_of"]
-
 LEARNING_RATE = 3e-4
 
 

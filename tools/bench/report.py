@@ -15,8 +15,6 @@ from tabulate import tabulate
 
 import zpasses
 
-__all__ = ["MIB", "report_text", "table", "two_decimals", "write_json"]
-
 MIB = float(1 << 20)
 
 

@@ -39,15 +39,6 @@ from zpasses.tools.bench.launch import RankError, rank_main, run_ranks
 from zpasses.tools.bench.report import report_text, two_decimals
 from zpasses.tools.bench.schedule_models import MODELS, CapturedStep, Step, captured_step
 
-__all__ = [
-    "SCHEDULERS",
-    "ScheduleConfig",
-    "SchedulePoint",
-    "ScheduleReport",
-    "run_schedule",
-    "schedule_table",
-]
-
 _WORKER = "zpasses.tools.bench.schedule"
 _GIB = float(1 << 30)
 

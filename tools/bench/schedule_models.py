@@ -21,8 +21,6 @@ from zpasses.pipeline.events import ObservedGraph, listen, observe_graphs
 from zpasses.testing import copy_graph, fake_world
 from zpasses.testing.step_graphs import capture_step
 
-__all__ = ["MODELS", "CapturedStep", "ModelShape", "Step", "captured_step"]
-
 
 @dataclass(frozen=True)
 class ModelShape:

@@ -20,16 +20,6 @@ from zpasses.tools.bench.peers import PEERS, Peer, peer_of
 from zpasses.tools.bench.report import MIB, report_text, two_decimals
 from zpasses.tools.capture.mesh_shapes import MeshShape
 
-__all__ = [
-    "LOSS_TOLERANCE",
-    "NORM_TOLERANCE",
-    "PeerResult",
-    "TrainConfig",
-    "TrainReport",
-    "run_train",
-    "train_table",
-]
-
 LOSS_TOLERANCE = 1e-2
 """Largest relative difference of a peer's loss to the baseline's, at any step. AdamW amplifies
 rounding errors.

@@ -11,8 +11,6 @@ import click
 from zpasses.tools.bisect.run import BisectRequest, run_bisect
 from zpasses.tools.cli.common import errors_as_messages, versioned
 
-__all__ = ["bisect"]
-
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument(

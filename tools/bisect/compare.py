@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Journal", "first_difference", "read_journals"]
-
 _NEGLIGIBLE = 1e-3
 """A tensor whose norm is smaller than this fraction of the largest norm of its call is compared
 relative to that fraction, because it may be zero except for rounding.

@@ -16,8 +16,6 @@ from zpasses.probe import BisectTrial
 from zpasses.tools.bisect.compare import Journal, first_difference, read_journals
 from zpasses.tools.programs import run_probed
 
-__all__ = ["BisectError", "BisectReport", "BisectRequest", "TrialOutcome", "run_bisect"]
-
 
 class BisectError(ZpassesError):
     """Bisection is impossible: the program compiles nothing with zpasses, fails without passes too,

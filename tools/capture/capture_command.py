@@ -20,8 +20,6 @@ from zpasses.errors import OptionError
 from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
 from zpasses.tools.cli.common import CommandError, errors_as_messages, versioned
 
-__all__ = ["StepOptions", "capture", "step_options"]
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 

@@ -47,8 +47,6 @@ from zpasses.testing.step_graphs import capture_step
 from zpasses.testing.worlds import fake_world
 from zpasses.tools.capture.mesh_shapes import MeshShape
 
-__all__ = ["CaptureError", "CaptureReport", "CaptureRequest", "load", "run_capture"]
-
 
 class CaptureError(ZpassesError):
     """The function cannot be found or returns something unexpected, or the model cannot be

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from zpasses.errors import OptionError
 
-__all__ = ["REPLICATE_DIMENSIONS", "SHARD_DIMENSIONS", "AutoMesh", "MeshShape"]
-
 SHARD_DIMENSIONS = ("dp", "fsdp", "shard", "dp_shard")
 """Names of the dimension over which parameters are sharded."""
 REPLICATE_DIMENSIONS = ("replicate", "dp_replicate")

@@ -16,8 +16,6 @@ from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.testing import capture_graphs, listing
 from zpasses.tools.docs.fields import describe_fields
 
-__all__ = ["all_passes_view", "pass_view"]
-
 _EXAMPLES = {
     "bucket": "bucket{memory_budget=1MiB}",
     "cache-params": "cache-params",

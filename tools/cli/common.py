@@ -22,23 +22,6 @@ from zpasses.inspect.json_text import batched, json_pieces
 from zpasses.inspect.view import View
 from zpasses.tools.cli.completion import complete_compile, complete_graph
 
-__all__ = [
-    "CommandError",
-    "CommandGroup",
-    "DumpArguments",
-    "as_json",
-    "dump_argument",
-    "dump_command",
-    "errors_as_messages",
-    "graph_argument",
-    "print_view",
-    "rank_and_compile_options",
-    "trace_option",
-    "trusted_option",
-    "versioned",
-    "write_output",
-]
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 

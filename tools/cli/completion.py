@@ -14,8 +14,6 @@ from zpasses.inspect import open as open_dump
 from zpasses.inspect.escape import one_line
 from zpasses.inspect.find import select_graphs
 
-__all__ = ["complete_compile", "complete_graph", "complete_node", "complete_pass", "completion"]
-
 _MOST = 200
 """Names that a shell is given at once."""
 

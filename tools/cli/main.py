@@ -29,8 +29,6 @@ from zpasses.tools.measure.command import measure
 from zpasses.tools.plan.plan_command import plan
 from zpasses.tools.tune.command import tune
 
-__all__ = ["cli", "main"]
-
 
 @click.group(
     cls=CommandGroup,

@@ -24,8 +24,6 @@ from zpasses.tools.cli.common import (
 )
 from zpasses.tools.cli.completion import complete_graph, complete_node, complete_pass
 
-__all__ = ["collectives", "diff", "hang", "html", "list_", "memory", "show", "timeline"]
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _after = click.option(

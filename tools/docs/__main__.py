@@ -9,8 +9,6 @@ import click
 
 from zpasses.tools.docs.tables import fill_regions
 
-__all__ = ["main"]
-
 COMMAND = "python -m zpasses.tools.docs"
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from zpasses.option_values import describe_type, field_types, format_value
 
-__all__ = ["FieldDoc", "describe_fields", "first_sentence"]
-
 # A full stop ends a sentence if a capital letter, a quote or a code span follows.
 _SENTENCE = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<=\.)\s+(?=[A-Z\"'`])")
 

@@ -18,8 +18,6 @@ from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.tools.docs.fields import FieldDoc, describe_fields, first_sentence
 
-__all__ = ["fill_regions", "generate"]
-
 _START = re.compile(r"^<!-- generated: (?P<name>.+?) -->\n", re.MULTILINE)
 _END = "<!-- end -->"
 

@@ -10,8 +10,6 @@ from zpasses.inspect import CollectiveRows, Limits
 from zpasses.inspect import open as open_dump
 from zpasses.tools.cli.common import as_json, errors_as_messages, print_view
 
-__all__ = ["measure"]
-
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument(

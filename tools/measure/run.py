@@ -12,8 +12,6 @@ from zpasses.probe import MeasureRequest, all_reported, read_reports
 from zpasses.runtime.measuring import trace_name
 from zpasses.tools.programs import run_probed
 
-__all__ = ["MeasureError", "MeasureRun", "run_measure"]
-
 
 class MeasureError(ZpassesError):
     """Measuring is impossible: the program fails, or does not train with zpasses."""

@@ -20,8 +20,6 @@ from zpasses.tools.plan.plan_picture import check_matplotlib, plan_page
 from zpasses.tools.plan.plan_table import plan_view
 from zpasses.tools.plan.shape_table import shape_view
 
-__all__ = ["plan"]
-
 
 @click.command()
 @errors_as_messages

@@ -11,16 +11,6 @@ from typing import Any
 from zpasses.inspect.units import bytes_text, time_text
 from zpasses.inspect.view import Table, Text, View, table, text_of
 
-__all__ = [
-    "NOTABLY",
-    "GraphFigures",
-    "PlanPoint",
-    "PlanTable",
-    "StepTable",
-    "not_dominated",
-    "plan_view",
-]
-
 
 @dataclass(frozen=True)
 class GraphFigures:

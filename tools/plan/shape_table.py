@@ -10,8 +10,6 @@ from zpasses.inspect.units import bytes_text, time_text
 from zpasses.inspect.view import Text, View, table, text_of
 from zpasses.tools.plan.plan_table import NOTABLY, PlanPoint, PlanTable, StepTable
 
-__all__ = ["ShapePoint", "ShapeTable", "shape_point", "shape_view"]
-
 _MOMENTS = 2
 """State tensors of AdamW per parameter, in the parameter's dtype."""
 

@@ -52,8 +52,6 @@ from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
 from zpasses.tools.plan.plan_table import GraphFigures, PlanPoint, PlanTable, not_dominated
 from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point
 
-__all__ = ["PlanRequest", "plan_shapes", "plan_step"]
-
 
 @dataclass(frozen=True)
 class PlanRequest:

@@ -19,8 +19,6 @@ from zpasses.tools.config_options import add_options, config_of
 from zpasses.tools.stress.cases import CaseResult, StressConfig
 from zpasses.tools.stress.suites import SUITES, StressReport, run_suites, summary
 
-__all__ = ["main"]
-
 _DETAIL_CHARS = 2000
 
 

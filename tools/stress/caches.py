@@ -30,8 +30,6 @@ from zpasses.testing.ranks import Outcome as RankOutcome
 from zpasses.testing.ranks import run_in_fresh_ranks
 from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig
 
-__all__ = ["OPTIONS", "CacheResult", "run"]
-
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"zero_stage": 1},
     {"zero_stage": 2},

@@ -10,8 +10,6 @@ from typing import Literal, get_args
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = ["BAD", "OUTCOMES", "CaseResult", "Outcome", "StressConfig", "Suite", "own_part"]
-
 Outcome = Literal["equal", "refused", "wrong", "hang", "crash"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 BAD: tuple[Outcome, ...] = ("wrong", "hang", "crash")

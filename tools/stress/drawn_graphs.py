@@ -29,8 +29,6 @@ from zpasses.testing.step_graphs import TracedJoint
 from zpasses.testing.steps import simulate_halves
 from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig
 
-__all__ = ["run"]
-
 _SEEDS_PER_GRAPH = 8
 _TARGETS = ("cpu", "h100", "mi300x")
 _WORLDS = range(1, 9)

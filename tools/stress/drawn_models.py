@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["BLOCKS", "WIDTH", "Model", "ModelChoice", "draw_model"]
-
 WIDTH = 6
 
 

@@ -36,16 +36,6 @@ from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig, own_pa
 from zpasses.tools.stress.drawn_models import Model, ModelChoice, draw_model
 from zpasses.tools.stress.training_actions import ACTIONS, EDITS, Edit, Rows, Side
 
-__all__ = [
-    "OPTIMIZERS",
-    "OPTIONS_NOT_DRAWN",
-    "Program",
-    "RankReport",
-    "draw",
-    "run",
-    "run_program",
-]
-
 _VOTE_LIMIT_S = 30.0
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest difference, as a part of one more than the largest value of a tensor."""

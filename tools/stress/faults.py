@@ -33,8 +33,6 @@ from zpasses.testing.ranks import Outcome as RankOutcome
 from zpasses.testing.ranks import run_in_fresh_ranks
 from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig, own_part
 
-__all__ = ["COMPILE_PLACES", "ENDINGS", "PLACES", "Fault", "Program", "RankResult", "draw", "run"]
-
 PLACES = (
     "before the first compile",
     "in a pass",

@@ -13,8 +13,6 @@ from tabulate import tabulate
 from zpasses.tools.stress import caches, drawn_graphs, drawn_programs, faults
 from zpasses.tools.stress.cases import OUTCOMES, CaseResult, StressConfig, Suite
 
-__all__ = ["SUITES", "StressReport", "run_suites", "summary"]
-
 SUITES: Mapping[str, Suite] = {
     "graphs": drawn_graphs.run,
     "faults": faults.run,

@@ -21,8 +21,6 @@ from torch.optim.swa_utils import AveragedModel
 import zpasses
 from zpasses.tools.stress.drawn_models import WIDTH
 
-__all__ = ["ACTIONS", "EDITS", "Edit", "InjectedError", "Rows", "Side"]
-
 Rows = tuple[int, int]
 """Rows of the batch of rank 0 and of rank 1."""
 Through = Literal["compiled", "module"]

@@ -7,8 +7,6 @@ import click
 from zpasses.tools.cli.common import as_json, errors_as_messages, print_view
 from zpasses.tools.tune.table import tune_view
 
-__all__ = ["tune"]
-
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument(

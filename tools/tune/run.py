@@ -18,8 +18,6 @@ from zpasses.probe import TuningRequest, all_reported
 from zpasses.tools.programs import run_probed
 from zpasses.tools.tune.table import TriedPlan, Tuned
 
-__all__ = ["TuneError", "TuneRequest", "run_tune"]
-
 _BUDGETS_PER_PLAN = 3
 """Budgets to plan for each that is tried."""
 

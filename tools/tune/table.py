@@ -10,8 +10,6 @@ from typing import Any
 from zpasses.inspect.units import bytes_text, time_text
 from zpasses.inspect.view import Text, View, table
 
-__all__ = ["TriedPlan", "Tuned", "tune_view"]
-
 
 @dataclass(frozen=True)
 class TriedPlan:

@@ -19,8 +19,6 @@ from zpasses.checkpoint.model_tensors import (
 )
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
-__all__ = ["full_state_dict"]
-
 _OCCASION = "zpasses.full_state_dict"
 
 

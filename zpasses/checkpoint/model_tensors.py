@@ -23,20 +23,6 @@ from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.edits import log_of, origin_of, owner_of
 from zpasses.sharding.module import ShardedModule
 
-__all__ = [
-    "ModelTensor",
-    "agree",
-    "agreed",
-    "copy_of_first_rank",
-    "gather_full",
-    "largest_mesh",
-    "model_tensors",
-    "plain_name",
-    "sharding_groups",
-    "state_names",
-    "writing_rank",
-]
-
 _WRAPPER = "_orig_mod."
 """What `torch.compile(model)` adds to names."""
 

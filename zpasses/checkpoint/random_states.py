@@ -11,8 +11,6 @@ import torch
 
 from zpasses import compat
 
-__all__ = ["packed_random_states", "restore_random_states"]
-
 
 def packed_random_states() -> bytes:
     """Return the states of the default generators of this process.

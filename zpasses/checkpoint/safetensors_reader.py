@@ -22,8 +22,6 @@ from zpasses.errors import ShardingError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 from zpasses.runtime.param_value import mark_edited
 
-__all__ = ["LoadResult", "load_safetensors"]
-
 _OCCASION = "zpasses.load_safetensors"
 _INDEX = ".safetensors.index.json"
 

@@ -33,8 +33,6 @@ from zpasses.checkpoint.model_tensors import (
 from zpasses.errors import OptionError, ShardingError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
-__all__ = ["DTYPE_CODES", "save_safetensors"]
-
 _OCCASION = "zpasses.save_safetensors"
 
 _CODES = {

@@ -49,8 +49,6 @@ from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 from zpasses.runtime.watched import plain_dtensor
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
 
-__all__ = ["load_training_state", "training_state"]
-
 LIKE_PARAMETER, REPLICATED, PLAIN = "like the parameter", "replicated", "plain"
 
 RANDOM_STATES = "random_states"

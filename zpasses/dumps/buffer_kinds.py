@@ -12,8 +12,6 @@ from zpasses.graph.aliases import UNSAFE_VIEWS, memory_base, view_base
 from zpasses.graph.queries import value_of
 from zpasses.graph.tags import GATHER_ROLES, REDUCE_ROLES, SOURCE_ROLES, Tag, tag_of
 
-__all__ = ["Contents", "buffer_contents", "output_contents"]
-
 Contents = tuple[str, tuple[str, ...]]
 """Kind of a buffer ("parameter", "bucket", "gradient", "activation", "scratch" or "other"), and the
 parameters that it holds data of."""

@@ -32,8 +32,6 @@ from zpasses.graph.queries import (
 )
 from zpasses.graph.tags import Tag, tag_of
 
-__all__ = ["Describer", "GraphDescriber", "plain_argument"]
-
 _PARTITIONED = ("forward", "backward")
 """Graphs, with their variants, whose recompute marks are only copies: the partitioner has applied
 them.

@@ -11,8 +11,6 @@ from msgspec import structs
 
 from zpasses.dumps.format import Snapshot, SnapshotHeader, Source, StepEvent
 
-__all__ = ["json_line", "snapshot_lines"]
-
 
 def json_line(value: Any) -> bytes:
     """One line of JSON as UTF-8, without the line break."""

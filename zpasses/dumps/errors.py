@@ -7,17 +7,6 @@ from __future__ import annotations
 
 from zpasses.errors import ZpassesError
 
-__all__ = [
-    "DamagedDumpError",
-    "DumpError",
-    "DumpPathError",
-    "DumpTooLargeError",
-    "DumpVersionError",
-    "NotADumpError",
-    "NotATraceError",
-    "OtherRunError",
-]
-
 
 class DumpError(ZpassesError):
     """A dump cannot be read or written."""

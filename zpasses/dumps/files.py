@@ -22,8 +22,6 @@ import msgspec
 from zpasses.dumps.errors import DamagedDumpError, DumpPathError
 from zpasses.dumps.limits import Limits
 
-__all__ = ["damaged", "decoded", "list_folder", "read_bytes", "read_lines"]
-
 T = TypeVar("T")
 
 _ADDRESSABLE = (1 << 62) - 1

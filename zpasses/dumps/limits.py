@@ -7,8 +7,6 @@ from pathlib import Path
 
 from zpasses.dumps.errors import DumpTooLargeError
 
-__all__ = ["Limits"]
-
 _UNLIMITED = 1 << 62
 
 

@@ -14,8 +14,6 @@ from zpasses.graph.groups import group_labels
 from zpasses.graph.printer import listing
 from zpasses.pipeline import events
 
-__all__ = ["TraceArtifacts", "events_for"]
-
 
 class TraceArtifacts:
     """Listener that writes every graph to torch's structured trace (TORCH_TRACE, tlparse) as an

@@ -15,27 +15,6 @@ from typing import Annotated, Any, Literal, Union
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr
 
-__all__ = [
-    "Argument",
-    "Buffer",
-    "Collective",
-    "Count",
-    "Items",
-    "Micros",
-    "Node",
-    "RecomputeMark",
-    "Record",
-    "Ref",
-    "Repr",
-    "Snapshot",
-    "SnapshotHeader",
-    "Source",
-    "Tag",
-    "Value",
-    "references",
-]
-
-
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """A number of bytes, nodes or lines, or an id."""
 Micros = Annotated[float, Meta(ge=0, lt=1 << 63)]

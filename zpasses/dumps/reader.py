@@ -38,8 +38,6 @@ from zpasses.dumps.format import (
 from zpasses.dumps.limits import Limits
 from zpasses.dumps.snapshots import SnapshotFiles
 
-__all__ = ["HEADER", "read"]
-
 T = TypeVar("T")
 
 HEADER = "zpasses-dump.json"

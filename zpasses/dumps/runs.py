@@ -23,8 +23,6 @@ from zpasses.dumps.errors import DumpPathError, DumpVersionError, NotADumpError,
 from zpasses.dumps.reader import HEADER
 from zpasses.version import __version__
 
-__all__ = ["create_rank_folder", "now", "write"]
-
 _HOW = "Name a new folder with options={'dump': ...} or ZPASSES_DUMP."
 _TEMPORARY = ".zpasses-"
 _PROCESS = uuid.uuid4().hex[:16]

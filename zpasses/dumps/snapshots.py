@@ -13,8 +13,6 @@ from zpasses.dumps.format import Node, Snapshot, SnapshotHeader
 from zpasses.dumps.limits import Limits
 from zpasses.garbage import no_garbage_collection
 
-__all__ = ["SnapshotFiles"]
-
 
 class SnapshotFiles:
     """The snapshots of one compile. Each is read once, on first access."""

@@ -9,8 +9,6 @@ from torch import fx
 from zpasses.dumps.format import Source
 from zpasses.graph.source_lines import is_torch_file, module_path, short_file, user_frame
 
-__all__ = ["SourceTable"]
-
 _FILE_BYTES, _ALL_BYTES = 512 << 10, 4 << 20
 """Limits of the user's code in a dump: of one file, and of all files together."""
 

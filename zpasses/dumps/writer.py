@@ -32,8 +32,6 @@ from zpasses.pipeline import events
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.predictor import Predictor
 
-__all__ = ["CompileDump"]
-
 log = logging.getLogger("zpasses")
 
 _PREDICTED = ("forward", "backward", "inference")

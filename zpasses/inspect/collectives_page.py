@@ -27,9 +27,6 @@ from zpasses.inspect.sources import parameter_sources, source_text, sources_of
 from zpasses.inspect.units import bytes_text, time_text
 from zpasses.inspect.view import Table, Text, View, table
 
-__all__ = ["SORTS", "CollectiveRows", "collectives_view"]
-
-
 _FIGURES = (
     "ranks",
     "bytes",

@@ -12,8 +12,6 @@ from collections.abc import Collection, Sequence
 
 from zpasses.inspect.wrap import wrapped_lines
 
-__all__ = ["Lines", "abbreviated", "fitted_table"]
-
 Lines = tuple[str, ...]
 """The lines of one cell."""
 

@@ -10,8 +10,6 @@ from typing import Any
 from zpasses.dumps.format import Snapshot
 from zpasses.inspect.schedule import CollectiveSpan, Schedule, schedule
 
-__all__ = ["CollectiveRow", "Communication", "communication"]
-
 
 @dataclass(frozen=True)
 class CollectiveRow:

@@ -15,8 +15,6 @@ from zpasses.inspect.difference import Difference
 from zpasses.inspect.memory import memory
 from zpasses.inspect.schedule import schedule
 
-__all__ = ["Comparison", "Figures", "HeldBuffer", "figures_of"]
-
 
 @dataclass(frozen=True)
 class Figures:

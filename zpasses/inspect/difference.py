@@ -15,8 +15,6 @@ from zpasses.dumps.format import Argument, Items, Node, RecomputeMark, Ref, Snap
 from zpasses.inspect.listing import argument_text, op_text, value_text
 from zpasses.inspect.shared import count
 
-__all__ = ["KINDS", "Change", "Difference", "compare"]
-
 KINDS = (
     "inserted",
     "removed",

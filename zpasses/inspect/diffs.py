@@ -24,8 +24,6 @@ from zpasses.inspect.shared import params_text
 from zpasses.inspect.units import bytes_text, change_text, count_text, time_text
 from zpasses.inspect.view import ChangeLines, Table, Text, View, table, text_of
 
-__all__ = ["comparison_view", "differences_view", "pass_differences"]
-
 
 @dataclass(frozen=True)
 class TitledDifference:

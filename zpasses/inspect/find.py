@@ -9,22 +9,6 @@ from zpasses.dumps.errors import DumpError
 from zpasses.dumps.format import Compile, Dump, Failure, Graph, Node, Snapshot, Step
 from zpasses.errors import suggestion
 
-__all__ = [
-    "NotInDumpError",
-    "SelectedGraph",
-    "error_text",
-    "failure_text",
-    "node_named",
-    "select_executed",
-    "select_graphs",
-    "select_rank",
-    "snapshot_of",
-    "step_after",
-    "step_before",
-    "step_title",
-    "steps_after",
-]
-
 
 class NotInDumpError(DumpError):
     """The dump contains nothing of the given name."""

@@ -24,8 +24,6 @@ from zpasses.dumps.nodes import Count, Record
 from zpasses.inspect.launches import kind_of
 from zpasses.inspect.plain_pickle import load_plain_pickle
 
-__all__ = ["GroupState", "LastCollective", "RankState", "read_recorder"]
-
 _RANK = re.compile(r"(\d{1,7})$")
 _EXPECTED = "expected what torch's flight recorder writes, as JSON or as a pickle"
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 from zpasses.dumps.format import Compile, Graph
 from zpasses.inspect.units import bytes_text
 
-__all__ = ["NEVER_RUNS", "capacity_warning", "is_executed", "variant_text"]
-
 NEVER_RUNS = (
     "This graph never runs: it is split into forward and backward, so this peak never occurs."
 )

@@ -16,8 +16,6 @@ from zpasses.inspect.find import SelectedGraph, select_graphs
 from zpasses.inspect.flight_recorder import GroupState, LastCollective, RankState
 from zpasses.inspect.launches import kind_of
 
-__all__ = ["GroupHang", "NodeFinder", "Place", "RankHang", "find_hangs"]
-
 _COMPARED = 64
 """Collectives of the flight recorder that are compared with a graph, from the last on backwards."""
 _KINDS = ("forward", "backward", "inference", "flush")

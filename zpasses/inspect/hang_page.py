@@ -15,8 +15,6 @@ from zpasses.inspect.shared import params_text
 from zpasses.inspect.sources import parameter_sources, source_text, sources_of
 from zpasses.inspect.view import Table, Text, View, table
 
-__all__ = ["hang_view"]
-
 _NO_FILES = (
     "`zpasses hang` reads the files of torch's flight recorder, one per rank. Set "
     "TORCH_FR_BUFFER_SIZE=2000 and TORCH_FR_DUMP_TEMP_FILE=PREFIX before the run. When a "

@@ -35,8 +35,6 @@ from zpasses.inspect.traces import read_trace
 from zpasses.inspect.view import View
 from zpasses.inspect.views import collectives_view, list_view, memory_view, show_view
 
-__all__ = ["Inspection", "open_dump"]
-
 
 def open_dump(
     path: str | Path,

@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["batched", "json_pieces"]
-
 _SHORT = 100
 """Characters of an object or list that stays on one line."""
 

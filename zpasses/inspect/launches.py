@@ -13,19 +13,6 @@ from dataclasses import dataclass, field
 
 from zpasses.inspect.traces import Trace, TraceEvent
 
-__all__ = [
-    "Interval",
-    "Launch",
-    "Operator",
-    "Run",
-    "Wait",
-    "Work",
-    "find_work",
-    "kind_of",
-    "length",
-    "union",
-]
-
 Interval = tuple[float, float]
 """Start and end in microseconds."""
 

@@ -9,19 +9,6 @@ from fnmatch import fnmatchcase
 from zpasses.dumps.format import Argument, Items, Node, Ref, Repr, Snapshot, Value
 from zpasses.inspect.units import bytes_text
 
-__all__ = [
-    "MAX_ITEMS",
-    "Line",
-    "NodeFilter",
-    "argument_text",
-    "call_text",
-    "lines",
-    "listing",
-    "note_text",
-    "op_text",
-    "value_text",
-]
-
 _SHORT = {
     **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},
     **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},

@@ -28,8 +28,6 @@ from zpasses.inspect.launches import (
 )
 from zpasses.inspect.traces import Trace
 
-__all__ = ["Measured", "MeasuredCollective", "MeasuredGraph", "measure"]
-
 
 @dataclass(frozen=True)
 class MeasuredCollective:

@@ -16,17 +16,6 @@ from zpasses.inspect.shared import count
 from zpasses.inspect.units import bytes_text, time_text
 from zpasses.inspect.view import Table, Text, table
 
-__all__ = [
-    "ModuleTimes",
-    "joined_data",
-    "joined_lines",
-    "joined_text",
-    "measured_data",
-    "measured_parts",
-    "module_times",
-    "no_runs_text",
-]
-
 _MODULES = 15
 """Rows of the table of modules."""
 

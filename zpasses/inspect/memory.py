@@ -12,8 +12,6 @@ from typing import Any
 from zpasses.dumps.format import Buffer, Compile, Graph, Node, Snapshot
 from zpasses.inspect.modules import module_of
 
-__all__ = ["KINDS", "LiveBuffer", "Memory", "StepPeak", "memory", "parameter_sizes", "peaks"]
-
 KINDS = ("parameter", "bucket", "gradient", "activation", "saved", "scratch", "other")
 """Kinds of buffers, in display order."""
 

@@ -19,8 +19,6 @@ from zpasses.inspect.shared import about_step, failure_parts, params_text, unmod
 from zpasses.inspect.units import bytes_text, change_text
 from zpasses.inspect.view import Table, Text, View, table
 
-__all__ = ["memory_view", "sparkline"]
-
 BARS = " ▁▂▃▄▅▆▇█"
 
 

@@ -13,8 +13,6 @@ from statistics import median
 
 from zpasses.dumps.format import Node
 
-__all__ = ["FoldedModule", "fold_modules", "module_of", "modules_of", "modules_text", "template"]
-
 _ODD = 0.05
 """Relative distance from the median beyond which a layer is not as the others."""
 

@@ -24,8 +24,6 @@ from zpasses.inspect.shared import cut, to_json_value
 from zpasses.inspect.units import bytes_text, time_text
 from zpasses.inspect.view import Table, Text, View, table, text_of
 
-__all__ = ["list_view", "prediction_text"]
-
 _NOTE_CHARS = 320
 
 

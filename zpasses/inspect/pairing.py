@@ -10,8 +10,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from zpasses.dumps.format import Argument, Items, Node, Ref, Repr, Snapshot
 
-__all__ = ["pair_nodes"]
-
 
 def pair_nodes(before: Snapshot, after: Snapshot) -> dict[int, int]:
     """Id in `before` -> id in `after`.

@@ -13,8 +13,6 @@ from typing import Any
 
 from zpasses.dumps.errors import DamagedDumpError
 
-__all__ = ["load_plain_pickle"]
-
 
 def load_plain_pickle(data: bytes, path: Path) -> Any:
     """The value of a pickle.

@@ -13,8 +13,6 @@ from zpasses.inspect.listing import op_text, value_text
 from zpasses.inspect.modules import modules_of, modules_text
 from zpasses.inspect.shared import params_text
 
-__all__ = ["RankAgreement", "collective_text", "rank_agreements", "ranks_text", "ranks_that_differ"]
-
 _READ_NODES = 200_000
 """Nodes of all ranks' graphs up to which they are read if the ranks recorded no digest."""
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from zpasses.dumps.format import Node, Snapshot
 
-__all__ = ["CollectiveSpan", "ComputeSpan", "Schedule", "Stall", "schedule"]
-
 
 @dataclass(frozen=True, slots=True)
 class ComputeSpan:

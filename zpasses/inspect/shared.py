@@ -10,17 +10,6 @@ from zpasses.dumps.format import Items, Prediction, Record, Step
 from zpasses.inspect.find import SelectedGraph, failure_text
 from zpasses.inspect.view import Text, text_of
 
-__all__ = [
-    "about_step",
-    "count",
-    "cut",
-    "failure_parts",
-    "params_text",
-    "prediction_of",
-    "to_json_value",
-    "unmodelled",
-]
-
 
 def to_json_value(value: Any) -> Any:
     """A dump's data as plain values for JSON."""

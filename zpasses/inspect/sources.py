@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from zpasses.dumps.format import Compile, Node, Source
 
-__all__ = ["parameter_sources", "source_text", "sources_of"]
-
 
 def parameter_sources(compiled: Compile) -> dict[str, Source]:
     """Parameter -> the first line that reads it, from the graphs before their first pass."""

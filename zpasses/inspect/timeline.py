@@ -12,8 +12,6 @@ from zpasses.inspect.modules import modules_of
 from zpasses.inspect.schedule import CollectiveSpan, schedule
 from zpasses.inspect.sources import sources_of
 
-__all__ = ["chrome_trace"]
-
 _COMPUTE = 1
 """Thread id of the compute track. The tracks of process groups follow."""
 

@@ -15,8 +15,6 @@ from zpasses.dumps.files import damaged, decoded, read_bytes
 from zpasses.dumps.limits import Limits
 from zpasses.dumps.nodes import Count, Micros, Record
 
-__all__ = ["MemoryEvent", "Trace", "TraceEvent", "read_trace"]
-
 _NAME_CHARS = 300
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["bytes_text", "change_text", "count_text", "time_text"]
-
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -13,8 +13,6 @@ from zpasses.inspect.columns import Lines, fitted_table
 from zpasses.inspect.escape import one_line
 from zpasses.inspect.wrap import code_lines, wrapped_lines
 
-__all__ = ["ChangeLines", "Code", "Table", "Text", "View", "text_of"]
-
 Cell = str | tuple[str, ...]
 """A cell of a table: one line, or several."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["code_lines", "wrapped_lines"]
-
 _WORDS = re.compile(r"[^ ,]+[ ,]*|[ ,]+")
 """A line may end after a space or a comma. Pipelines have commas only."""
 _COMMAND = ": zpasses "

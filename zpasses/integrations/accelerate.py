@@ -46,8 +46,6 @@ from zpasses.integrations.pretrained import adopt
 from zpasses.runtime.param_value import is_sharded_parameter
 from zpasses.sharding.dynamo_backends import explain_dynamo_backend
 
-__all__ = ["ShardingAccelerator", "prepare", "shard_with"]
-
 M = TypeVar("M", bound=nn.Module)
 
 explain_dynamo_backend()

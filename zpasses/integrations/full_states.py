@@ -24,16 +24,6 @@ from zpasses.errors import ZpassesError
 from zpasses.integrations.joint_states import limit_s
 from zpasses.sharding.module import unsharded_class
 
-__all__ = [
-    "AdapterStates",
-    "CheckpointState",
-    "adapter_states",
-    "full_state",
-    "is_adapted",
-    "takes_state_dict",
-    "unsharded",
-]
-
 
 class CheckpointState(dict[str, Any]):
     """A state dict for a checkpoint, which keeps the names of the model.

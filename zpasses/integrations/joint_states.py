@@ -31,16 +31,6 @@ from zpasses.integrations.preparation import preparation_of
 from zpasses.pipeline.options import Options
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
-__all__ = [
-    "METADATA",
-    "broadcast_buffers",
-    "discard_states",
-    "fail_on_all_ranks",
-    "limit_s",
-    "load_states",
-    "save_states",
-]
-
 METADATA = ".metadata"
 """File of DCP that lists what the others hold. It is written last."""
 

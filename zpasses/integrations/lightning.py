@@ -48,8 +48,6 @@ from zpasses.integrations.pretrained import adopt
 from zpasses.pipeline import Options
 from zpasses.sharding.shard import shard
 
-__all__ = ["ZpassesStrategy"]
-
 STATES = "sharded_state"
 """Folder in a checkpoint that holds the optimizers."""
 TENSORS = "tensors"

@@ -23,16 +23,6 @@ from zpasses.sharding.module import is_ignored
 from zpasses.sharding.replaced_params import sharded_form
 from zpasses.sharding.shard import shard
 
-__all__ = [
-    "DeferredReduction",
-    "Preparation",
-    "check_optimizer",
-    "finish_preparation",
-    "preparation_of",
-    "prepare_model",
-    "prepared",
-]
-
 M = TypeVar("M", bound=nn.Module)
 
 ATTRIBUTE = "_zpasses_preparation"

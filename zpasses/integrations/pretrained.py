@@ -24,8 +24,6 @@ from zpasses.integrations.full_states import (
 from zpasses.integrations.joint_states import fail_on_all_ranks, limit_s
 from zpasses.ranks.vote import COMPILE_TIMEOUT, store_barrier
 
-__all__ = ["adopt"]
-
 WITHOUT_STATE = (
     "save_pretrained without state_dict (call it on every rank, or call "
     "state = accelerator.get_state_dict(model) on every rank and then "

@@ -40,8 +40,6 @@ from zpasses.integrations.preparation import finish_preparation, preparation_of,
 from zpasses.integrations.pretrained import adopt
 from zpasses.ranks.vote import COMPILE_TIMEOUT, store_barrier
 
-__all__ = ["ShardingTrainer", "install", "last_checkpoint"]
-
 OPTIMIZER_FOLDER = "optimizer"
 SCHEDULER_FILE = "scheduler.pt"
 STATE_FILE = "trainer_state.json"

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from zpasses.optim.rows import Rows, SumOverRanks, local, run_in_rounds
 
-__all__ = ["Adafactor"]
-
 
 class Adafactor(torch.optim.Adafactor):
     """`torch.optim.Adafactor` for sharded parameters, with the same arguments.

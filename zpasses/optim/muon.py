@@ -13,8 +13,6 @@ from zpasses import compat
 from zpasses.graph.dialect import rows_per_rank
 from zpasses.optim.rows import Rows, local
 
-__all__ = ["Muon"]
-
 
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon` for sharded parameters, with the same arguments.

@@ -16,8 +16,6 @@ from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.layout import layout_of
 
-__all__ = ["Rows", "SumOverRanks", "run_in_rounds"]
-
 
 @dataclass(frozen=True)
 class Rows:

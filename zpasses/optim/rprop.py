@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from zpasses.optim.rows import Rows, local
 
-__all__ = ["Rprop"]
-
 
 class Rprop(torch.optim.Rprop):
     """`torch.optim.Rprop` for sharded parameters, with the same arguments.

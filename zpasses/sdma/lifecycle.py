@@ -27,16 +27,6 @@ from zpasses.sdma import mori_route, symm_route
 from zpasses.sdma.platform import Platform, platform_of
 from zpasses.sdma.routes import C10dRoute, Route, raise_if_capturing
 
-__all__ = [
-    "RouteChoice",
-    "available_routes",
-    "init",
-    "report",
-    "route_choice",
-    "route_of",
-    "shutdown",
-]
-
 log = logging.getLogger("zpasses")
 
 CAPACITY_MIB = MAX_CHUNK_BYTES >> 20

@@ -47,17 +47,6 @@ from zpasses.sdma.routes import (
     resolve_contiguous,
 )
 
-__all__ = [
-    "MoriRoute",
-    "disable",
-    "installed_version",
-    "is_started",
-    "probe",
-    "shut_down",
-    "start",
-    "unavailable_reason",
-]
-
 MAX_RANKS = 8
 MAX_BYTES = 1 << 30
 """Most bytes per rank in one call."""

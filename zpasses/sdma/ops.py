@@ -27,13 +27,6 @@ from zpasses import compat
 from zpasses.sdma.lifecycle import route_of
 from zpasses.sdma.routes import gathered_shape, resolve_contiguous
 
-__all__ = [
-    "SDMA_ALL_GATHER",
-    "SDMA_ALL_GATHER_COALESCED",
-    "SDMA_ALL_GATHER_OUT",
-    "SDMA_REDUCE_SCATTER",
-]
-
 _library = torch.library.Library("zpasses", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides)
 # Newer torch functionalizes an op by the tag `out`.

@@ -16,16 +16,6 @@ from torch import Tensor
 
 from zpasses import compat
 
-__all__ = [
-    "CudaPlatform",
-    "Platform",
-    "SideStream",
-    "SymmMemory",
-    "node_name",
-    "platform_of",
-    "register_platform",
-]
-
 
 class SideStream(Protocol):
     """A stream in addition to the current one. Only `synchronize` makes the CPU wait."""

@@ -16,8 +16,6 @@ from zpasses import compat
 from zpasses.ranks.agree import exchange
 from zpasses.sdma.platform import Platform
 
-__all__ = ["first_refusal", "placement_obstacle", "refusal_in", "run_with_timeout"]
-
 Answer = dict[str, Any]
 """A rank's answer; "refusal" holds its reason to refuse, or None."""
 

@@ -14,15 +14,6 @@ from torch import Tensor
 from zpasses import compat
 from zpasses.runtime.gloo import all_gather
 
-__all__ = [
-    "C10dRoute",
-    "Route",
-    "SideStreamWork",
-    "gathered_shape",
-    "raise_if_capturing",
-    "resolve_contiguous",
-]
-
 
 def gathered_shape(shape: Sequence[int], group_size: int) -> tuple[int, ...]:
     """Shape of a gather's result: [group_size * rows, ...], or [group_size] for a scalar."""

@@ -29,8 +29,6 @@ from zpasses.sdma.routes import (
     resolve_contiguous,
 )
 
-__all__ = ["SymmRoute", "probe", "start", "unavailable_reason"]
-
 _TRIAL_BYTES = 4096
 
 

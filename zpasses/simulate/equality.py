@@ -10,8 +10,6 @@ from torch import Tensor, fx
 
 from zpasses.graph.queries import value_of
 
-__all__ = ["bits", "check_equal", "check_outputs", "copied", "random_inputs"]
-
 
 def random_inputs(
     graphs: Sequence[fx.GraphModule], *, seed: int = 0, bound: int = 3

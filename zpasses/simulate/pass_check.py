@@ -24,9 +24,6 @@ from zpasses.simulate.equality import check_equal, copied, random_inputs
 from zpasses.simulate.semantics import PADDED_DIALECT
 from zpasses.simulate.simulator import simulate
 
-__all__ = ["start_simulation"]
-
-
 PassCheck = Callable[[fx.Graph, str, bool], None]
 """(graph after the pass, name of the pass, whether sums may be reordered) -> raises PassError."""
 

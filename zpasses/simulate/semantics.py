@@ -11,8 +11,6 @@ from torch import Tensor
 
 from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD, padded, padded_grad, rows_per_rank
 
-__all__ = ["PADDED_DIALECT", "SEMANTICS", "Semantics", "reduce"]
-
 Semantics = Callable[[Sequence[Tensor], Sequence[Mapping[str, Any]]], Sequence[Tensor]]
 """(one input per rank, each rank's call arguments by name) -> one output per rank. No output
 aliases an input or another output.

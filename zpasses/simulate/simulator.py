@@ -22,16 +22,6 @@ from zpasses.graph.dialect import DIALECT, is_local_call
 from zpasses.graph.queries import Collective, named_arguments
 from zpasses.simulate.semantics import SEMANTICS, Semantics
 
-__all__ = [
-    "RankRun",
-    "SimulationError",
-    "base_name",
-    "last_uses",
-    "members_of",
-    "simulate",
-    "take_tensors",
-]
-
 
 class SimulationError(ZpassesError):
     """Graphs that would hang, race or fail on real ranks. The message names ranks and nodes."""

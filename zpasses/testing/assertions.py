@@ -12,8 +12,6 @@ from zpasses.simulate.equality import check_equal, check_outputs, copied
 from zpasses.simulate.semantics import Semantics
 from zpasses.simulate.simulator import RankRun, simulate
 
-__all__ = ["assert_deterministic", "assert_equal_bits"]
-
 Graphs = fx.GraphModule | Sequence[fx.GraphModule]
 
 

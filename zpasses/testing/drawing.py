@@ -18,16 +18,6 @@ from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.testing.graphs import JointRecipe, ParamSpec
 
-__all__ = [
-    "NOT_DRAWN",
-    "VALUES",
-    "draw_joint_recipe",
-    "draw_param",
-    "draw_pipeline",
-    "drawn_values",
-    "values_of",
-]
-
 Choose = Callable[[Sequence[Any]], Any]
 
 WORLD_SIZES = (1, 2, 3, 4, 7)

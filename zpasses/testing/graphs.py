@@ -23,8 +23,6 @@ from zpasses.testing.step_graphs import TracedJoint, trace_partitionable
 from zpasses.testing.steps import run_pipeline
 from zpasses.testing.worlds import fake_world
 
-__all__ = ["JointRecipe", "ParamSpec", "joint_graph"]
-
 
 @dataclass(frozen=True)
 class ParamSpec:

@@ -13,8 +13,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["FOLDER", "Snapshots", "file_stem", "stale_files"]
-
 FOLDER = "listings"
 """The folder next to a test module that holds a folder of listings per module."""
 

@@ -39,8 +39,6 @@ from zpasses.graph.verifier.operators import is_factory_of_uninitialised
 from zpasses.simulate.simulator import SimulationError
 from zpasses.testing.stream_schedule import Point, StreamSchedule
 
-__all__ = ["Operator", "SimulatedDevice", "SimulatedEvent", "SimulatedStream", "poison"]
-
 COMPUTE = "compute"
 
 Operator = Callable[["SimulatedDevice", Sequence[Any], Mapping[str, Any]], Any]

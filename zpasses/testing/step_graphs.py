@@ -28,18 +28,6 @@ from zpasses.ranks.agree import simulated_answers
 from zpasses.sharding.shard import shard as shard_model
 from zpasses.testing.worlds import fake_world
 
-__all__ = [
-    "GraphProbe",
-    "StepCapture",
-    "StepGraphs",
-    "TracedJoint",
-    "capture_graphs",
-    "capture_ranks",
-    "capture_step",
-    "trace_joint",
-    "trace_partitionable",
-]
-
 
 @dataclass(frozen=True)
 class StepGraphs:

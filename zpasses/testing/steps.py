@@ -16,15 +16,6 @@ from zpasses.simulate.equality import check_outputs, copied, random_inputs
 from zpasses.simulate.simulator import RankRun, simulate
 from zpasses.testing.step_graphs import StepCapture
 
-__all__ = [
-    "PipelineRun",
-    "StepRun",
-    "assert_step_equals_reference",
-    "run_pipeline",
-    "simulate_halves",
-    "simulate_step",
-]
-
 
 @dataclass(frozen=True)
 class PipelineRun:

@@ -32,8 +32,6 @@ from zpasses.testing.drawing import (
 )
 from zpasses.testing.graphs import JointRecipe, ParamSpec
 
-__all__ = ["joint_recipes", "param_lists", "param_specs", "passes", "pipelines", "world_sizes"]
-
 P = TypeVar("P", bound=Pass)
 
 

@@ -29,8 +29,6 @@ from zpasses.simulate.simulator import (
 from zpasses.testing.simulated_device import Operator, SimulatedDevice, poison
 from zpasses.testing.stream_schedule import StreamSchedule
 
-__all__ = ["LOW_CONTENTION", "Exchange", "record_streams"]
-
 
 def record_streams(
     graphs: fx.GraphModule | Sequence[fx.GraphModule],

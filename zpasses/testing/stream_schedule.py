@@ -18,8 +18,6 @@ from torch import Tensor
 from zpasses.simulate.equality import bits
 from zpasses.simulate.simulator import SimulationError
 
-__all__ = ["Difference", "Point", "ScheduledRun", "StreamSchedule", "Task"]
-
 StreamKey = tuple[int, str]
 """(rank, name of the stream)."""
 

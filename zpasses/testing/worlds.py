@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zpasses import compat
 
-__all__ = ["fake_world", "world_mesh"]
-
 
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[DeviceMesh]:

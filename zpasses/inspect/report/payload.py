@@ -34,9 +34,6 @@ from zpasses.inspect.schedule import Schedule, schedule
 from zpasses.inspect.sources import parameter_sources
 from zpasses.inspect.views import to_json_value
 
-__all__ = ["payload"]
-
-
 FORMAT = 6
 """Version of the page's data. A page reads only reports of the same version."""
 

@@ -8,13 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "Outcome",
-    "RanksError",
-    "describe_failure",
-    "without_harness_frames",
-]
-
 
 class RanksError(AssertionError):
     """A function failed on at least one rank. The message holds every rank's traceback and output,

@@ -33,15 +33,6 @@ from zpasses.testing.ranks.outcome import (
 )
 from zpasses.testing.ranks.server import Call, RankSettings, serve
 
-__all__ = [
-    "call_on_ranks",
-    "close_pools",
-    "run_in_fresh_ranks",
-    "run_on_ranks",
-    "scaled",
-    "spawner",
-]
-
 PATIENCE_VARIABLE = "ZPASSES_TEST_PATIENCE"
 """Environment variable with a factor of all time limits here, for slow or busy machines."""
 

@@ -25,8 +25,6 @@ import torch.distributed as dist
 
 import zpasses.graph.dialect  # noqa: F401 - as `import zpasses` does in a process that has torch
 
-__all__ = ["Call", "RankSettings", "serve"]
-
 START_S = 60.0
 """Seconds that the ranks of a group wait for each other at the start."""
 
