@@ -41,13 +41,18 @@ def texts(browser, selector):
 
 def one(browser, selector, text=None):
     """The first visible element with this text. Waits for it up to 60 seconds."""
+    from selenium.common.exceptions import StaleElementReferenceException
+
     deadline = time.monotonic() + 60
     while True:
-        found = [
-            each
-            for each in all_of(browser, selector)
-            if each.is_displayed() and (text is None or text in each.text)
-        ]
+        try:
+            found = [
+                each
+                for each in all_of(browser, selector)
+                if each.is_displayed() and (text is None or text in each.text)
+            ]
+        except StaleElementReferenceException:  # the page draws a list again
+            found = []
         if found:
             return found[0]
         assert time.monotonic() < deadline, f"no {selector} with {text!r}"

@@ -181,13 +181,14 @@ class Graph {
   get spans() {
     // When each computing node runs.
     return this.memoize("spans", () => {
-      const gaps = this.step.schedule.compute_spans,
+      const odd = new Map(this.step.schedule.odd_spans.map(([at, ...times]) => [at, times])),
         spans = [];
       let now = 0;
       this.nodes.forEach((node, at) => {
         if (!(node.cost > 0) || node.collective) return;
-        const start = now + gaps[2 * spans.length];
-        now = start + gaps[2 * spans.length + 1];
+        const [gap, length] = odd.get(spans.length) || [0, node.cost];
+        const start = now + gap;
+        now = start + length;
         spans.push({ node, at, start, end: now });
       });
       return spans;

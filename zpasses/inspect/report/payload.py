@@ -292,21 +292,28 @@ def _schedule(snapshot: Snapshot) -> dict[str, Any]:
     }
     return {
         "collectives": collectives,
-        "compute_spans": _gaps_and_lengths(plan),
+        "odd_spans": _odd_spans(plan),
         **{key: _us(value) for key, value in totals.items()},
     }
 
 
-def _gaps_and_lengths(plan: Schedule) -> list[float]:
-    """Time between each kernel and the one before it, and time of the kernel, which are shorter
-    texts than starts and ends.
+def _odd_spans(plan: Schedule) -> list[list[float]]:
+    """[number of the kernel, time after the kernel before it, its time] of the kernels that do not
+    follow each other directly, or do not take the time of their node. Most kernels do.
     """
-    found, now = list[float](), 0.0
-    for span in plan.compute:
-        start, end = _us(span.start_us), _us(span.end_us)
-        found += [_us(start - now), _us(end - start)]
-        now = end
+    found, now = list[list[float]](), 0.0
+    for at, span in enumerate(plan.compute):
+        gap, length = span.start_us - now, span.end_us - span.start_us
+        cost = _us(span.node.cost_us)
+        if abs(gap) < _ROUNDING_US and abs(length - cost) < _ROUNDING_US:
+            now += cost
+            continue
+        found.append([at, _us(gap), _us(length)])
+        now += _us(gap) + _us(length)
     return found
+
+
+_ROUNDING_US = 0.002
 
 
 def _us(value: float) -> float:
