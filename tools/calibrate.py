@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from zpasses import compat, sdma
 from zpasses.cost.time.route_figures import FORMAT, machine_key
-from zpasses.dumps.errors import DumpError
+from zpasses.dumps.dump_errors import DumpError
 from zpasses.errors import OptionError
 from zpasses.sdma.lifecycle import available_routes
 from zpasses.sdma.mori_route import installed_version

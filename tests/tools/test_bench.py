@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from tests.programs import ForkedPython, forked_subprocess
-from zpasses.tools.bench import schedule as schedule_suite
+from zpasses.tools.bench import predicted_schedules as schedule_suite
 from zpasses.tools.bench.__main__ import SUITES, main
 from zpasses.tools.bench.measure import ResidentMemory
 from zpasses.tools.bench.model import Block, ModelSize, ParallelBlock, batches, build_model
-from zpasses.tools.bench.schedule import ScheduleConfig, ScheduleReport, schedule_table
+from zpasses.tools.bench.predicted_schedules import ScheduleConfig, ScheduleReport, schedule_table
 from zpasses.tools.bench.schedule_models import ModelShape
 from zpasses.tools.bench.train import PeerResult, TrainConfig, TrainReport, _difference, _relate
 

@@ -17,8 +17,8 @@ from zpasses.dumps import read
 from zpasses.pipeline.bisection import Trial
 from zpasses.probe import BisectTrial, write_request
 from zpasses.testing import fake_world
+from zpasses.tools.bisect.bisect_run import BisectError, BisectRequest, run_bisect
 from zpasses.tools.bisect.compare import first_difference, read_journals
-from zpasses.tools.bisect.run import BisectError, BisectRequest, run_bisect
 from zpasses.tools.cli.main import cli
 from zpasses.tools.programs import ProgramError
 

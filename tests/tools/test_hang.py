@@ -15,7 +15,7 @@ from tests.cases import some_quick
 from tests.tools.limited import run_limited
 from tests.zpasses.inspect.graphs import dump_of, gather, graph_of, node, replace, snapshot, wait
 from tests.zpasses.inspect.real import dump_training_step
-from zpasses.dumps.errors import DumpError
+from zpasses.dumps.dump_errors import DumpError
 from zpasses.dumps.format import Ref
 from zpasses.dumps.limits import Limits
 from zpasses.inspect import Inspection

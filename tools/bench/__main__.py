@@ -14,8 +14,8 @@ from zpasses.tools.bench.compiling import CompileConfig, compile_table, run_comp
 from zpasses.tools.bench.device import DeviceConfig, device_table, run_device
 from zpasses.tools.bench.launch import RankError
 from zpasses.tools.bench.overhead import OverheadConfig, overhead_table, run_overhead
+from zpasses.tools.bench.predicted_schedules import ScheduleConfig, run_schedule, schedule_table
 from zpasses.tools.bench.report import write_json
-from zpasses.tools.bench.schedule import ScheduleConfig, run_schedule, schedule_table
 from zpasses.tools.bench.train import TrainConfig, run_train, train_table
 from zpasses.tools.config_options import add_options, config_of
 

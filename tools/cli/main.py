@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import click
 
-from zpasses.tools.bisect.command import bisect
+from zpasses.tools.bisect.bisect_command import bisect
 from zpasses.tools.capture.capture_command import capture
 from zpasses.tools.cli.common import (
     CommandGroup,
@@ -25,9 +25,9 @@ from zpasses.tools.cli.common import (
 )
 from zpasses.tools.cli.completion import completion
 from zpasses.tools.cli.reading import collectives, diff, hang, html, list_, memory, show, timeline
-from zpasses.tools.measure.command import measure
+from zpasses.tools.measure.measure_command import measure
 from zpasses.tools.plan.plan_command import plan
-from zpasses.tools.tune.command import tune
+from zpasses.tools.tune.tune_command import tune
 
 
 @click.group(

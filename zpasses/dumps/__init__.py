@@ -4,7 +4,7 @@ A dump holds every graph of a compile, before and after every pass. Importing th
 import torch.
 """
 
-from zpasses.dumps.errors import (
+from zpasses.dumps.dump_errors import (
     DamagedDumpError,
     DumpError,
     DumpPathError,

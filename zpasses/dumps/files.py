@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from zpasses.dumps.errors import DamagedDumpError, DumpPathError
+from zpasses.dumps.dump_errors import DamagedDumpError, DumpPathError
 from zpasses.dumps.limits import Limits
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from zpasses.dumps.errors import DumpTooLargeError
+from zpasses.dumps.dump_errors import DumpTooLargeError
 
 _UNLIMITED = 1 << 62
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zpasses.dumps.errors import (
+from zpasses.dumps.dump_errors import (
     DamagedDumpError,
     DumpVersionError,
     NotADumpError,

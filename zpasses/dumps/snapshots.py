@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from zpasses.dumps.errors import DamagedDumpError
+from zpasses.dumps.dump_errors import DamagedDumpError
 from zpasses.dumps.files import decoded, read_lines
 from zpasses.dumps.format import Node, Snapshot, SnapshotHeader
 from zpasses.dumps.limits import Limits

@@ -23,8 +23,8 @@ from torch import fx
 from zpasses.cost.time.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.describe import Describer, GraphDescriber, plain_argument
+from zpasses.dumps.dump_errors import DumpPathError
 from zpasses.dumps.encode import json_line, snapshot_lines
-from zpasses.dumps.errors import DumpPathError
 from zpasses.dumps.runs import now, write
 from zpasses.errors import AgreementError, raising_line
 from zpasses.graph.verifier import CHECKS

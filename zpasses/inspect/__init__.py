@@ -20,8 +20,8 @@ from zpasses.inspect.inspection import open_dump as open
 from zpasses.inspect.listing import NodeFilter, listing
 from zpasses.inspect.measured import Measured, MeasuredCollective, MeasuredGraph
 from zpasses.inspect.memory import LiveBuffer, Memory, memory
+from zpasses.inspect.node_spans import CollectiveSpan, Schedule, schedule
 from zpasses.inspect.pairing import pair_nodes
-from zpasses.inspect.schedule import CollectiveSpan, Schedule, schedule
 from zpasses.inspect.timeline import chrome_trace
 from zpasses.inspect.view import View
 

@@ -11,6 +11,7 @@ from zpasses.inspect.communication import CollectiveRow, Communication, communic
 from zpasses.inspect.find import SelectedGraph, snapshot_of, step_title, steps_after
 from zpasses.inspect.measured import Measured, MeasuredCollective, MeasuredGraph
 from zpasses.inspect.measured_page import joined_data, joined_text, measured_data, measured_parts
+from zpasses.inspect.model_sources import parameter_sources, source_text, sources_of
 from zpasses.inspect.modules import modules_of, modules_text
 from zpasses.inspect.overview_page import prediction_text
 from zpasses.inspect.shared import (
@@ -23,7 +24,6 @@ from zpasses.inspect.shared import (
     to_json_value,
     unmodelled,
 )
-from zpasses.inspect.sources import parameter_sources, source_text, sources_of
 from zpasses.inspect.units import bytes_text, time_text
 from zpasses.inspect.view import Table, Text, View, table
 

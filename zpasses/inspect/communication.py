@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zpasses.dumps.format import Snapshot
-from zpasses.inspect.schedule import CollectiveSpan, Schedule, schedule
+from zpasses.inspect.node_spans import CollectiveSpan, Schedule, schedule
 
 
 @dataclass(frozen=True)

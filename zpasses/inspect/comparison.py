@@ -13,7 +13,7 @@ from typing import Any
 from zpasses.dumps.format import Buffer, Node, Snapshot
 from zpasses.inspect.difference import Difference
 from zpasses.inspect.memory import memory
-from zpasses.inspect.schedule import schedule
+from zpasses.inspect.node_spans import schedule
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zpasses.dumps.errors import DumpError
+from zpasses.dumps.dump_errors import DumpError
 from zpasses.dumps.format import Compile, Dump, Failure, Graph, Node, Snapshot, Step
 from zpasses.errors import suggestion
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from zpasses.dumps.errors import DamagedDumpError, NotADumpError
+from zpasses.dumps.dump_errors import DamagedDumpError, NotADumpError
 from zpasses.dumps.files import damaged, decoded, read_bytes
 from zpasses.dumps.limits import Limits
 from zpasses.dumps.nodes import Count, Record

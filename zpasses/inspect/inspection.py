@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zpasses.dumps import Dump, Limits, Step, read
-from zpasses.dumps.errors import NotATraceError
+from zpasses.dumps.dump_errors import NotATraceError
 from zpasses.inspect.collectives_page import CollectiveRows
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.difference import Difference, compare
@@ -28,8 +28,8 @@ from zpasses.inspect.listing import MAX_ITEMS, NodeFilter
 from zpasses.inspect.measured import Measured, measure
 from zpasses.inspect.measured_page import no_runs_text
 from zpasses.inspect.memory import Memory, memory, parameter_sizes
-from zpasses.inspect.schedule import Schedule, schedule
-from zpasses.inspect.sources import parameter_sources
+from zpasses.inspect.model_sources import parameter_sources
+from zpasses.inspect.node_spans import Schedule, schedule
 from zpasses.inspect.timeline import chrome_trace
 from zpasses.inspect.traces import read_trace
 from zpasses.inspect.view import View

@@ -11,7 +11,7 @@ from zpasses.dumps.format import Dump, Node
 from zpasses.inspect.escape import one_line
 from zpasses.inspect.measured import Measured, MeasuredGraph
 from zpasses.inspect.modules import module_of, modules_of, template
-from zpasses.inspect.schedule import schedule
+from zpasses.inspect.node_spans import schedule
 from zpasses.inspect.shared import count
 from zpasses.inspect.units import bytes_text, time_text
 from zpasses.inspect.view import Table, Text, table

@@ -6,7 +6,7 @@ import re
 import textwrap
 from typing import Any
 
-from zpasses.dumps.errors import DumpError
+from zpasses.dumps.dump_errors import DumpError
 from zpasses.dumps.format import (
     Compile,
     CompileInfo,

@@ -11,7 +11,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from zpasses.dumps.errors import DamagedDumpError
+from zpasses.dumps.dump_errors import DamagedDumpError
 
 
 def load_plain_pickle(data: bytes, path: Path) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zpasses.dumps.errors import DumpError
+from zpasses.dumps.dump_errors import DumpError
 from zpasses.dumps.format import Dump, Graph, Node, Snapshot
 from zpasses.inspect.listing import op_text, value_text
 from zpasses.inspect.modules import modules_of, modules_text

@@ -8,9 +8,9 @@ from typing import Any
 from zpasses.dumps.format import Node, Snapshot, Source
 from zpasses.inspect.escape import one_line, one_line_values
 from zpasses.inspect.listing import op_text
+from zpasses.inspect.model_sources import sources_of
 from zpasses.inspect.modules import modules_of
-from zpasses.inspect.schedule import CollectiveSpan, schedule
-from zpasses.inspect.sources import sources_of
+from zpasses.inspect.node_spans import CollectiveSpan, schedule
 
 _COMPUTE = 1
 """Thread id of the compute track. The tracks of process groups follow."""

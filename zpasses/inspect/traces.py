@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, field
 
-from zpasses.dumps.errors import DamagedDumpError, NotATraceError
+from zpasses.dumps.dump_errors import DamagedDumpError, NotATraceError
 from zpasses.dumps.files import damaged, decoded, read_bytes
 from zpasses.dumps.limits import Limits
 from zpasses.dumps.nodes import Count, Micros, Record

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.zpasses.inspect.graphs import replace, small_dump, two_gathers
 from tests.zpasses.inspect.traces import graph_run, memory, span, write
-from zpasses.dumps.errors import DumpError, NotATraceError
+from zpasses.dumps.dump_errors import DumpError, NotATraceError
 from zpasses.dumps.limits import Limits
 from zpasses.inspect import CollectiveRows, Inspection
 from zpasses.inspect.find import select_graphs

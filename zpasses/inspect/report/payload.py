@@ -29,9 +29,9 @@ from zpasses.inspect.graph_notes import variant_text
 from zpasses.inspect.listing import call_text, note_text, op_text, value_text
 from zpasses.inspect.measured import Measured, MeasuredGraph
 from zpasses.inspect.measured_page import joined_lines, module_times
+from zpasses.inspect.model_sources import parameter_sources
+from zpasses.inspect.node_spans import Schedule, schedule
 from zpasses.inspect.rank_agreement import rank_agreements
-from zpasses.inspect.schedule import Schedule, schedule
-from zpasses.inspect.sources import parameter_sources
 from zpasses.inspect.views import to_json_value
 
 FORMAT = 6

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from zpasses.tools.bisect.run import BisectRequest, run_bisect
+from zpasses.tools.bisect.bisect_run import BisectRequest, run_bisect
 from zpasses.tools.cli.common import errors_as_messages, versioned
 
 

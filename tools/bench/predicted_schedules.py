@@ -39,7 +39,7 @@ from zpasses.tools.bench.launch import RankError, rank_main, run_ranks
 from zpasses.tools.bench.report import report_text, two_decimals
 from zpasses.tools.bench.schedule_models import MODELS, CapturedStep, Step, captured_step
 
-_WORKER = "zpasses.tools.bench.schedule"
+_WORKER = "zpasses.tools.bench.predicted_schedules"
 _GIB = float(1 << 30)
 
 SCHEDULERS = (

@@ -64,7 +64,7 @@ def measure(
     is ended after the recorded steps, so it should not write checkpoints before. Options of the
     command stand before COMMAND.
     """
-    from zpasses.tools.measure.run import MeasureRun, run_measure
+    from zpasses.tools.measure.measure_run import MeasureRun, run_measure
 
     run = MeasureRun(command, output, warmup, steps, timeout_s)
     traces = run_measure(run, lambda text: click.echo(text, err=True))

@@ -65,7 +65,7 @@ def tune(
     before. The first run has the options of the program. The others replace `pipeline` and
     `memory_budget`.
     """
-    from zpasses.tools.tune.run import TuneRequest, run_tune
+    from zpasses.tools.tune.tune_run import TuneRequest, run_tune
 
     request = TuneRequest(command, plans, warmup, steps, memory, timeout_s)
     found = run_tune(request, lambda text: click.echo(text, err=True))
