@@ -1,10 +1,8 @@
 """Figures of a target from measured runs."""
 
-from dataclasses import replace
-
 import pytest
 
-from tests.zpasses.inspect.graphs import dump_of, graph_of, two_gathers
+from tests.zpasses.inspect.graphs import dump_of, graph_of, replace, two_gathers
 from tests.zpasses.inspect.test_measured import gloo_run, measured
 from zpasses.cost.time.target import TARGETS, Target
 from zpasses.tools.calibrate import main

@@ -113,18 +113,6 @@ def test_handles_are_not_reentrant(fake):
     assert [("entered twice" in stream.fault) for stream in streams].count(True) == 1
 
 
-def test_one_call_at_a_time_is_in_flight_and_waiting_for_it_blocks(fake):
-    handle, stream = handle_of(), HostStream(2)
-    source, target = filled(8), filled(8, 0)
-    assert handle.start_async(source, target, 8, stream.handle)
-    assert not handle.start_async(source, target, 8, stream.handle)
-    handle.wait_async(stream.handle)
-    assert torch.equal(source, target)
-    assert fake.blocking == 1
-    with pytest.raises(RuntimeError, match="nothing is in flight"):
-        handle.wait_async(stream.handle)
-
-
 def test_a_second_init_is_silently_skipped(fake):
     handle_of()
     import mori.shmem
