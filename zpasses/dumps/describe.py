@@ -5,6 +5,7 @@ data.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import operator
 from collections.abc import Mapping
@@ -38,6 +39,8 @@ them.
 """
 _LONGEST = 400
 """Maximum length of the text of an argument that JSON cannot express."""
+
+log = logging.getLogger("zpasses")
 
 
 class Describer:
@@ -175,7 +178,9 @@ class GraphDescriber:
         """Start and end of each node; zeros for a graph that the cost model does not cover."""
         try:
             spans = Timeline(graph, self._describer.target).spans() if self._modelled else []
-        except (RuntimeError, ValueError, KeyError):  # this process does not know a group
+        except (RuntimeError, ValueError, KeyError) as error:
+            # This process does not know a group, or a failed pass left a malformed graph.
+            log.warning("the dump has no times for a graph: %s: %s", type(error).__name__, error)
             spans = []
         if not spans:
             return ((0.0, 0.0),) * len(graph.nodes)
