@@ -136,6 +136,16 @@ def test_collectives_have_sizes_and_waits():
     }
 
 
+def test_a_graph_of_unknown_groups_has_no_times_and_the_log_says_why(caplog):
+    with fake_world(2, 0):
+        gm = joint([Param((4, 2))], 0, 2)
+        known = Describer(TARGETS["h100"]).graph("joint").snapshot(gm.graph, 0)
+    assert known.spans[-1][1] > 0
+    unknown = Describer(TARGETS["h100"]).graph("joint").snapshot(gm.graph, 0)
+    assert unknown.spans == ((0.0, 0.0),) * len(unknown.nodes)
+    assert any("the dump has no times for a graph" in text for text in caplog.messages)
+
+
 def test_copy_engine_gathers_have_the_route_and_the_times_that_the_pass_compared():
     with fake_world(8, 0):
         gm = joint([Param((1 << 15, 64)), Param((1 << 15, 64))], 0, 8)
