@@ -1,20 +1,17 @@
 """The catalogue of passes, one rewrite per file, and the named pipelines that combine them."""
 
 from zpasses.passes.average_replicas import AverageReplicas
-from zpasses.passes.bucket import Bucket
 from zpasses.passes.cache_params import CacheParams
 from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.flatten_on_device import FlattenOnDevice
 from zpasses.passes.gather_params import GatherParams
 from zpasses.passes.merge_reads import MergeReads
-from zpasses.passes.overlap import Overlap
 from zpasses.passes.pipelines import (
     ZERO1,
     ZERO2,
     ZERO2_ONE_AHEAD,
     ZERO3,
     ZERO3_ONE_AHEAD,
-    ZERO3_SDMA,
 )
 from zpasses.passes.reduce_grads import ReduceGrads
 from zpasses.passes.reshard_after_forward import ReshardAfterForward
@@ -27,15 +24,12 @@ __all__ = [
     "ZERO2_ONE_AHEAD",
     "ZERO3",
     "ZERO3_ONE_AHEAD",
-    "ZERO3_SDMA",
     "AverageReplicas",
-    "Bucket",
     "CacheParams",
     "DeferReduction",
     "FlattenOnDevice",
     "GatherParams",
     "MergeReads",
-    "Overlap",
     "ReduceGrads",
     "ReshardAfterForward",
     "Schedule",

@@ -8,16 +8,13 @@
 """
 
 from zpasses.passes.average_replicas import AverageReplicas
-from zpasses.passes.bucket import Bucket
 from zpasses.passes.cache_params import CacheParams
 from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.gather_params import GatherParams
 from zpasses.passes.merge_reads import MergeReads
-from zpasses.passes.overlap import Overlap
 from zpasses.passes.reduce_grads import ReduceGrads
 from zpasses.passes.reshard_after_forward import ReshardAfterForward
 from zpasses.passes.schedule import Schedule
-from zpasses.passes.sdma import Sdma
 from zpasses.pipeline.pipeline import Pipeline
 
 _STAGE2 = (MergeReads(), GatherParams(), ReduceGrads(), CacheParams())
@@ -32,14 +29,8 @@ how long gradients stay full.
 """
 ZERO3 = Pipeline((*_STAGE3, Schedule(), *_LAST))
 
-_ONE_AHEAD = (Overlap(), *_LAST)
-
-ZERO2_ONE_AHEAD = Pipeline((*_STAGE2, Bucket(plan_for_overlap=True), *_ONE_AHEAD))
-ZERO3_ONE_AHEAD = Pipeline((*_STAGE3, Bucket(cap_mb=12.0, plan_for_overlap=True), *_ONE_AHEAD))
+ZERO2_ONE_AHEAD = Pipeline((*_STAGE2, Schedule(plan="one-ahead"), *_LAST))
+ZERO3_ONE_AHEAD = Pipeline((*_STAGE3, Schedule(plan="one-ahead", cap_mb=12.0), *_LAST))
 """The stages with buckets of a fixed size, and one gather and one reduction in flight. They need no
-figures of the target, and plan large graphs sooner than `schedule`.
-"""
-ZERO3_SDMA = Pipeline((*_STAGE3, Bucket(cap_mb=512.0, plan_for_overlap=True), *_ONE_AHEAD, Sdma()))
-"""Stage 3 for nodes with copy engines. Buckets have the size of a layer rather than a few MiB,
-because copy engines take longer to start.
+figures of the target, and plan large graphs sooner.
 """

@@ -15,36 +15,44 @@ Before                                      After
 
 Contract: the order of all other nodes stays. Results stay equal bit for bit. The graph's peak
 memory stays within the budget, as modelled by `zpasses.cost.memory`. The plan is the fastest that
-`zpasses.cost.plan.schedule_planner` finds for the target. By the model, it is never slower than the
-graph was, nor than `bucket` and `overlap` in the same memory. All ranks use the plan of the first
-rank, so the order of collectives is the same on all of them. With `reduction_group=own`, gradient
-reductions move to a second process group of the same ranks.
+`zpasses.cost.plan.schedule_planner` finds for the target, or, with `plan=one-ahead` and
+`plan=single`, one that needs no figures of the target. By the model, the planned one is never
+slower than these in the same memory. All ranks use the plan of the first rank, so the order of
+collectives is the same on all of them. With `reduction_group=own`, gradient reductions move to a
+second process group of the same ranks. On targets with copy engines, the plan chooses the route of
+every gather; which engine then does the work is decided at run time by a vote (`zpasses.sdma`),
+with the functional collective as the fallback. The tag of every gather holds the reason.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.memory.collective_moves import MemoryCurve
+from zpasses.cost.memory.collective_moves import equal_liveness
 from zpasses.cost.memory.liveness import NOTABLE_BYTES
+from zpasses.cost.plan.bound import schedule_bound
 from zpasses.cost.plan.bucket_keys import compatibility_key
-from zpasses.cost.plan.schedule_evaluation import Action, Evaluation, Plan, one_ahead_plan
+from zpasses.cost.plan.schedule_evaluation import Action, Cost, Plan, evaluate, launch_cost
+from zpasses.cost.plan.schedule_merging import engine_launches
 from zpasses.cost.plan.schedule_planner import Planned, memory_limit, plan_schedule
 from zpasses.cost.plan.schedule_problem import ScheduleProblem, problem_of
+from zpasses.cost.plan.simple_plans import CAP_BYTES, SIMPLE_PLANS, simple_plans
+from zpasses.cost.time.route_figures import planned_route, route_figures
 from zpasses.cost.time.target import current_target
+from zpasses.errors import OptionError
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.queries import collective_of, is_dialect, is_wait
 from zpasses.graph.reduction_groups import regroup_reductions, replicate_groups
 from zpasses.option_values import MemoryBudget, parse_budget
-from zpasses.passes.writers.exact_plans import fastest_one_ahead
+from zpasses.passes.writers.route_writer import note_route
 from zpasses.passes.writers.schedule_writer import copied, exact_cost, write_plan
 from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
@@ -58,18 +66,29 @@ _log = logging.getLogger("zpasses")
 
 @dataclass(frozen=True)
 class Schedule(Pass):
-    """Merge and move collectives by a plan for the target and a memory budget."""
+    """Merge and move collectives by a plan within a memory budget."""
 
     name: ClassVar[str] = "schedule"
     level: ClassVar[Level] = Level.PARTITIONED
 
+    plan: Literal["auto", "one-ahead", "single"] = "auto"
+    """`auto` searches the fastest plan for the target. `one-ahead` starts each gather where the one
+    before it has arrived, and awaits each reduction where the next one has started. `single` awaits
+    every collective where it starts."""
+    cap_mb: float = CAP_BYTES / _MIB
+    """Largest size of the full tensors in one launch of `one-ahead` and `single`, in MiB; 0 merges
+    nothing. It is halved until the peak is within the budget."""
     memory_budget: str = "+16MiB"
     """By how much the graph's peak memory may rise (`10%` or `+16MiB`), or the peak that it may
     reach (`60GiB`). A rise counts from the peak with one gather and one reduction in flight. A peak
     below that of the graph without overlap counts as that of the graph."""
     mode: Literal["auto", "coalesced", "flat"] = "auto"
-    """As in `bucket`: `coalesced` starts several tensors in one launch, and `flat` packs them into
-    one tensor. `auto` takes the cheapest choice by the cost model of the target."""
+    """`coalesced` starts several tensors in one launch, and `flat` packs them into one tensor.
+    `auto` takes the cheapest choice by the cost model of the target, which may be not to merge."""
+    copy_engines: Literal["auto", "on", "off"] = "auto"
+    """Whether the plan may have copy engines run gathers of a group on one node. `auto` uses mori
+    where the target has it, and other routes only with measured figures
+    (`zpasses calibrate`); `on` uses the target's preferred route in any case."""
     reduction_group: Literal["shared", "own"] = "shared"
     """`own` runs gradient reductions on a second process group of the same ranks, beside
     all-gathers instead of in one queue with them. `shared` leaves them on their group. Graphs with
@@ -77,20 +96,35 @@ class Schedule(Pass):
 
     def __post_init__(self) -> None:
         parse_budget(self.memory_budget, f"pass {self.name!r}, option 'memory_budget'")
+        if not self.cap_mb >= 0:
+            raise OptionError(
+                f"pass {self.name!r}, option 'cap_mb': got {self.cap_mb}; expected MiB >= 0 (0: "
+                "every collective has a launch of its own)."
+            )
 
     @property
     def facts(self) -> Facts:
         return Facts(
             votes=True,
+            votes_at_run_time="the routes of gathers" if self._uses_engines() else "",
             cacheable=self.reduction_group == "shared",
             plans_within=self.memory_budget,
             fallback_cost=self._fallback_cost,
-            without_schedule="bucket{cap_mb=1e6,memory_budget=1000%}",
+            without_schedule="schedule{plan=single,cap_mb=1e6,memory_budget=1000%}",
         )
 
-    def _fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Evaluation | None:
-        found = fastest_one_ahead(self.problem(graph), self.mode, limit_bytes, current_target())
-        return None if found is None else found.cost
+    def _uses_engines(self) -> bool:
+        if self.copy_engines == "auto":
+            return planned_route(current_target()) is not None
+        return self.copy_engines == "on"
+
+    def _fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Cost | None:
+        problem = self.problem(graph)
+        cap, name = self._cap_bytes, "one-ahead" if self.plan == "auto" else self.plan
+        costs = [(each, evaluate(problem, each)) for each in simple_plans(problem, name, cap)]
+        costs.sort(key=lambda each: each[1].total_us)
+        found = self._first_fitting(problem, costs, limit_bytes)
+        return None if found is None else found[1]
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of collectives saved, or 1 if nodes only moved."""
@@ -100,10 +134,12 @@ class Schedule(Pass):
             return 0
         gathers = sum(job.is_gather for job in problem.jobs)
         if gathers < 2 and len(problem.jobs) - gathers < 2:
-            # As little as `overlap` would do is equal on all ranks without a vote. Ranks may
-            # compile such graphs without the others, inside windows of gradient accumulation.
-            return _apply(graph, problem, _by_node(problem, one_ahead_plan(problem)), self.name)
-        planned, plan = self._choose(problem)
+            # Such a plan is equal on all ranks without a vote. Ranks may compile such graphs
+            # without the others, inside windows of gradient accumulation.
+            simple = SIMPLE_PLANS["one-ahead" if self.plan == "auto" else self.plan]
+            return _apply(graph, problem, _by_node(problem, simple(problem, None)), self.name)
+        planned = self.choose(problem)
+        plan = _by_node(problem, planned.plan)
         adopted, agreed_groups = _agree_on_plan(problem, plan, str(self))
         if adopted is None:
             _log.warning(
@@ -113,49 +149,55 @@ class Schedule(Pass):
             )
             return self._regroup(graph, problem, agreed_groups)
         note(f"{self.name}: {_summary(problem, planned, adopted)}")
-        changes = _apply(graph, problem, adopted, self.name)
+        reasons = _routes(problem, planned)
+        changes = _apply(graph, problem, adopted, self.name, reasons)
         regrouped = self._regroup(graph, problem, agreed_groups)
         self._warn_over_budget(graph, planned.limit_bytes)
         return changes or min(regrouped, 1)
 
     def problem(self, graph: fx.Graph) -> ScheduleProblem:
         """Returns the graph as the planner sees it."""
-        own = self.reduction_group == "own"
-        return problem_of(graph, current_target(), self.mode, second_group=own)
+        return problem_of(
+            graph,
+            current_target(),
+            self.mode,
+            second_group=self.reduction_group == "own",
+            copy_engines=self._uses_engines(),
+        )
 
-    def plan(self, problem: ScheduleProblem, *, never_above_us: float = math.inf) -> Planned:
-        """Returns the plan that the planner makes.
+    @property
+    def _cap_bytes(self) -> float:
+        return self.cap_mb * _MIB
 
-        Args:
-            problem: the graph.
-            never_above_us: as in `plan_schedule`.
+    def choose(self, problem: ScheduleProblem) -> Planned:
+        """Returns the plan that this rank would make."""
+        limit, most = memory_limit(problem, self._budget()), self._budget().most_bytes
+        if self.plan == "auto":
+            planned = plan_schedule(problem, limit)
+            plans = sorted(
+                (*planned.faster, (planned.plan, planned.cost)), key=lambda each: each[1].total_us
+            )
+        else:
+            simple = simple_plans(problem, self.plan, self._cap_bytes)
+            plans = [(each, evaluate(problem, each)) for each in simple]
+            planned = Planned(*plans[-1], schedule_bound(problem), limit, len(plans))
+        found = self._first_fitting(problem, plans, limit if most is None else most)
+        return planned if found is None else replace(planned, plan=found[0], cost=found[1])
+
+    def _first_fitting(
+        self, problem: ScheduleProblem, plans: Iterable[tuple[Plan, Cost]], limit_bytes: int
+    ) -> tuple[Plan, Cost] | None:
+        """Returns the first plan within a limit, and its cost. A peak above the limit, which the
+        planner counts from above, is judged on a copy of the graph.
         """
-        limit = memory_limit(problem, self._budget())
-        return plan_schedule(problem, limit, never_above_us=never_above_us)
-
-    def _choose(self, problem: ScheduleProblem) -> tuple[Planned, Plan]:
-        """Returns the planner's result, and the plan that this rank would make, with indices of
-        kept nodes as slots.
-
-        It is the planner's plan, unless what `bucket` and `overlap` make is faster within the
-        budget, or the planner's exceeds a budget in bytes that they fit.
-        """
-        most = self._budget().most_bytes
-        allowed = memory_limit(problem, self._budget()) if most is None else most
-        target = current_target()
-        simple = fastest_one_ahead(problem, self.mode, allowed, target)
-        if simple is None:
-            planned = self.plan(problem)
-            return planned, _by_node(problem, planned.plan)
-        planned = self.plan(problem, never_above_us=simple.cost.total_us)
-        plan, cost = _by_node(problem, planned.plan), planned.cost
-        if cost.peak_bytes > allowed:
-            graph, copy = copied(problem)
-            write_plan(graph, copy, plan, self.name)
-            cost = exact_cost(graph, copy, target)
-        if cost.peak_bytes > allowed or simple.cost.total_us < cost.total_us:
-            return replace(planned, cost=simple.cost), simple.plan
-        return planned, plan
+        for plan, cost in plans:
+            if cost.peak_bytes > limit_bytes:
+                graph, copy = copied(problem)
+                write_plan(graph, copy, _by_node(problem, plan), self.name)
+                cost = exact_cost(graph, copy, current_target())
+            if cost.peak_bytes <= limit_bytes:
+                return plan, cost
+        return None
 
     def _budget(self) -> MemoryBudget:
         return parse_budget(self.memory_budget, self.name)
@@ -181,7 +223,7 @@ class Schedule(Pass):
         """Warn if the plan that all ranks share, made for other shapes, exceeds this rank's budget.
         Ranks must still follow it.
         """
-        peak = MemoryCurve(graph).base.peak_bytes
+        peak = equal_liveness(graph).peak_bytes
         if peak > limit_bytes + NOTABLE_BYTES:
             _log.warning(
                 "%s: all ranks use the plan that the first rank made when these collectives were "
@@ -200,12 +242,29 @@ def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
     # The planner knows no chains of collectives, so what completes a reduction takes no time.
     averages = replicate_groups(problem.nodes[-1].graph)
     without = " without the averages over replicas, which are inserted later" if averages else ""
+    by_engine = f"{len(adopted.engines):,} by copy engines; " if problem.has_engines else ""
     return (
         f"{len(problem.jobs):,} collectives in launches: {gathers:,} of gathers and "
-        f"{len(adopted.launches) - gathers:,} of reductions; predicted "
+        f"{len(adopted.launches) - gathers:,} of reductions; {by_engine}predicted "
         f"{cost.total_us / 1e3:,.2f} ms, bound {planned.bound.total_us / 1e3:,.2f} ms{without}; "
         f"peak {cost.peak_bytes / _MIB:,.1f} of {planned.limit_bytes / _MIB:,.1f} MiB"
     )
+
+
+def _routes(problem: ScheduleProblem, planned: Planned) -> dict[tuple[int, ...], str]:
+    """Returns the reason for the route of each launch that a copy engine could run."""
+    plan, route, found = planned.plan, current_target().routes[:1], dict[tuple[int, ...], str]()
+    for number in engine_launches(problem, plan):
+        other = evaluate(problem, replace(plan, engines=plan.engines ^ {number}))
+        gain = other.total_us - evaluate(problem, plan).total_us
+        cost = launch_cost(problem, plan.launches[number], True)
+        mib = sum(problem.items[job.number].tag.nbytes for job in cost.members) / _MIB
+        taken = number in plan.engines
+        found[plan.launches[number]] = (
+            f"{'by' if taken else 'not by'} {route[0]}: {mib:.3g} MiB per rank in "
+            f"{cost.duration_us:.0f} us, {'gains' if taken else 'would lose'} {gain:.0f} us"
+        )
+    return found
 
 
 # --- agreement ------------------------------------------------------------------------------------
@@ -244,28 +303,29 @@ def _agree_on_plan(
             [each.slot, each.kind, each.launch, bisect_left(fixed, each.slot)]
             for each in plan.actions
         ],
+        sorted(plan.engines),
     ]
     groups = [compat.parent_group(str(key[1])) for key in keys]
-    (launches, actions), agreed_groups = adopt(
+    target = current_target()
+    (launches, actions, engines), agreed_groups = adopt(
         dict.fromkeys([*groups, *replicate_groups(problem.nodes[-1].graph)]),
         "the schedule",
         (options, described),
         mine,
-        planned_for=current_target(),
+        planned_for=(target, route_figures(target)) if problem.has_engines else target,
     )
     adopted = Plan(
         tuple(tuple(members) for members in launches),
         tuple(Action(at, kind, launch) for at, kind, launch, _ in actions),
+        frozenset(engines),
     )
     return _fitted(problem, adopted, [before for *_, before in actions]), agreed_groups
 
 
 def _by_node(problem: ScheduleProblem, plan: Plan) -> Plan:
     """Returns the plan with indices of kept nodes as slots."""
-    return Plan(
-        plan.launches,
-        tuple(replace(each, slot=problem.slots[each.slot]) for each in plan.actions),
-    )
+    actions = tuple(replace(each, slot=problem.slots[each.slot]) for each in plan.actions)
+    return replace(plan, actions=actions)
 
 
 def _fixed_starts(problem: ScheduleProblem) -> list[int]:
@@ -310,19 +370,34 @@ def _fitted(problem: ScheduleProblem, plan: Plan, fixed_before: Sequence[int]) -
         if earliest > most:
             return None
         places[at] = earliest
-    return Plan(
-        plan.launches,
-        tuple(replace(each, slot=at) for each, at in zip(plan.actions, places, strict=True)),
-    )
+    actions = zip(plan.actions, places, strict=True)
+    return replace(plan, actions=tuple(replace(each, slot=at) for each, at in actions))
 
 
 # --- rewriting ------------------------------------------------------------------------------------
-def _apply(graph: fx.Graph, problem: ScheduleProblem, plan: Plan, origin: str) -> int:
-    """Rewrites the graph. The slots of `plan` are indices of kept nodes.
+def _apply(
+    graph: fx.Graph,
+    problem: ScheduleProblem,
+    plan: Plan,
+    origin: str,
+    reasons: Mapping[tuple[int, ...], str] = MappingProxyType({}),
+) -> int:
+    """Rewrites the graph.
 
-    Returns the number of collectives saved, or 1 if nodes only moved.
+    Args:
+        graph: the graph to edit.
+        problem: what was read of it.
+        plan: its slots are indices of kept nodes.
+        origin: name of the pass, for tags.
+        reasons: of the routes of launches, for tags.
+
+    Returns:
+        The number of collectives saved, or 1 if nodes only moved.
     """
     before = list(graph.nodes)
-    write_plan(graph, problem, plan, origin)
+    launches = write_plan(graph, problem, plan, origin)
+    for members, launch in zip(plan.launches, launches, strict=True):
+        if members in reasons:
+            note_route(launch.collective, reasons[members], origin)
     saved = len(problem.jobs) - len(plan.launches)
     return saved or int(before != list(graph.nodes))

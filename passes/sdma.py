@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -32,28 +31,21 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.time.route_figures import route_figures
+from zpasses.cost.time.route_figures import engine_obstacle, route_figures
 from zpasses.cost.time.step_time import Timeline
 from zpasses.cost.time.target import Target, current_target
 from zpasses.errors import OptionError
 from zpasses.graph.patterns import tag_foreign_gathers
-from zpasses.graph.queries import Collective, collective_of, named_arguments, nbytes, value_of
-from zpasses.graph.tags import Tag, add_tag, params_of, retag, tag_of
+from zpasses.graph.queries import Collective, collective_of, value_of
+from zpasses.graph.tags import params_of
+from zpasses.passes.writers.route_writer import can_take_engine, gather_by_engine, note_route
 from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.ranks.agree import adopt
-from zpasses.sdma import route_choice
-from zpasses.sdma.ops import SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_ALL_GATHER_OUT
 
 log = logging.getLogger("zpasses")
 
 _MIB = 1 << 20
-MAX_RANKS = 8
-_SWAPS: dict[Any, compat.OpOverload] = {
-    compat.functional.all_gather_into_tensor.default: SDMA_ALL_GATHER,
-    compat.functional.all_gather_into_tensor_coalesced.default: SDMA_ALL_GATHER_COALESCED,
-    compat.functional.all_gather_into_tensor_out.default: SDMA_ALL_GATHER_OUT,
-}
 
 Outcome = Literal[
     "replaced",
@@ -127,9 +119,9 @@ class Sdma(Pass):
         tag_foreign_gathers(graph, origin=self.name)
         decisions = _agree_on_decisions(self.decide(graph), str(self))
         for decision in decisions:
-            _tag_decision(decision, self.name)
+            note_route(decision.node, f"sdma {decision}", self.name)
             if decision.outcome == "replaced":
-                _replace_op(decision.node, decision.group)
+                gather_by_engine(decision.node)
         if decisions:
             counts = Counter(decision.outcome for decision in decisions)
             log.info(
@@ -137,10 +129,7 @@ class Sdma(Pass):
                 len(decisions),
                 ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())),
             )
-        replaced = sum(decision.outcome == "replaced" for decision in decisions)
-        if replaced and compat.is_inductor_lowering_loaded():
-            compat.register_collective_lowerings()
-        return replaced
+        return sum(decision.outcome == "replaced" for decision in decisions)
 
     def decide(self, graph: fx.Graph) -> list[Decision]:
         """Returns this rank's own decision on each gather, in graph order. The decisions on earlier
@@ -170,7 +159,7 @@ class Sdma(Pass):
 
         if not target.routes:
             return decision("route missing", f"{target.name} has no copy-engine route")
-        unfit = _group_obstacle(compat.group_ranks(collective.group), target)
+        unfit = engine_obstacle(compat.group_ranks(collective.group), target)
         if unfit:
             return decision("group", unfit)
         opaque = [value.dtype for value in _inputs(node) if value.is_quantized]
@@ -205,7 +194,7 @@ class Sdma(Pass):
 
 # --- gathers --------------------------------------------------------------------------------------
 def _gather_of(node: fx.Node) -> Collective | None:
-    return collective_of(node) if node.op == "call_function" and node.target in _SWAPS else None
+    return collective_of(node) if can_take_engine(node) else None
 
 
 def _inputs(node: fx.Node) -> list[torch.Tensor]:
@@ -215,17 +204,6 @@ def _inputs(node: fx.Node) -> list[torch.Tensor]:
         for item in (given if isinstance(given, (list, tuple)) else [given])
         if isinstance(item, fx.Node)
     ]
-
-
-def _group_obstacle(ranks: Sequence[int], target: Target) -> str:
-    """Why no copy engine reaches all ranks of a group; "" if one does."""
-    if len(ranks) == 1:
-        return "one rank has nothing to gather"
-    if len({rank // target.ranks_per_node for rank in ranks}) > 1:
-        return f"ranks {ranks[0]} to {ranks[-1]} are not on one node of {target.ranks_per_node}"
-    return (
-        f"{len(ranks)} ranks; a route takes at most {MAX_RANKS}" if len(ranks) > MAX_RANKS else ""
-    )
 
 
 # --- agreement ------------------------------------------------------------------------------------
@@ -271,25 +249,3 @@ def _apply_vote(decision: Decision, all_would_replace: bool) -> Decision:
             reason=f"as in an earlier compile of these gathers; this compile: {decision}",
         )
     return decision
-
-
-# --- rewriting ------------------------------------------------------------------------------------
-def _replace_op(node: fx.Node, group: str) -> None:
-    arguments = named_arguments(node, node.target)  # type: ignore[arg-type]
-    node.target = _SWAPS[node.target]
-    names = [argument.name for argument in node.target._schema.arguments]
-    first, size, _, *out = names
-    node.args = (arguments[first], arguments[size], group)
-    node.kwargs = {name: arguments[name] for name in out}
-
-
-def _tag_decision(decision: Decision, origin: str) -> None:
-    choice = route_choice(decision.group) if decision.outcome == "replaced" else None
-    note = f"sdma {decision}" + (
-        f"; runs by {choice.route} because {choice.reason}"
-        if choice is not None and choice.reason
-        else ""
-    )
-    if tag_of(decision.node) is None:
-        add_tag(decision.node, Tag("gather", (), nbytes(_inputs(decision.node)), origin=origin))
-    retag(decision.node, note=note)

@@ -1,6 +1,4 @@
-"""Replace several collectives of a graph by one: the rewrite behind the passes `bucket` and
-`schedule`.
-"""
+"""Replace several collectives of a graph by one, as a plan of the pass `schedule` says."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.cost.memory.collective_moves import SchedulableCollective
-from zpasses.cost.plan.bucket_keys import row_shape
-from zpasses.cost.plan.bucket_planner import Mode
+from zpasses.cost.plan.bucket_keys import Mode, row_shape
 from zpasses.graph.dialect import group_size
 from zpasses.graph.queries import Editor, collective_of, is_wait, nbytes, value_of
 from zpasses.graph.tags import Role, Tag, add_tag, retag, tag_of
@@ -31,6 +28,10 @@ class LaunchNodes:
     """What prepares the inputs from graph inputs, the collective and its `getitem` nodes."""
     wait: tuple[fx.Node, ...]
     """The waits and what completes the results."""
+
+    @property
+    def collective(self) -> fx.Node:
+        return next(node for node in self.start if collective_of(node) is not None)
 
     @classmethod
     def of(cls, item: SchedulableCollective) -> LaunchNodes:

@@ -7,16 +7,19 @@ from dataclasses import replace
 
 from torch import fx
 
-from zpasses.cost.memory.collective_moves import MemoryCurve, SchedulableCollective
-from zpasses.cost.plan.schedule_evaluation import Action, Evaluation, Plan
+from zpasses.cost.memory.collective_moves import SchedulableCollective, equal_liveness
+from zpasses.cost.plan.schedule_evaluation import Action, Cost, Plan
 from zpasses.cost.plan.schedule_problem import ScheduleProblem
 from zpasses.cost.time.step_time import Timeline
 from zpasses.cost.time.target import Target
 from zpasses.passes.writers.bucket_writer import LaunchNodes, merge_collectives
+from zpasses.passes.writers.route_writer import gather_by_engine
 
 
-def write_plan(graph: fx.Graph, problem: ScheduleProblem, plan: Plan, origin: str) -> None:
-    """Merges and moves collectives.
+def write_plan(
+    graph: fx.Graph, problem: ScheduleProblem, plan: Plan, origin: str
+) -> list[LaunchNodes]:
+    """Merges and moves collectives, and returns the nodes of each launch.
 
     Args:
         graph: the graph to edit.
@@ -24,11 +27,14 @@ def write_plan(graph: fx.Graph, problem: ScheduleProblem, plan: Plan, origin: st
         plan: has indices of kept nodes as slots.
         origin: name of the pass, for tags.
     """
-    launches = merged_launches(graph, problem, plan.launches, origin)
-    place_launches(problem.nodes, launches, plan.actions)
+    launches = _merged_launches(graph, problem, plan.launches, origin)
+    for number in sorted(plan.engines):
+        gather_by_engine(launches[number].collective)
+    _place_launches(problem.nodes, launches, plan.actions)
+    return launches
 
 
-def merged_launches(
+def _merged_launches(
     graph: fx.Graph, problem: ScheduleProblem, launches: Iterable[Sequence[int]], origin: str
 ) -> list[LaunchNodes]:
     """Merges collectives, given by their job numbers, and returns the nodes of each launch."""
@@ -45,7 +51,7 @@ def merged_launches(
     return found
 
 
-def place_launches(
+def _place_launches(
     kept: Sequence[fx.Node], launches: Sequence[LaunchNodes], actions: Iterable[Action]
 ) -> None:
     """Moves starts and waits to their places among the nodes that stay in order."""
@@ -75,9 +81,9 @@ def copied(problem: ScheduleProblem) -> tuple[fx.Graph, ScheduleProblem]:
     return graph, replace(problem, nodes=nodes, items=tuple(map(item_of, problem.items)))
 
 
-def exact_cost(graph: fx.Graph, problem: ScheduleProblem, target: Target) -> Evaluation:
+def exact_cost(graph: fx.Graph, problem: ScheduleProblem, target: Target) -> Cost:
     """Returns the duration and the peak of a graph into which a plan was written. The peak counts
-    what all ranks have (`MemoryCurve`).
+    what all ranks have (`equal_liveness`).
     """
     time = Timeline(graph, target, regrouped=problem.regrouped).run()
-    return Evaluation(time.total_us, time.waited_us, MemoryCurve(graph).base.peak_bytes)
+    return Cost(time.total_us, time.waited_us, equal_liveness(graph).peak_bytes)

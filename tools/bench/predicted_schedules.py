@@ -32,7 +32,7 @@ from zpasses.cost.time.step_time import (
 from zpasses.cost.time.target import Target, use_target
 from zpasses.errors import OptionError, suggestion
 from zpasses.graph.queries import collective_of, is_wait, started_by
-from zpasses.passes import ZERO3, Bucket, Overlap, Schedule
+from zpasses.passes import ZERO3, Schedule
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.tools.bench.launch import RankError, rank_main, run_ranks
@@ -49,6 +49,7 @@ SCHEDULERS = (
     "inductor",
     "inductor +4",
     "blocks",
+    "no engines",
     "zero3",
     "zero3 +10%",
     "budget 10%",
@@ -56,9 +57,10 @@ SCHEDULERS = (
 """Names of the schedulers, in the order of the table:
 
 - single: every collective is awaited where it starts.
-- one ahead, bucket 512: `bucket{cap_mb=12},overlap` and `bucket{cap_mb=512},overlap`.
+- one ahead, bucket 512: `schedule{plan=one-ahead}` with 5 % more memory, and `cap_mb` 12 or 512.
 - inductor: `schedule_overlap_bucketing`, with 1 GiB or 5 % more memory, its default; or 4 GiB.
 - blocks: `manual_overlap_bucketing` of one transformer block ahead, as in torchtitan.
+- no engines: `zero3` with `copy_engines=off`.
 - zero3: the named pipeline, and the same with 10 % more memory for its schedule.
 - budget 10%: `zero3` with `memory_budget="10%"`, which may also keep more parameters until
   backward, so its graphs have a bound of their own.
@@ -203,7 +205,7 @@ def _shown(row: ScheduleRow) -> dict[str, Any]:
     peers = [
         point.total_ms
         for point in row.points
-        if not point.scheduler.startswith(("zero3", "budget"))
+        if not point.scheduler.startswith(("zero3", "budget", "no engines"))
         and ours is not None
         and point.peak_bytes >= ours.peak_bytes
     ]
@@ -297,11 +299,12 @@ def _schedulers(target: Target, layers: int) -> dict[str, _Scheduler]:
     ]
     schedulers: tuple[_Scheduler, ...] = (
         passes(),
-        passes(Bucket(cap_mb=12.0, plan_for_overlap=True), Overlap()),
-        passes(Bucket(cap_mb=512.0, plan_for_overlap=True), Overlap()),
+        passes(Schedule(plan="one-ahead", cap_mb=12.0, memory_budget="5%")),
+        passes(Schedule(plan="one-ahead", cap_mb=512.0, memory_budget="5%")),
         lambda gm: schedule_by_inductor(gm, node_ms, 1.0),
         lambda gm: schedule_by_inductor(gm, node_ms, 4.0),
         lambda gm: schedule_blocks_by_inductor(gm, blocks),
+        passes(Schedule(memory_budget="0%", copy_engines="off")),
         passes(Schedule(memory_budget="0%")),
         passes(Schedule(memory_budget="10%")),
     )

@@ -23,15 +23,17 @@ from zpasses.cost.plan.kept_params import (
     fitting_params,
     keepable_params,
 )
-from zpasses.cost.plan.schedule_evaluation import Evaluation, single_plan
+from zpasses.cost.plan.schedule_evaluation import Cost
 from zpasses.cost.plan.schedule_problem import problem_of
+from zpasses.cost.plan.simple_plans import single_plan
+from zpasses.cost.time.route_figures import planned_route
 from zpasses.cost.time.target import current_target
 from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.regathers import drop_unread_parts, remove_regathers
 from zpasses.graph.tags import GATHER_ROLES, retag, tag_of, tagged
 from zpasses.option_values import parse_budget
 
-FallbackCost = Callable[[fx.Graph, int], Evaluation | None]
+FallbackCost = Callable[[fx.Graph, int], Cost | None]
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 """Forward and backward."""
 
@@ -151,7 +153,8 @@ class StepTrials:
         if activations not in self._made:
             graphs = self.partition(compat.clone_graph_module(self.gm), activations)
             target = current_target()
-            problems = [problem_of(each.graph, target) for each in graphs]
+            engines = planned_route(target) is not None
+            problems = [problem_of(each.graph, target, copy_engines=engines) for each in graphs]
             step = StepProblem(problems[0], problems[1], self.repetition)
             self._made[activations] = Trial(activations, graphs, step)
         return self._made[activations]

@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.plan.schedule_evaluation import Evaluation
+from zpasses.cost.plan.schedule_evaluation import Cost
 from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import build_dataclass
 from zpasses.pipeline.facts import Facts
@@ -120,7 +120,7 @@ class Pipeline(compat.CustomGraphPass):
         )
         return Pipeline(tuple(passes))
 
-    def fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Evaluation | None:
+    def fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Cost | None:
         """Return the first cost that one of the passes knows; see `Facts.fallback_cost`."""
         known = (each.facts.fallback_cost for each in self.passes)
         found = (cost_of(graph, limit_bytes) for cost_of in known if cost_of is not None)

@@ -1,14 +1,13 @@
-"""Which collectives of a graph can move, and how much memory a move costs.
+"""Which collectives of a graph can move, and the memory of a graph as all ranks count it.
 
-The passes `bucket` and `overlap` use it. All ranks must make the same plan, because a different
-order of collectives is a deadlock. Their graphs differ slightly: in padding, and in the number of
-rows that a rank has of an unevenly sharded parameter. The memory curve therefore replaces bytes
-that depend on the rank by the bytes of a full block, which are equal on all ranks.
+The pass `schedule` uses it. All ranks must make the same plan, because a different order of
+collectives is a deadlock. Their graphs differ slightly: in padding, and in the number of rows that
+a rank has of an unevenly sharded parameter. `equal_liveness` therefore replaces bytes that depend
+on the rank by the bytes of a full block, which are equal on all ranks.
 """
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +15,9 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.cost.memory.liveness import Liveness, liveness, scratch_bytes
-from zpasses.graph.aliases import is_view
 from zpasses.graph.dialect import AVERAGE_GRAD
 from zpasses.graph.queries import collective_of, is_wait, nbytes, started_by, value_of
 from zpasses.graph.tags import Tag, tag_of
-from zpasses.option_values import MemoryBudget
 
 
 @dataclass(frozen=True)
@@ -152,131 +149,15 @@ def _is_functional_collective(node: fx.Node, *names: str) -> bool:
     return collective.op in names and node.target.namespace == "_c10d_functional"
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A collective of one or several tensors, with the nodes that must move with it."""
-
-    started: fx.Node
-    before: tuple[fx.Node, ...]
-    """For gathers: the nodes that compute the inputs from graph inputs, in order."""
-    parts: tuple[fx.Node, ...]
-    """The `getitem` nodes of a collective with several outputs; empty for one output."""
-    waits: tuple[fx.Node, ...]
-    after: tuple[fx.Node, ...]
-    """For reductions: the nodes that complete the outputs, in order."""
-    nbytes: int
-    """Bytes that the collective occupies from its start until its wait."""
-
-
-def gather_launches(graph: fx.Graph) -> list[Launch]:
-    """Returns the parameter gathers that depend on graph inputs only, in graph order."""
-    found = []
-    for node in graph.nodes:
-        tag = tag_of(node)
-        if tag is None or tag.role != "gather" or collective_of(node) is None:
-            continue
-        before, ends = _input_chain(node), _outputs_and_waits(node)
-        if before is not None and ends is not None:
-            held = (
-                nbytes(value_of(node))
-                + sum(block_bytes(each) for each in before)
-                + scratch_bytes(node)
-            )
-            found.append(Launch(node, before, *ends, (), held))
-    return found
-
-
-def reduction_launches(graph: fx.Graph) -> list[Launch]:
-    """Returns the gradient reductions that only the graph's output reads, in graph order."""
-    found = []
-    for node in graph.nodes:
-        tag, collective = tag_of(node), collective_of(node)
-        if tag is None or tag.role != "reduce" or collective is None:
-            continue
-        ends = _outputs_and_waits(node)
-        after = [epilogue(wait) for wait in ends[1]] if ends is not None else [None]
-        if ends is not None and all(each is not None for each in after):
-            last = tuple(dict.fromkeys(step for each in after if each is not None for step in each))
-            held = collective.nbytes + (
-                0 if "all_reduce" in collective.op else nbytes(value_of(node))
-            )
-            found.append(Launch(node, (), *ends, last, held))
-    return found
-
-
 def block_bytes(node: fx.Node) -> int:
     """Returns the bytes of a value on a rank with a full block of rows, as its tag says."""
     tag = tag_of(node)
     return tag.block_bytes if tag is not None else 0
 
 
-def _input_chain(started: fx.Node) -> tuple[fx.Node, ...] | None:
-    """Returns the nodes that compute a gather's inputs, in graph order.
-
-    Returns None unless these are casts, padding, packing and views of graph inputs.
-    """
-    found: set[fx.Node] = set()
-    queue = list(started.all_input_nodes)
-    while queue:
-        node = queue.pop()
-        if node.op == "placeholder" or node in found:
-            continue
-        tag = tag_of(node)
-        if not is_view(node) and (tag is None or tag.role != "gather_input"):
-            return None
-        found.add(node)
-        queue += node.all_input_nodes
-    if not found:
-        return ()
-    ordered: list[fx.Node] = []
-    node = started.prev
-    while len(ordered) < len(found):
-        if node in found:
-            ordered.append(node)
-        node = node.prev
-    return tuple(reversed(ordered))
-
-
-def _outputs_and_waits(started: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]] | None:
-    users = list(started.users)
-    parts = tuple(user for user in users if user.target is operator.getitem)
-    ends = [user for part in (parts or (started,)) for user in part.users]
-    if (parts and len(parts) != len(users)) or not ends or not all(is_wait(each) for each in ends):
-        return None
-    return parts, tuple(ends)
-
-
-_NO_RISE = MemoryBudget()
-
-
-class MemoryCurve:
-    """Live bytes at each node of a graph while moves are planned, and their limit.
-
-    Positions are indices of the graph's nodes at the time when the curve was created.
-
-    Args:
-        graph: the graph to plan for.
-        budget: how far the peak may rise. The limit is never below the current peak.
-    """
-
-    def __init__(self, graph: fx.Graph, budget: MemoryBudget = _NO_RISE) -> None:
-        self.base: Liveness = liveness(
-            graph, bytes_of=_rank_independent_bytes, is_view=_drops_padding
-        )
-        self.live_bytes = list(self.base.live_bytes)
-        self.position = {node: index for index, node in enumerate(self.base.nodes)}
-        self._budget = budget
-        self.reset_limit()
-
-    def reset_limit(self) -> None:
-        """Computes the limit from the budget and the current curve."""
-        peak = max(self.live_bytes, default=0)
-        self.limit_bytes = max(peak, self._budget.limit_bytes(peak))
-
-    def add(self, start: int, end: int, added_bytes: int) -> None:
-        """Adds bytes from position `start` until before `end`."""
-        for index in range(start, end):
-            self.live_bytes[index] += added_bytes
+def equal_liveness(graph: fx.Graph) -> Liveness:
+    """Returns the live memory of a graph as all ranks count it."""
+    return liveness(graph, bytes_of=_rank_independent_bytes, is_view=_drops_padding)
 
 
 def _rank_independent_bytes(node: fx.Node) -> int | None:

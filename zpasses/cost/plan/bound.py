@@ -48,7 +48,7 @@ def schedule_bound(problem: ScheduleProblem) -> Bound:
             for event in problem.fixed
             if event.timing is not None and int(event.timing.between_nodes) == channel
         )
-        jobs = [job for job in problem.jobs if job.channel == channel]
+        jobs = [job.fastest for job in problem.jobs if job.channel == channel]
         channels.append((sum(job.transfer_us for job in jobs) + fixed, jobs))
     paths = [_path_us(problem, jobs, total) for total, jobs in channels if jobs]
     return Bound(compute, max(total for total, _ in channels), max(paths, default=0.0))

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from zpasses import compat
 from zpasses.cost.memory.collective_moves import SchedulableCollective
-from zpasses.cost.plan.bucket_planner import BucketKey, Mode
+from zpasses.cost.memory.liveness import gloo_packing_bytes
 from zpasses.cost.time.roofline import copy_us, latency_us, nodes_of
 from zpasses.cost.time.target import current_target
 from zpasses.graph.queries import collective_of, value_of
+
+Mode = Literal["single", "coalesced", "flat"]
+
+
+@dataclass(frozen=True)
+class BucketKey:
+    """How a collective may share a launch. Members have equal mode and compatibility."""
+
+    mode: Mode
+    """"single" shares no launch, "coalesced" is one launch of several tensors, "flat" one packed
+    tensor."""
+    compatibility: Hashable
+    """Equal for collectives that one launch may contain."""
+    gloo_ranks: int = 0
+    """Size of the group if gloo runs the collective, else 0. Over gloo, the small tensors of one
+    launch are packed."""
 
 
 def bucket_key(
@@ -76,3 +94,17 @@ def _cheapest_mode(item: SchedulableCollective) -> Mode:
     costs["coalesced"] = 2 * copy_us(item.full_bytes, target) if packs else 0.0
     costs["flat"] = copy_us(item.full_bytes, target) + copy_us(item.full_bytes // ranks, target)
     return min(costs, key=lambda mode: costs[mode])
+
+
+def member_packing_bytes(item: SchedulableCollective, key: BucketKey) -> int:
+    """Returns the bytes that a member of a merged collective adds to the buffers of packed tensors.
+
+    The graph packs the members of a flat bucket. gloo packs what it all-reduces, and small tensors.
+    """
+    if key.mode == "flat":
+        return item.tag.nbytes if item.is_gather else item.full_bytes
+    if key.mode == "coalesced" and key.gloo_ranks:
+        if "all_reduce" in str(item.started.target):
+            return item.full_bytes
+        return gloo_packing_bytes(item.full_bytes // key.gloo_ranks, key.gloo_ranks)
+    return 0

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from zpasses.cost.plan.one_ahead import OneAheadPeak
-from zpasses.cost.plan.schedule_evaluation import Plan, live_bytes, one_ahead_plan
+from zpasses.cost.plan.schedule_evaluation import Plan, live_bytes
 from zpasses.cost.plan.schedule_planner import plan_schedule
 from zpasses.cost.plan.schedule_problem import Job, ScheduleProblem
+from zpasses.cost.plan.simple_plans import one_ahead_plan
 from zpasses.cost.time.roofline import compute_us
 from zpasses.cost.time.target import current_target
 from zpasses.graph.aliases import buffer_readers, memory_base

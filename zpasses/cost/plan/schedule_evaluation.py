@@ -7,7 +7,6 @@ Memory is at least that of `zpasses.cost.memory` there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -34,10 +33,12 @@ class Plan:
     """The job numbers of each launch."""
     actions: tuple[Action, ...]
     """In the order of the graph. Slots never decrease."""
+    engines: frozenset[int] = frozenset()
+    """The launches that copy engines run, as indices in `launches`."""
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Cost:
     """What a plan costs."""
 
     total_us: float
@@ -46,11 +47,11 @@ class Evaluation:
     peak_bytes: int
 
 
-def evaluate(problem: ScheduleProblem, plan: Plan) -> Evaluation:
+def evaluate(problem: ScheduleProblem, plan: Plan) -> Cost:
     """Returns what a plan costs."""
     clock = _run(problem, plan, 1.0)
     live = live_bytes(problem, plan)
-    return Evaluation(clock.now_us, clock.waited_us, int(live.max(initial=0)))
+    return Cost(clock.now_us, clock.waited_us, int(live.max(initial=0)))
 
 
 def duration_us(problem: ScheduleProblem, plan: Plan, factor: float) -> float:
@@ -75,24 +76,40 @@ class LaunchCost:
     """Bytes of the packed tensors that exist beside the copies out of them at the wait."""
 
 
-def launch_cost(problem: ScheduleProblem, launch: tuple[int, ...]) -> LaunchCost:
-    """Returns what a launch of these job numbers costs."""
-    found: LaunchCost | None = problem.launch_costs.get(launch)
+def launch_cost(
+    problem: ScheduleProblem, launch: tuple[int, ...], by_engine: bool = False
+) -> LaunchCost:
+    """Returns what a launch of these job numbers costs, on compute units or on copy engines."""
+    by_engine = by_engine or problem.jobs[launch[0]].on_engine
+    key = launch, by_engine
+    found: LaunchCost | None = problem.launch_costs.get(key)
     if found is None:
         members = tuple(problem.jobs[number] for number in launch)
+        if by_engine:
+            members = tuple(job.by_engine or job for job in members)
         first, packed = members[0], members if len(members) > 1 else ()
         flat = first.key.mode == "flat" and first.is_gather
-        found = problem.launch_costs[launch] = LaunchCost(
+        duration = first.latency_us + sum(job.transfer_us for job in members)
+        if by_engine:
+            assert problem.engine_us is not None
+            parts = [job.full_bytes for job in members]
+            duration = problem.engine_us([sum(parts)] if flat else parts, first.ranks)
+        found = problem.launch_costs[key] = LaunchCost(
             members,
             first.timing.issue_us
             + sum(job.packing_us[0] for job in packed)
             + sum(job.start_us for job in members),
-            first.latency_us + sum(job.transfer_us for job in members),
+            duration,
             sum(job.packing_us[1] for job in packed) + sum(job.wait_us for job in members),
             sum(job.packed_bytes for job in packed) + sum(job.launch_bytes for job in members),
             sum(job.full_bytes for job in packed) if flat else 0,
         )
     return found
+
+
+def cost_of(problem: ScheduleProblem, plan: Plan, number: int) -> LaunchCost:
+    """Returns what launch `number` of a plan costs."""
+    return launch_cost(problem, plan.launches[number], number in plan.engines)
 
 
 def _run(problem: ScheduleProblem, plan: Plan, factor: float) -> Clock:
@@ -102,7 +119,7 @@ def _run(problem: ScheduleProblem, plan: Plan, factor: float) -> Clock:
     for slot, work in enumerate(problem.work_us):
         while (action := actions[at]) is not None and action.slot == slot:
             at += 1
-            cost = launch_cost(problem, plan.launches[action.launch])
+            cost = cost_of(problem, plan, action.launch)
             if action.kind == "start":
                 clock.work(cost.start_work_us)
                 duration = factor * cost.duration_us
@@ -141,7 +158,7 @@ def live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:
             starts[action.launch] = last_start = action.slot
             continue
         start, wait = starts[action.launch], action.slot
-        cost = launch_cost(problem, plan.launches[action.launch])
+        cost = cost_of(problem, plan, action.launch)
         changes[start] += cost.held_bytes
         changes[wait] += cost.unpacked_bytes
         changes[wait + 1] -= cost.held_bytes + cost.unpacked_bytes
@@ -156,38 +173,3 @@ def live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:
             changes[first] += held
             changes[after] -= held
     return np.asarray(problem.live_bytes + np.cumsum(np.array(changes[:-1], dtype=np.int64)))
-
-
-def single_plan(problem: ScheduleProblem) -> Plan:
-    """Returns the plan in which every collective is awaited where it starts."""
-    order = sorted(problem.jobs, key=lambda job: job.latest if job.is_gather else job.earliest)
-    launches = tuple((job.number,) for job in order)
-    actions = []
-    for number, job in enumerate(order):
-        slot = job.latest if job.is_gather else job.earliest
-        actions += [Action(slot, "start", number), Action(slot, "wait", number)]
-    return Plan(launches, tuple(actions))
-
-
-def one_ahead_plan(problem: ScheduleProblem) -> Plan:
-    """Returns the plan of the pass `overlap`: each gather starts where the previous one was
-    awaited, and each reduction is awaited where the next one has started.
-    """
-    gathers = [job for job in problem.jobs if job.is_gather]
-    reductions = [job for job in problem.jobs if not job.is_gather]
-    launches = tuple((job.number,) for job in (*gathers, *reductions))
-    events: list[tuple[int, int, Action]] = []
-    for number, (before, job) in enumerate(pairwise([None, *gathers])):
-        assert job is not None
-        start = before.latest if before is not None else 0
-        # A gather starts after the wait of the one before it.
-        events.append((start, 2 * number, Action(start, "start", number)))
-        events.append((job.latest, 2 * number + 1, Action(job.latest, "wait", number)))
-    for number, (job, after) in enumerate(pairwise([*reductions, None]), len(gathers)):
-        assert job is not None
-        wait = after.earliest if after is not None else problem.end
-        rank = 2 * len(launches)
-        events.append((job.earliest, rank + 2 * number, Action(job.earliest, "start", number)))
-        events.append((wait, rank + 2 * number + 3, Action(wait, "wait", number)))
-    events.sort(key=lambda event: event[:2])
-    return Plan(launches, tuple(event[2] for event in events))

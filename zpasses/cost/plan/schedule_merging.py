@@ -1,8 +1,9 @@
-"""Improve a plan by merging launches that follow each other."""
+"""Improve a plan by merging launches that follow each other, and by choosing their routes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from zpasses.cost.plan.list_scheduler import can_share
@@ -50,6 +51,36 @@ def merge_launches(
     return plan
 
 
+def choose_routes(
+    problem: ScheduleProblem, plan: Plan, rank: Callable[[Plan], Rank], most: int
+) -> Plan:
+    """Moves launches of gathers to copy engines, or back, as long as the plan gets better.
+
+    Args and result are those of `merge_launches`.
+    """
+    best, tried, changed = rank(plan), 0, problem.has_engines
+    while changed:
+        changed = False
+        for number in engine_launches(problem, plan):
+            if tried >= most:
+                return plan
+            tried += 1
+            other = replace(plan, engines=plan.engines ^ {number})
+            found = rank(other)
+            if found < best:
+                plan, best, changed = other, found, True
+    return plan
+
+
+def engine_launches(problem: ScheduleProblem, plan: Plan) -> list[int]:
+    """Returns the launches that copy engines can run."""
+    return [
+        number
+        for number, launch in enumerate(plan.launches)
+        if problem.jobs[launch[0]].by_engine is not None
+    ]
+
+
 def _next_launch(problem: ScheduleProblem, plan: Plan, at: int) -> int | None:
     """Returns the next launch that can share one with launch `at`."""
     first = problem.jobs[plan.launches[at][0]]
@@ -66,7 +97,8 @@ def _merged(problem: ScheduleProblem, plan: Plan, at: int, after: int) -> Plan:
     launches = list(plan.launches)
     launches[at] = tuple(sorted((*launches[at], *launches[after])))
     del launches[after]
-    return Plan(tuple(launches), tuple(_actions(plan, at, after, keep_first=gathers)))
+    engines = frozenset(each - int(each > after) for each in plan.engines if each != after)
+    return Plan(tuple(launches), tuple(_actions(plan, at, after, keep_first=gathers)), engines)
 
 
 def _actions(plan: Plan, at: int, after: int, *, keep_first: bool) -> Iterator[Action]:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zpasses.cost.plan.bound import Bound, schedule_bound
 from zpasses.cost.plan.list_scheduler import Policy, list_schedule
-from zpasses.cost.plan.schedule_evaluation import (
-    Evaluation,
-    Plan,
-    duration_us,
-    evaluate,
-    one_ahead_plan,
-    single_plan,
-)
-from zpasses.cost.plan.schedule_merging import merge_launches
+from zpasses.cost.plan.schedule_evaluation import Cost, Plan, duration_us, evaluate
+from zpasses.cost.plan.schedule_merging import choose_routes, engine_launches, merge_launches
 from zpasses.cost.plan.schedule_problem import ScheduleProblem
+from zpasses.cost.plan.simple_plans import CAP_BYTES, one_ahead_plan, simple_plans, single_plan
 from zpasses.option_values import MemoryBudget
 
 
@@ -26,11 +20,14 @@ class Planned:
     """The chosen plan, and what is known about it."""
 
     plan: Plan
-    cost: Evaluation
+    cost: Cost
     bound: Bound
     limit_bytes: int
     tried: int
     """How many plans were compared."""
+    faster: tuple[tuple[Plan, Cost], ...] = ()
+    """Simple plans that are faster, but exceed the limit as the planner counts memory: from above.
+    The fastest comes first."""
 
 
 def memory_limit(problem: ScheduleProblem, budget: MemoryBudget) -> int:
@@ -53,7 +50,6 @@ def plan_schedule(
     limit_bytes: int,
     *,
     most: int | None = None,
-    never_above_us: float = math.inf,
 ) -> Planned:
     """Returns the fastest plan found whose peak is at most `limit_bytes`.
 
@@ -64,10 +60,8 @@ def plan_schedule(
         limit_bytes: the largest allowed peak.
         most: about how many plans to compare, for a quick estimate; None compares as many as the
             size of the graph allows.
-        never_above_us: duration of another plan within the limit. A plan that tolerates slower
-            collectives is preferred only if it takes no longer.
     """
-    return _Search(problem, limit_bytes, most, never_above_us).run()
+    return _Search(problem, limit_bytes, most).run()
 
 
 _CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
@@ -89,27 +83,28 @@ _FEWEST_PLANS, _ROUNDS = 12, 2
 
 
 class _Search:
-    def __init__(
-        self, problem: ScheduleProblem, limit_bytes: int, most: int | None, never_above_us: float
-    ) -> None:
-        self._problem, self._limit, self._never_above_us = problem, limit_bytes, never_above_us
+    def __init__(self, problem: ScheduleProblem, limit_bytes: int, most: int | None) -> None:
+        self._problem, self._limit = problem, limit_bytes
         self._bound = schedule_bound(problem)
         self._largest = max((j.full_bytes for j in problem.jobs if not j.is_gather), default=0)
-        self._found: list[tuple[_Rank, Plan, Evaluation]] = []
-        self._costs: dict[Plan, Evaluation] = {}
+        self._found: list[tuple[_Rank, Plan, Cost]] = []
+        self._costs: dict[Plan, Cost] = {}
         """Policies often lead to the same plan."""
         size = len(problem.slots) + 8 * len(problem.jobs)
         self._most = max(_FEWEST_PLANS, _MOST_WORK // max(1, size)) if most is None else most
 
     def run(self) -> Planned:
         one_ahead = one_ahead_plan(self._problem)
-        self._simple = [self._offer(single_plan(self._problem)), self._offer(one_ahead)]
+        simple = list(simple_plans(self._problem, "one-ahead", CAP_BYTES))
+        self._simple = [self._offer(plan) for plan in simple]
         self._least = min(self._limit, evaluate(self._problem, one_ahead).peak_bytes)
         values = {name: choices[0] for name, choices in _CHOICES}
+        values["engines"] = False
+        choices_of = (*_CHOICES, ("engines", (False, self._problem.has_engines)))
         best = self._try(values)
         for _ in range(_ROUNDS):
             before = best
-            for name, choices in _CHOICES:
+            for name, choices in choices_of:
                 for choice in choices:
                     if choice == values[name] or len(self._found) >= self._most:
                         continue
@@ -120,17 +115,33 @@ class _Search:
                 break
         self._found.sort(key=lambda found: found[0])
         for start in (one_ahead, self._found[0][1]):
-            merge_launches(self._problem, start, self._offer, self._most)
+            plan = merge_launches(self._problem, start, self._offer, self._most)
+            choose_routes(self._problem, plan, self._offer, self._most)
         plan, cost = self._most_tolerant(values)
-        return Planned(plan, cost, self._bound, self._limit, len(self._found))
+        excess = cost.peak_bytes > self._limit
+        costs = [(each, self._costs[each]) for each in simple]
+        faster = [each for each in costs if excess or each[1].total_us < cost.total_us]
+        return Planned(
+            plan,
+            cost,
+            self._bound,
+            self._limit,
+            len(self._found),
+            tuple(sorted(faster, key=lambda each: each[1].total_us)),
+        )
 
     def _try(self, values: dict[str, Any]) -> _Rank:
         fields = dict(values)
+        on_engines = fields.pop("engines")
         share = fields.pop("memory_share")
         limit = self._least + int(share * (self._limit - self._least))
         fields["end_us"] *= self._bound.total_us
         fields["reserved_bytes"] *= self._largest
-        return self._offer(list_schedule(self._problem, limit, Policy(**fields)))
+        problem = self._problem.on_engines if on_engines else self._problem
+        plan = list_schedule(problem, limit, Policy(**fields))
+        if on_engines:
+            plan = replace(plan, engines=frozenset(engine_launches(self._problem, plan)))
+        return self._offer(plan)
 
     def _offer(self, plan: Plan) -> _Rank:
         cost = self._costs.get(plan)
@@ -141,7 +152,7 @@ class _Search:
         self._found.append((rank, plan, cost))
         return rank
 
-    def _most_tolerant(self, values: dict[str, Any]) -> tuple[Plan, Evaluation]:
+    def _most_tolerant(self, values: dict[str, Any]) -> tuple[Plan, Cost]:
         """Returns the plan that loses least if collectives take longer than predicted, of those
         that are nearly as fast as the fastest.
         """
@@ -150,12 +161,11 @@ class _Search:
             self._try({**values, "cover": cover, "horizon": math.inf})
         self._found.sort(key=lambda found: found[0])
         (excess, total, *_), *_ = (rank for rank, _, _ in self._found)
-        known = [rank[1] for rank in self._simple if rank[0] <= excess]
-        simple = min(*known, self._never_above_us) if known else self._never_above_us
+        simple = min((rank[1] for rank in self._simple if rank[0] <= excess), default=math.inf)
         most = min(total * (1 + _TOLERANCE), max(total, simple))
         near = [found for found in self._found if found[0][0] == excess and found[0][1] <= most]
 
-        def late_us(found: tuple[_Rank, Plan, Evaluation]) -> tuple[Any, ...]:
+        def late_us(found: tuple[_Rank, Plan, Cost]) -> tuple[Any, ...]:
             late = duration_us(self._problem, found[1], _SLOWER)
             return round(late * 200 / max(total, 1e-9)), found[0]
 

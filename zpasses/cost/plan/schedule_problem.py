@@ -16,17 +16,23 @@ from typing import Any, Literal
 import numpy as np
 from torch import fx
 
+from zpasses import compat
 from zpasses.cost.memory.collective_moves import (
-    MemoryCurve,
     SchedulableCollective,
+    equal_liveness,
     movable_gathers,
     movable_reductions,
 )
-from zpasses.cost.memory.liveness import reinplaceable_all_reduces
-from zpasses.cost.plan.bucket_keys import bucket_key
-from zpasses.cost.plan.bucket_planner import BucketKey, member_packing_bytes
+from zpasses.cost.memory.liveness import reinplaceable_all_reduces, scratch_bytes
+from zpasses.cost.plan.bucket_keys import BucketKey, bucket_key, member_packing_bytes
 from zpasses.cost.time.clock import CollectiveTiming
-from zpasses.cost.time.roofline import compute_us, copy_us, durations_us
+from zpasses.cost.time.roofline import (
+    compute_us,
+    copy_engine_launch_us,
+    copy_us,
+    durations_us,
+)
+from zpasses.cost.time.route_figures import engine_obstacle, route_figures
 from zpasses.cost.time.step_time import GraphTimings, collective_timing
 from zpasses.cost.time.target import Target
 from zpasses.graph.aliases import buffer_readers, memory_root, root_output
@@ -78,6 +84,17 @@ class Job:
     resident: bool = False
     """For gathers: the full tensor counts as live in the whole graph, because the parameter is
     cached between calls."""
+    ranks: int = 1
+    """Size of its process group."""
+    by_engine: Job | None = None
+    """The same gather on a copy engine; None if none can run it, and in that job itself."""
+    on_engine: bool = False
+    """Whether the figures are those of a copy engine."""
+
+    def numbered(self, number: int) -> Job:
+        """Returns the job with another number."""
+        other = self.by_engine and self.by_engine.numbered(number)
+        return replace(self, number=number, by_engine=other)
 
     @cached_property
     def ahead_bytes(self) -> int:
@@ -98,6 +115,25 @@ class Job:
     def alone_us(self) -> float:
         """Its duration in a launch of its own, with nothing running beside it."""
         return self.latency_us + self.transfer_us
+
+    @cached_property
+    def fastest(self) -> Job:
+        """The job with the better figures of each route, for lower bounds."""
+        other = self.by_engine
+        if other is None:
+            return self
+        timing = replace(
+            self.timing,
+            duration_us=min(self.alone_us, other.alone_us),
+            compute_slowdown=min(self.timing.compute_slowdown, other.timing.compute_slowdown),
+            collective_slowdown=min(
+                self.timing.collective_slowdown, other.timing.collective_slowdown
+            ),
+        )
+        latency = min(
+            self.latency_us, timing.duration_us - min(self.transfer_us, other.transfer_us)
+        )
+        return replace(self, timing=timing, latency_us=latency, by_engine=None)
 
     @cached_property
     def channel(self) -> int:
@@ -138,22 +174,36 @@ class ScheduleProblem:
     """In graph order."""
     regrouped: tuple[str, ...] = ()
     """Process groups whose gradient reductions will run on a second group."""
-    launch_costs: dict[tuple[int, ...], Any] = field(
+    engine_us: Callable[[Sequence[int], int], float] | None = None
+    """(bytes of each full tensor, ranks) -> duration of one launch on copy engines; None if the
+    target has no route to plan with."""
+    launch_costs: dict[tuple[tuple[int, ...], bool], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Job numbers of a launch -> its `LaunchCost`. Most launches are part of many plans."""
+    """Job numbers of a launch, and whether copy engines run it -> its `LaunchCost`. Most launches
+    are part of many plans."""
 
     @property
     def end(self) -> int:
         """The slot before the graph's output."""
         return len(self.slots) - 1
 
+    @cached_property
+    def on_engines(self) -> ScheduleProblem:
+        """The graph whose gathers run on copy engines, as far as they can."""
+        return replace(self, jobs=tuple(job.by_engine or job for job in self.jobs))
+
+    @cached_property
+    def has_engines(self) -> bool:
+        """Whether a copy engine can run one of the gathers."""
+        return any(job.by_engine is not None for job in self.jobs)
+
     def without(self, gone: Collection[int]) -> ScheduleProblem:
         """Returns the graph without some of its collectives, given by their job numbers."""
         stays = [job.number for job in self.jobs if job.number not in gone]
         return replace(
             self,
-            jobs=tuple(replace(self.jobs[old], number=new) for new, old in enumerate(stays)),
+            jobs=tuple(self.jobs[old].numbered(new) for new, old in enumerate(stays)),
             items=tuple(self.items[old] for old in stays),
         )
 
@@ -168,6 +218,7 @@ def problem_of(
     mode: Literal["auto", "coalesced", "flat"] = "auto",
     *,
     second_group: bool = False,
+    copy_engines: bool = False,
 ) -> ScheduleProblem:
     """Reads a graph whose parameter gathers and gradient reductions may all move.
 
@@ -176,31 +227,11 @@ def problem_of(
         target: hardware that the graph runs on.
         mode: how collectives share a launch; see `zpasses.cost.plan.bucket_keys.bucket_key`.
         second_group: whether gradient reductions will run on a second process group.
+        copy_engines: whether gathers may take the target's preferred copy-engine route.
     """
     items = [*movable_gathers(graph), *movable_reductions(graph)]
-    return schedule_problem(
-        graph, items, lambda item: bucket_key(item, mode), target, second_group=second_group
-    )
-
-
-def schedule_problem(
-    graph: fx.Graph,
-    items: Sequence[SchedulableCollective],
-    bucket_key: Callable[[SchedulableCollective], BucketKey],
-    target: Target,
-    *,
-    second_group: bool = False,
-) -> ScheduleProblem:
-    """Reads a graph.
-
-    Args:
-        graph: a graph with fake values, whose movable collectives have one tensor each.
-        items: the collectives that may move.
-        bucket_key: says which of them can share a launch.
-        target: hardware that the graph runs on.
-        second_group: whether gradient reductions will run on a second process group.
-    """
-    return _Reader(graph, items, bucket_key, target, second_group).read()
+    route = target.routes[0] if copy_engines and target.routes else None
+    return _Reader(graph, items, mode, target, second_group, route).read()
 
 
 class _Reader:
@@ -208,15 +239,17 @@ class _Reader:
         self,
         graph: fx.Graph,
         items: Sequence[SchedulableCollective],
-        bucket_key: Callable[[SchedulableCollective], BucketKey],
+        mode: Literal["auto", "coalesced", "flat"],
         target: Target,
         second_group: bool,
+        route: str | None,
     ) -> None:
-        self._items, self._bucket_key, self._target = items, bucket_key, target
+        self._items, self._mode, self._target = items, mode, target
+        self._engine = None if route is None else route_figures(target)[route]
         self._regrouped = reducing_groups(item.started for item in items) if second_group else ()
         self._timings = GraphTimings(graph, target, self._regrouped)
-        self._curve = MemoryCurve(graph)
-        self._index = self._curve.position
+        self._memory = equal_liveness(graph)
+        self._index = {node: at for at, node in enumerate(self._memory.nodes)}
         self._in_place = reinplaceable_all_reduces(graph)
         self._moving: set[fx.Node] = set()
         for item in items:
@@ -255,6 +288,7 @@ class _Reader:
             ordered,
             tuple(FixedEvent(slot_of[max(first, at)], key, timing) for at, key, timing in fixed),
             self._regrouped,
+            None if self._engine is None else self._engine_us,
         )
 
     def _first_use(self, item: SchedulableCollective) -> int:
@@ -294,7 +328,7 @@ class _Reader:
         jobs = []
         for number, (item, at) in enumerate(zip(ordered, places, strict=True)):
             gather = item.is_gather
-            collective, key = collective_of(item.started), self._bucket_key(item)
+            collective, key = collective_of(item.started), bucket_key(item, self._mode)
             assert collective is not None
             timing = self._timings.of(item.started, collective)
             held = at
@@ -302,28 +336,51 @@ class _Reader:
                 last = self._natural_last(item)
                 while held < end and self._kept[slots[held]] <= last:
                     held += 1
-            jobs.append(
-                Job(
-                    number,
-                    gather,
-                    key,
-                    earliest=0 if gather else at,
-                    latest=at if gather else end,
-                    timing=timing,
-                    latency_us=collective_timing(
-                        item.started, collective, self._target, full_bytes=0
-                    ).duration_us,
-                    full_bytes=item.full_bytes,
-                    launch_bytes=item.prepared_bytes + self._result_bytes(item),
-                    packed_bytes=member_packing_bytes(item, key),
-                    held_from=held,
-                    start_us=sum(compute_us(node, self._target) for node in item.inputs),
-                    wait_us=sum(compute_us(node, self._target) for node in item.results),
-                    packing_us=_packing_us(item, key, gather, self._target),
-                    resident=gather and is_resident(item.wait),
-                )
+            job = Job(
+                number,
+                gather,
+                key,
+                earliest=0 if gather else at,
+                latest=at if gather else end,
+                timing=timing,
+                latency_us=collective_timing(
+                    item.started, collective, self._target, full_bytes=0
+                ).duration_us,
+                full_bytes=item.full_bytes,
+                launch_bytes=item.prepared_bytes + self._result_bytes(item),
+                packed_bytes=member_packing_bytes(item, key),
+                held_from=held,
+                start_us=sum(compute_us(node, self._target) for node in item.inputs),
+                wait_us=sum(compute_us(node, self._target) for node in item.results),
+                packing_us=_packing_us(item, key, gather, self._target),
+                resident=gather and is_resident(item.wait),
+                ranks=len(compat.group_ranks(collective.group)),
             )
+            jobs.append(replace(job, by_engine=self._on_engine(item, job)))
         return tuple(jobs)
+
+    def _on_engine(self, item: SchedulableCollective, job: Job) -> Job | None:
+        """Returns a gather as a copy engine runs it; None if none can."""
+        collective = collective_of(item.started)
+        if self._engine is None or not job.is_gather or collective is None:
+            return None
+        ranks = compat.group_ranks(collective.group)
+        if engine_obstacle(ranks, self._target) or value_of(item.source).is_quantized:
+            return None
+        # A launch of several tensors packs them, and copies them out of a flat one.
+        packed = item.tag.nbytes + item.full_bytes if job.key.mode == "coalesced" else None
+        return replace(
+            job,
+            timing=self._timings.of(item.started, collective, by_engine=True),
+            latency_us=self._engine.latency_us,
+            launch_bytes=job.launch_bytes - scratch_bytes(item.started),
+            packed_bytes=job.packed_bytes if packed is None else packed,
+            on_engine=True,
+        )
+
+    def _engine_us(self, full_bytes: Sequence[int], ranks: int) -> float:
+        assert self._engine is not None
+        return copy_engine_launch_us(self._engine, "all_gather", full_bytes, ranks, self._target)
 
     def _result_bytes(self, item: SchedulableCollective) -> int:
         """Bytes of a reduction's result that are freed where its last steps have read it."""
@@ -360,7 +417,7 @@ class _Reader:
             first_of[item.started] = before
             first_of.update(dict.fromkeys(item.results, before))
             last_of[root_output(memory_root(item.source))] = self._natural_last(item)
-        for buffer in self._curve.base.buffers:
+        for buffer in self._memory.buffers:
             if buffer.scratch and buffer.node in self._moving:
                 continue
             first = first_of.get(buffer.node, buffer.first)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ FORMAT = 1
 MAX_CHUNK_BYTES = 64 << 20
 """Most bytes per rank that a copy engine gathers in one call. Larger gathers are split into chunks.
 """
+MAX_RANKS = 8
+"""Most ranks of a group that a copy-engine route takes."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ of zpasses start them first but reserve nothing. This is the middle.
 """
 _SDMA_OVERLAP_GAIN = 0.72
 """The same share for copy engines."""
-_PRIOR_SOURCE = "literature, uncalibrated"
+_PRIOR_SOURCE, _MEASURED = "literature, uncalibrated", "measured"
 
 
 def _collective_slowdown(overlap_gain: float, compute_slowdown: float) -> float:
@@ -101,6 +103,29 @@ def route_figures(target: Target) -> Mapping[str, RouteFigures]:
         measured = calibrated_figures(Path(path), target.architecture)
         figures.update({route: each for route, each in measured.items() if route in figures})
     return figures
+
+
+def planned_route(target: Target) -> str | None:
+    """Returns the copy-engine route that schedules use on a target without being asked to.
+
+    It is mori where the hardware has it. Other routes have only been described, so they need
+    measured figures.
+    """
+    for route in target.routes[:1]:
+        if route == "mori" or route_figures(target)[route].source.startswith(_MEASURED):
+            return route
+    return None
+
+
+def engine_obstacle(ranks: Sequence[int], target: Target) -> str:
+    """Why no copy engine reaches all ranks of a group; "" if one does."""
+    if len(ranks) == 1:
+        return "one rank has nothing to gather"
+    if len({rank // target.ranks_per_node for rank in ranks}) > 1:
+        return f"ranks {ranks[0]} to {ranks[-1]} are not on one node of {target.ranks_per_node}"
+    return (
+        f"{len(ranks)} ranks; a route takes at most {MAX_RANKS}" if len(ranks) > MAX_RANKS else ""
+    )
 
 
 @functools.cache
@@ -162,7 +187,7 @@ def calibrated_figures(path: Path, architecture: str) -> dict[str, RouteFigures]
         machines.sort(key=lambda each: each["versions"].get("torch") == torch.__version__)
         found: dict[str, RouteFigures] = {}
         for machine in machines:
-            source = f"measured: {machine_key(architecture, machine['versions'])}"
+            source = f"{_MEASURED}: {machine_key(architecture, machine['versions'])}"
             found.update(
                 {
                     route: RouteFigures(**values, source=source)

@@ -13,7 +13,8 @@ from zpasses.cost.plan.kept_params import (
     fitting_params,
     keepable_params,
 )
-from zpasses.cost.plan.schedule_evaluation import evaluate, one_ahead_plan, single_plan
+from zpasses.cost.plan.schedule_evaluation import evaluate
+from zpasses.cost.plan.simple_plans import one_ahead_plan, single_plan
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.tags import tagged

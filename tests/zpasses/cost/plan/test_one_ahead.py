@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.zpasses.cost.plan.test_kept_params import captured, step_of
 from zpasses.cost.plan.kept_params import _StepPeaks, keepable_params
 from zpasses.cost.plan.one_ahead import OneAheadPeak
-from zpasses.cost.plan.schedule_evaluation import live_bytes, one_ahead_plan
+from zpasses.cost.plan.schedule_evaluation import live_bytes
+from zpasses.cost.plan.simple_plans import one_ahead_plan
 
 MODELS = [
     ([48, 64, 64, 96], 129, 16, 2),

@@ -12,7 +12,8 @@ from zpasses import compat
 from zpasses.cost.memory.collective_moves import movable_gathers, movable_reductions
 from zpasses.cost.plan.bound import schedule_bound
 from zpasses.cost.plan.bucket_keys import bucket_key
-from zpasses.cost.plan.schedule_evaluation import evaluate, one_ahead_plan, single_plan
+from zpasses.cost.plan.schedule_evaluation import evaluate
+from zpasses.cost.plan.simple_plans import one_ahead_plan, single_plan
 from zpasses.cost.plan.schedule_planner import memory_limit, plan_schedule
 from zpasses.cost.plan.schedule_problem import schedule_problem
 from zpasses.cost.time.step_time import step_time
