@@ -174,9 +174,8 @@ class Schedule(Pass):
         limit, most = memory_limit(problem, self._budget()), self._budget().most_bytes
         if self.plan == "auto":
             planned = plan_schedule(problem, limit)
-            plans = sorted(
-                (*planned.faster, (planned.plan, planned.cost)), key=lambda each: each[1].total_us
-            )
+            ours = planned.plan, planned.cost
+            plans = sorted((ours, *planned.simple), key=lambda each: each[1].total_us)
         else:
             simple = simple_plans(problem, self.plan, self._cap_bytes)
             plans = [(each, evaluate(problem, each)) for each in simple]

@@ -16,7 +16,6 @@ from zpasses.graph.queries import collective_of, collectives, is_wait
 from zpasses.graph.tags import tag_of
 from zpasses.option_values import parse_budget
 from zpasses.passes import GatherParams, ReduceGrads, Schedule
-from zpasses.passes.writers.schedule_writer import write_plan
 from zpasses.testing import (
     assert_equal_bits,
     assert_step_equals_reference,

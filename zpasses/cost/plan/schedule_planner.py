@@ -25,9 +25,9 @@ class Planned:
     limit_bytes: int
     tried: int
     """How many plans were compared."""
-    faster: tuple[tuple[Plan, Cost], ...] = ()
-    """Simple plans that are faster, but exceed the limit as the planner counts memory: from above.
-    The fastest comes first."""
+    simple: tuple[tuple[Plan, Cost], ...] = ()
+    """The plans of `simple_plans` that it was compared with. The planner counts memory from above,
+    so one that exceeds the limit here may fit when its graph is judged."""
 
 
 def memory_limit(problem: ScheduleProblem, budget: MemoryBudget) -> int:
@@ -118,16 +118,13 @@ class _Search:
             plan = merge_launches(self._problem, start, self._offer, self._most)
             choose_routes(self._problem, plan, self._offer, self._most)
         plan, cost = self._most_tolerant(values)
-        excess = cost.peak_bytes > self._limit
-        costs = [(each, self._costs[each]) for each in simple]
-        faster = [each for each in costs if excess or each[1].total_us < cost.total_us]
         return Planned(
             plan,
             cost,
             self._bound,
             self._limit,
             len(self._found),
-            tuple(sorted(faster, key=lambda each: each[1].total_us)),
+            tuple((each, self._costs[each]) for each in simple),
         )
 
     def _try(self, values: dict[str, Any]) -> _Rank:

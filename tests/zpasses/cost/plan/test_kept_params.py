@@ -14,8 +14,8 @@ from zpasses.cost.plan.kept_params import (
     keepable_params,
 )
 from zpasses.cost.plan.schedule_evaluation import evaluate
-from zpasses.cost.plan.simple_plans import one_ahead_plan, single_plan
 from zpasses.cost.plan.schedule_problem import problem_of
+from zpasses.cost.plan.simple_plans import one_ahead_plan, single_plan
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.tags import tagged
 from zpasses.testing import capture_graphs, fake_world
