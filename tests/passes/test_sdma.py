@@ -9,20 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import zpasses
 from tests.graphs import Param, drawn_examples, few_examples, joint, rewritten
 from tests.streams import GraphBuilder
-from zpasses import Pipeline, compat
+from zpasses import compat
 from zpasses.cost.time.step_time import step_time
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.queries import collectives
 from zpasses.graph.tags import tag_of, tagged
-from zpasses.passes import (
-    ZERO3_ONE_AHEAD,
-    ZERO3_SDMA,
-    Bucket,
-    GatherParams,
-    Overlap,
-    ReduceGrads,
-    Sdma,
-)
+from zpasses.passes import GatherParams, ReduceGrads, Schedule, Sdma
 from zpasses.sdma.ops import SDMA_ALL_GATHER_OUT
 from zpasses.testing import (
     assert_equal_bits,
@@ -34,7 +26,8 @@ from zpasses.testing import (
 from zpasses.testing.strategies import param_lists
 
 ALL = Sdma(min_mb=0.0, min_hidden=0.0)
-LOWER = (GatherParams(), ReduceGrads("reduce_scatter"), Overlap())
+UNMERGED = Schedule("one-ahead", cap_mb=0, copy_engines="off")
+LOWER = (GatherParams(), ReduceGrads("reduce_scatter"))
 fewer = settings(few_examples, max_examples=drawn_examples(4))
 PARAMS = [Param((4, 2)), Param((6, 2)), Param((8, 2))]
 
@@ -50,9 +43,9 @@ def replicated(model, mesh):
     return zpasses.shard(model, mesh=whole)
 
 
-def lowered(*params, world_size=2, rank=0, passes=()):
+def lowered(*params, world_size=2, rank=0, passes=(), schedule=UNMERGED):
     with fake_world(world_size, rank):
-        return rewritten(joint(params, rank, world_size), *LOWER, *passes)
+        return rewritten(joint(params, rank, world_size), *LOWER, schedule, *passes)
 
 
 def ops(gm):
@@ -67,8 +60,9 @@ def decisions(gm, each, world_size=2, target="mi300x", rank=0):
 # --- replaced gathers ----------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["single", "coalesced", "flat"])
 def test_single_coalesced_and_flat_gathers_are_swapped(mode):
-    bucket = () if mode == "single" else (Bucket(cap_mb=1.0, mode=mode, memory_budget="1GiB"),)
-    gm = lowered(*PARAMS, passes=(*bucket, ALL))
+    options = {"memory_budget": "1GiB", "copy_engines": "off"}
+    merged = UNMERGED if mode == "single" else Schedule("one-ahead", mode=mode, **options)
+    gm = lowered(*PARAMS, schedule=merged, passes=(ALL,))
     assert "= zpasses.sdma_all_gather" in listing(gm)
     name = "sdma_all_gather_coalesced" if mode == "coalesced" else "sdma_all_gather"
     assert [op for op in ops(gm) if "gather" in op] == [name] * (3 if mode == "single" else 1)
@@ -213,7 +207,7 @@ def test_swaps_never_make_the_predicted_step_longer(params, kernel_us, launch_us
     """Collectives share the links, so a gain for one gather can be a loss for another."""
     target = Target.parse(f"mi300x,kernel_us={kernel_us},hop_us=0.5,launch_us={launch_us or 0.5}")
     with fake_world(2), use_target(target):
-        before = rewritten(joint(params, 0, 2), *LOWER)
+        before = rewritten(joint(params, 0, 2), *LOWER, UNMERGED)
         after = rewritten(before, Sdma(min_mb=0.0, min_hidden=0.01))
         plain, swapped = (step_time([gm.graph], target).total_us for gm in (before, after))
         assert swapped <= plain + 1e-6
@@ -236,8 +230,10 @@ def test_decisions_are_in_the_tags_and_are_counted(caplog):
 
 def voted(monkeypatch, votes, passes=(ALL,)):
     """Returns the gathers after a vote, of which `votes(own)` are the answers, and their notes."""
+    gm = lowered(*PARAMS)
     monkeypatch.setattr("zpasses.ranks.agree.exchange", lambda _, __, mine, *_a, **_k: votes(mine))
-    gm = lowered(*PARAMS, passes=passes)
+    with fake_world(2):
+        gm = rewritten(gm, *passes)
     gathers = [op for op in ops(gm) if "gather" in op]
     notes = [tag.note for _, tag in tagged(gm.graph, "gather")]
     return [op == "sdma_all_gather" for op in gathers], notes
@@ -266,7 +262,7 @@ def test_tag_names_the_route_if_it_is_already_chosen(monkeypatch):
     from zpasses.sdma import RouteChoice
 
     monkeypatch.setattr(
-        "zpasses.passes.sdma.route_choice",
+        "zpasses.passes.writers.route_writer.route_choice",
         lambda group: RouteChoice(group, "cuda", "c10d", "mori: rank 3: no"),
     )
     gm = lowered(Param((4, 2)), passes=(ALL,))
@@ -275,8 +271,3 @@ def test_tag_names_the_route_if_it_is_already_chosen(monkeypatch):
 
 
 # --- agreement and options ----------------------------------------------------------------------
-def test_stage_3_for_copy_engines_ends_with_the_swap():
-    assert str(ZERO3_SDMA.passes[-1]) == "sdma"
-    names = [[each.name for each in stage.passes] for stage in (ZERO3_SDMA, ZERO3_ONE_AHEAD)]
-    assert names[0][:-1] == names[1]
-    assert Pipeline.parse("zero3-sdma") == ZERO3_SDMA

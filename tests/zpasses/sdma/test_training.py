@@ -13,13 +13,16 @@ from zpasses.inspect.views import list_view
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 PLAIN = "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=nothing}"
-SINGLE = f"{PLAIN},overlap"
-COALESCED = f"{PLAIN},bucket{{mode=coalesced,memory_budget=1GiB}},overlap,defer-reduction"
-FLAT = f"{PLAIN},bucket{{mode=flat,memory_budget=1GiB}},overlap"
+SINGLE = f"{PLAIN},schedule{{plan=one-ahead,cap_mb=0,copy_engines=off}}"
+MERGED = "schedule{{plan=one-ahead,mode={},memory_budget=1GiB,copy_engines=off}}"
+COALESCED = f"{PLAIN},{MERGED.format('coalesced')},defer-reduction"
+FLAT = f"{PLAIN},{MERGED.format('flat')}"
 REPLACE_GATHERS = ",sdma{min_mb=0,min_hidden=0}"
+GAINING = "mi300x,launch_us=0.01,hop_us=0.01,link_gb_s=0.02"
+"""A target whose engines gain whatever the size of a gather."""
 
 
-def trained(pipeline, codegen, steps=2):
+def trained(pipeline, codegen, steps=2, target="mi300x"):
     """Returns the losses of all steps, and the trained shards.
 
     Eager graphs pad and cast. With Inductor, the model consists only of matrix products, so no
@@ -37,7 +40,7 @@ def trained(pipeline, codegen, steps=2):
     step = torch.compile(
         model,
         backend="zpasses",
-        options={"pipeline": pipeline, "codegen": codegen, "target": "mi300x"},
+        options={"pipeline": pipeline, "codegen": codegen, "target": target},
     )
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
     for number in range(steps):
@@ -96,6 +99,29 @@ def test_swapped_training_equals_the_functional_one_bit_for_bit():
             assert count > trial + forward_gathers, (codegen, pipeline, calls)
         else:
             assert trial < count < trial + forward_gathers, (codegen, pipeline, calls)
+
+
+def by_default():
+    """Trains with the default stage on a target with mori and on one without. Returns whether the
+    results are equal, and the number of mori calls.
+    """
+    fake = Settings(latency_s=0.001)
+    plain = trained("zero3", "inductor")
+    with installed(fake):
+        swapped = trained("zero3", "inductor", target=GAINING)
+    same = all(torch.equal(a, b) for a, b in zip(plain[1], swapped[1], strict=True))
+    return plain[0] == swapped[0] and same, len(fake.calls), fake.blocking
+
+
+@pytest.mark.processes
+@pytest.mark.inductor
+def test_stage_3_takes_copy_engines_by_default_on_a_target_that_has_them():
+    first, second = run_on_ranks(by_default, timeout_s=280)
+    assert first == second
+    same, calls, blocking = first
+    assert same
+    assert calls > 2  # besides those of the trial
+    assert blocking == 0
 
 
 def dumping(folder):
