@@ -88,11 +88,7 @@ class Sdma(Pass):
 
     name: ClassVar[str] = "sdma"
     level: ClassVar[Level] = Level.PARTITIONED
-    facts: ClassVar[Facts] = Facts(
-        votes=True,
-        votes_at_run_time="the routes of its gathers",
-        cacheable=False,  # routes are set up when the pass runs
-    )
+    facts: ClassVar[Facts] = Facts(votes=True, votes_at_run_time="the routes of its gathers")
 
     min_mb: float = 16.0
     """Smallest size of one rank's part of a gather, in MiB. Smaller gathers stay, because copy

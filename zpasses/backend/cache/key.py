@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.backend.cache.graph_text import NotCacheableError, graph_text, input_text, state_text
 from zpasses.backend.captured import Capture, local_shard
+from zpasses.cost.time.route_figures import route_figures
 from zpasses.cost.time.target import current_target
 from zpasses.pipeline.events import has_listeners
 from zpasses.pipeline.options import Options
@@ -109,6 +110,7 @@ def graph_key(
         package_digest(),
         pipeline.digest(),
         repr(current_target()),
+        repr(dict(route_figures(current_target()))),
         *chosen,
         *groups,
         *shards,

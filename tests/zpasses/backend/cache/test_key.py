@@ -270,7 +270,6 @@ REFUSED = {
     "codegen='eager'": {"codegen": "eager"},
     "verify='simulate'": {"verify": "simulate"},
     "pass 'own-pass' is not one of zpasses": {"pipeline": Pipeline((OwnPass(),))},
-    "sets up collectives": {"pipeline": "zero3,sdma"},
     "reduction_group=own": {"pipeline": "gather-params,reduce-grads,schedule{reduction_group=own}"},
     "joint_custom_post_pass": {"inductor": {"joint_custom_post_pass": OwnPass()}},
 }

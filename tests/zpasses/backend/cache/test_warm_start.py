@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
+from tests.fake_mori import Settings, installed
 from zpasses.backend.cache.entry import Entry
 from zpasses.pipeline import events
 from zpasses.testing import run_in_fresh_ranks, world_mesh
@@ -130,6 +131,20 @@ def test_the_second_start_takes_the_graph_from_the_cache(tmp_path):
     warm, said = starts(tmp_path)
     assert said == [["hit"], ["hit"]]
     assert warm == cold
+
+
+def _by_copy_engines(folder):
+    fake = Settings()
+    target = "mi300x,launch_us=0.01,hop_us=0.01,link_gb_s=0.001"
+    with installed(fake):
+        return (*start(folder, {"target": target}), len(fake.calls))
+
+
+def test_warm_starts_gather_by_copy_engines_as_cold_ones_do(tmp_path):
+    cold, warm = (on_fresh_ranks(_by_copy_engines, tmp_path) for _ in range(2))
+    assert [words(each[2]) for each in (*cold, *warm)] == [COLD, COLD, ["hit"], ["hit"]]
+    assert [each[:2] for each in warm] == [each[:2] for each in cold]
+    assert all(each[3] > 2 for each in (*cold, *warm))  # besides those of the trial
 
 
 def _without_a_cache_on_the_second_rank(folder):
