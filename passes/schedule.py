@@ -78,10 +78,11 @@ class Schedule(Pass):
     cap_mb: float = CAP_BYTES / _MIB
     """Largest size of the full tensors in one launch of `one-ahead` and `single`, in MiB; 0 merges
     nothing. It is halved until the peak is within the budget."""
-    memory_budget: str = "+16MiB"
-    """By how much the graph's peak memory may rise (`10%` or `+16MiB`), or the peak that it may
-    reach (`60GiB`). A rise counts from the peak with one gather and one reduction in flight. A peak
-    below that of the graph without overlap counts as that of the graph."""
+    memory_budget: str = "25% up to 16MiB"
+    """By how much the graph's peak memory may rise (`10%`, `+16MiB`, or `25% up to 16MiB`, which
+    has both limits), or the peak that it may reach (`60GiB`). A rise counts from the peak with one
+    gather and one reduction in flight. A peak below that of the graph without overlap counts as
+    that of the graph."""
     mode: Literal["auto", "coalesced", "flat"] = "auto"
     """`coalesced` starts several tensors in one launch, and `flat` packs them into one tensor.
     `auto` takes the cheapest choice by the cost model of the target, which may be not to merge."""

@@ -139,7 +139,10 @@ def describe_type(kind: Any) -> str:
 
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_BUDGET = re.compile(r"\s*(\+?)(\d+(?:\.\d+)?)\s*(%|B|KiB|MiB|GiB)\s*")
+_AMOUNT = r"(\d+(?:\.\d+)?)\s*"
+_BUDGET = re.compile(
+    rf"\s*(\+?){_AMOUNT}(%|B|KiB|MiB|GiB)(?:\s+up to\s+{_AMOUNT}(B|KiB|MiB|GiB))?\s*"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,29 +155,35 @@ class MemoryBudget:
     """Fraction of its peak by which a graph may exceed it."""
     rise_bytes: int = 0
     """Bytes by which a graph may exceed its peak."""
+    most_rise_bytes: int | None = None
+    """Largest rise in bytes; None if nothing else bounds it."""
 
     def limit_bytes(self, peak_bytes: int) -> int:
         """Returns the allowed peak of a graph that has this peak."""
         if self.most_bytes is not None:
             return self.most_bytes
-        return int(peak_bytes * (1 + self.rise)) + self.rise_bytes
+        rise = int(peak_bytes * self.rise) + self.rise_bytes
+        return peak_bytes + (
+            rise if self.most_rise_bytes is None else min(rise, self.most_rise_bytes)
+        )
 
 
 def parse_budget(text: str, where: str) -> MemoryBudget:
-    """Parse a memory budget: "5%" and "+300MiB" say how far the peak may rise, and "60GiB" is the
-    allowed peak.
+    """Parse a memory budget: "5%", "+300MiB" and "25% up to 16MiB" say how far the peak may rise,
+    and "60GiB" is the allowed peak.
 
     Raises:
         OptionError: for anything else.
     """
     match = _BUDGET.fullmatch(text)
-    if match is None:
+    if match is None or (match[4] and match[3] != "%"):
         raise OptionError(
-            f"{where}: got {text!r}; expected how far the peak may rise ('5%' or '+300MiB') or the "
-            "allowed peak ('60GiB'; units B, KiB, MiB, GiB)."
+            f"{where}: got {text!r}; expected how far the peak may rise ('5%', '+300MiB' or "
+            "'25% up to 16MiB') or the allowed peak ('60GiB'; units B, KiB, MiB, GiB)."
         )
-    sign, number, unit = match.groups()
+    sign, number, unit, most, most_unit = match.groups()
     if unit == "%":
-        return MemoryBudget(rise=float(number) / 100)
+        limit = int(float(most) * _UNITS[most_unit]) if most else None
+        return MemoryBudget(rise=float(number) / 100, most_rise_bytes=limit)
     size = int(float(number) * _UNITS[unit])
     return MemoryBudget(rise_bytes=size) if sign else MemoryBudget(most_bytes=size)

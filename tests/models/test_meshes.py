@@ -44,7 +44,7 @@ def _qwen3():
 
 
 def _gpt():
-    size = ModelSize(width=32, layers=2, heads=4, vocab=VOCABULARY, seq=7, batch=2)
+    size = ModelSize(width=32, layers=2, heads=4, vocab=257, seq=7, batch=2)  # 257 is prime
     return GPT(size, ParallelBlock)
 
 

@@ -48,6 +48,7 @@ def names(nodes):
         (" 7 B ", MemoryBudget(7)),
         ("2GiB", MemoryBudget(2 << 30)),
         ("+16MiB", MemoryBudget(rise_bytes=16 << 20)),
+        ("25% up to 16MiB", MemoryBudget(rise=0.25, most_rise_bytes=16 << 20)),
     ],
 )
 def test_budget_is_a_share_or_bytes(text, budget):
