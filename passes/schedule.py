@@ -255,14 +255,17 @@ def _routes(problem: ScheduleProblem, planned: Planned) -> dict[tuple[int, ...],
     """Returns the reason for the route of each launch that a copy engine could run."""
     plan, route, found = planned.plan, current_target().routes[:1], dict[tuple[int, ...], str]()
     for number in engine_launches(problem, plan):
-        other = evaluate(problem, replace(plan, engines=plan.engines ^ {number}))
-        gain = other.total_us - evaluate(problem, plan).total_us
+        with_it, without = (
+            evaluate(problem, replace(plan, engines=engines)).total_us
+            for engines in (plan.engines | {number}, plan.engines - {number})
+        )
+        gain, taken = without - with_it, number in plan.engines
         cost = launch_cost(problem, plan.launches[number], True)
         mib = sum(problem.items[job.number].tag.nbytes for job in cost.members) / _MIB
-        taken = number in plan.engines
+        effect = f"{'gain' if gain >= 0 else 'lose'}{'s' if taken else ''} {abs(gain):.0f} us"
         found[plan.launches[number]] = (
             f"{'by' if taken else 'not by'} {route[0]}: {mib:.3g} MiB per rank in "
-            f"{cost.duration_us:.0f} us, {'gains' if taken else 'would lose'} {gain:.0f} us"
+            f"{cost.duration_us:.0f} us, {'' if taken else 'would '}{effect}"
         )
     return found
 

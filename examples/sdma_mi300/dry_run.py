@@ -1,5 +1,5 @@
 """Compile a training step for 8 x MI300X on any machine, to predict which gathers copy engines
-would take and how much time that saves.
+take and how much time that saves.
 
     python examples/sdma_mi300/dry_run.py
     python examples/sdma_mi300/dry_run.py --model gpt-7b --gathers
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -27,8 +26,9 @@ from zpasses.cost.time.route_figures import route_figures
 from zpasses.cost.time.step_time import StepTime, step_time
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.tags import tagged
-from zpasses.passes import ZERO3_SDMA
+from zpasses.passes import ZERO3, Schedule
 from zpasses.pipeline.events import ObservedGraph, observe_graphs
+from zpasses.pipeline.passes import Level
 from zpasses.testing import copy_graph, fake_world
 from zpasses.testing.step_graphs import capture_step
 
@@ -39,8 +39,8 @@ is not known, so several are tried.
 
 
 def step_graphs(shape: Shape, ranks: int, target: Target) -> dict[str, fx.GraphModule]:
-    """Returns the forward and backward graph of one rank, before the last pass. Call it in a fake
-    world.
+    """Returns the forward and backward graph of one rank, before its collectives are scheduled.
+    Call it in a fake world.
     """
     graphs: dict[str, fx.GraphModule] = {}
 
@@ -49,7 +49,7 @@ def step_graphs(shape: Shape, ranks: int, target: Target) -> dict[str, fx.GraphM
             graphs[log.kind] = copy_graph(log.graph)
 
     options = {
-        "pipeline": zpasses.Pipeline(ZERO3_SDMA.passes[:-1]),
+        "pipeline": zpasses.Pipeline(tuple(each for each in ZERO3 if each.level is Level.JOINT)),
         "target": str(target),
     }
     mesh = init_device_mesh("cpu", (ranks,))
@@ -66,12 +66,14 @@ def step_graphs(shape: Shape, ranks: int, target: Target) -> dict[str, fx.GraphM
     return graphs
 
 
-def replaced(graphs: Mapping[str, fx.GraphModule], target: Target) -> dict[str, fx.GraphModule]:
-    """Returns copies of the graphs after the pass `sdma`."""
+def scheduled(
+    graphs: Mapping[str, fx.GraphModule], target: Target, schedule: Schedule
+) -> dict[str, fx.GraphModule]:
+    """Returns copies of the graphs after the pass `schedule`."""
     copies = {kind: copy_graph(gm) for kind, gm in graphs.items()}
     with use_target(target):
         for gm in copies.values():
-            ZERO3_SDMA.passes[-1](gm.graph)
+            schedule(gm.graph)
     return copies
 
 
@@ -108,18 +110,16 @@ def show(name: str, shape: Shape, target: Target, list_gathers: bool) -> None:
         graphs = step_graphs(shape, 8, target)
         for share in SHARES:
             slower = dataclasses.replace(target, tflops=share * target.tflops)
-            after = replaced(graphs, slower)
+            before = scheduled(graphs, slower, Schedule(copy_engines="off"))
+            after = scheduled(graphs, slower, Schedule())
             print(f"{name}, products at {share:.0%} of {target.tflops:.0f} TFLOPS")
             for kind, gm in after.items():
                 notes = decisions(gm.graph)
-                counts = Counter(note.partition("sdma ")[2].partition(":")[0] for note in notes)
-                print(
-                    f"  {kind}: {len(notes)} gathers: "
-                    f"{', '.join(f'{count} {what}' for what, count in counts.most_common())}"
-                )
+                taken = sum(": by mori: " in note for note in notes)
+                print(f"  {kind}: {taken} of {len(notes)} gathers by copy engines")
                 for note in notes if list_gathers else ():
                     print(f"    {note}")
-            plain, engines = time_of(graphs, slower), time_of(after, slower)
+            plain, engines = time_of(before, slower), time_of(after, slower)
             print(describe("RCCL", plain))
             print(describe("SDMA", engines))
             gain = 1 - engines.total_us / plain.total_us

@@ -21,11 +21,9 @@ train() {
     grep '^step' "$OUT/$MODEL-$1.log" > "$OUT/$MODEL-$1.losses"
 }
 
-# The first two runs have the same buckets and differ only in the replacement. The third has the defaults
-# of stage 3.
-train rccl "merge-reads{max_hold_mb=1},gather-params,reduce-grads,reshard-after-forward,bucket{cap_mb=512},overlap,defer-reduction"
-train sdma zero3-sdma
-train default zero3
+# Stage 3 as it is planned without copy engines, and as it is planned for this machine.
+train rccl "merge-reads{max_hold_mb=1},gather-params,reduce-grads,reshard-after-forward,schedule{copy_engines=off},average-replicas,defer-reduction"
+train sdma zero3
 diff "$OUT/$MODEL-rccl.losses" "$OUT/$MODEL-sdma.losses" && echo "losses are equal, digit by digit"
 
 python "$HERE/dry_run.py" --model "$MODEL" | tee "$OUT/$MODEL-dry-run.log"

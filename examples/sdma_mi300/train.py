@@ -2,7 +2,7 @@
 time per step.
 
     torchrun --nproc-per-node 8 examples/sdma_mi300/train.py --model gpt-7b --pipeline zero3
-    torchrun --nproc-per-node 8 examples/sdma_mi300/train.py --model gpt-7b --pipeline zero3-sdma
+    torchrun --nproc-per-node 8 examples/sdma_mi300/train.py --model gpt-7b
 
 Each run prints the loss of every step. The losses must be equal digit by digit. `run.sh` runs both,
 and the calibration.
@@ -75,7 +75,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=MODELS, default="gpt-7b")
-    parser.add_argument("--pipeline", default="zero3-sdma")
+    parser.add_argument("--pipeline", default="zero3")
     parser.add_argument(
         "--steps", type=int, default=30, help="number of steps; the first five are not timed"
     )

@@ -55,6 +55,21 @@ def blocks(rows=1024, layers=4):
     return Blocks(layers=layers), torch.ones(rows, 256)
 
 
+def test_the_plan_shows_what_copy_engines_gain_and_why():
+    target = "mi300x,launch_us=0.01,hop_us=0.01,link_gb_s=2"
+    request = PlanRequest(f"{HERE}:blocks", WORLD, target, points=2)
+    found = plan_step(request)
+    _, without, stage3 = found.stages
+    assert (without.name, stage3.name) == ("zero3, no copy engines", "zero3")
+    assert stage3.total_us < without.total_us
+    assert any(": by mori: " in each for each in found.routes)
+    text = plan_view(found).text()
+    assert f"of {len(found.routes)} gathers" in text
+    assert found.routes[0] in text
+    plain = plan_step(PlanRequest(f"{HERE}:blocks", WORLD, "h100", points=2))
+    assert ([each.name for each in plain.stages], plain.routes) == (["zero2", "zero3"], ())
+
+
 class Unused(nn.Module):
     def __init__(self):
         super().__init__()

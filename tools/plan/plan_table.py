@@ -31,7 +31,7 @@ class PlanPoint:
     """One plan of the step, or a stage without a budget."""
 
     name: str
-    """"plan", "zero2" or "zero3"."""
+    """"plan", "zero2", "zero3" or "zero3, no copy engines"."""
     budget: str | None
     """Text of the option `memory_budget`; None for a stage without a budget."""
     limit_bytes: int | None
@@ -141,6 +141,8 @@ class PlanTable(StepTable):
     """Duration of the planning."""
     shard_bytes: int = 0
     """Bytes of this rank's shards of the parameters that the step reads."""
+    routes: tuple[str, ...] = ()
+    """Of stage 3 without a budget: each gather that a copy engine can run, its route and why."""
 
     @property
     def options(self) -> dict[str, str | int] | None:
@@ -191,6 +193,7 @@ class PlanTable(StepTable):
             "memory": self.memory,
             "plans": [{**each.to_json(), "chosen": each is self.chosen} for each in self.plans],
             "stages": [each.to_json() for each in self.stages],
+            "routes": list(self.routes),
             "options": self.options,
             "reason": self.reason,
             "seconds": round(self.seconds, 1),
@@ -245,8 +248,21 @@ def plan_view(found: PlanTable) -> View:
             Text(tuple(_graph_line(name, getattr(found.chosen, name)) for name in graphs)),
             Text((f"options={json.dumps(found.options)}",)),
         ]
+    if found.routes:
+        result.append(_routes_text(found.routes))
     kept = "kept: full parameters that stay until backward. cached: those that stay longer."
     return found.view(shown, result, (kept, "activations: share that forward saves."))
+
+
+_MOST_ROUTES = 10
+
+
+def _routes_text(routes: Sequence[str]) -> Text:
+    taken = sum(": by " in each for each in routes)
+    shown = [f"  {each}" for each in routes[:_MOST_ROUTES]]
+    if len(routes) > _MOST_ROUTES:
+        shown.append(f"  and {len(routes) - _MOST_ROUTES} more, which --json has")
+    return Text((f"zero3: copy engines run {taken} of {len(routes)} gathers", *shown))
 
 
 def _row(mark: str, point: PlanPoint) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from zpasses.backend.step_trials import (
 )
 from zpasses.cost.plan.bound import schedule_bound
 from zpasses.cost.plan.kept_params import KeptParam
+from zpasses.cost.time.route_figures import planned_route
 from zpasses.cost.time.target import Target, current_target, use_target
 from zpasses.errors import OptionError
 from zpasses.graph.queries import nbytes, value_of
@@ -35,6 +36,7 @@ from zpasses.graph.tags import tagged
 from zpasses.option_values import parse_budget
 from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.pipelines import ZERO2, ZERO3
+from zpasses.passes.schedule import Schedule
 from zpasses.pipeline.events import Events, listen, run_reported_passes
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.passes import Level
@@ -197,12 +199,13 @@ class _Planner:
         self._progress = progress
         self._graphs: dict[Any, Graphs] = {}
         self._made: dict[str, PlanPoint] = {}
+        self._routes: list[str] = []
         self._shard_bytes = sum(nbytes(value_of(node)) for node, _ in tagged(joint.graph, "shard"))
 
     def run(self) -> PlanTable:
         started, memory = time.perf_counter(), self._request.memory
         with use_target(self._target):
-            stages = (self._zero2(), self._zero3())
+            stages = (self._zero2(), *self._zero3())
             self._sweep()
             chosen, missing = self._chosen()
             limit = self._trials.limit_bytes(memory) if memory is not None else None
@@ -221,6 +224,7 @@ class _Planner:
             missing,
             time.perf_counter() - started,
             self._shard_bytes,
+            tuple(self._routes),
         )
 
     def _chosen(self) -> tuple[PlanPoint | None, str | None]:
@@ -293,10 +297,26 @@ class _Planner:
             )
         return self._made[budget]
 
-    def _zero3(self) -> PlanPoint:
+    def _zero3(self) -> list[PlanPoint]:
+        """Returns stage 3 without a budget; before it the same without copy engines, if its plan
+        may use them.
+        """
         plan = self._trials.fitting()
+        kept = _bytes(*plan.kept)
+        points, off = [], _without_engines(ZERO3)
+        if planned_route(self._target) is not None:
+            graphs = self._graphs_of(plan)
+            points.append(
+                self._judged("zero3, no copy engines", None, None, off, graphs, kept, 1.0)
+            )
         graphs = self._graphs_of(plan)
-        return self._judged("zero3", None, None, ZERO3, graphs, _bytes(*plan.kept), 1.0)
+        points.append(self._judged("zero3", None, None, ZERO3, graphs, kept, 1.0))
+        for side, gm in zip(("forward", "backward"), graphs, strict=True):
+            for _, tag in tagged(gm.graph, "gather"):
+                if tag.note:
+                    more = f" and {len(tag.params) - 1} more" if len(tag.params) > 1 else ""
+                    self._routes.append(f"{side}, {tag.params[0]}{more}: {tag.note}")
+        return points
 
     def _zero2(self) -> PlanPoint:
         run_passes(self._joint.graph, ZERO2.at(Level.JOINT), verify="off")
@@ -398,6 +418,14 @@ class _Planner:
 
 _LEAST_GAP = 0.003
 """Smallest share of time and of memory between two plans for which a third is made."""
+
+
+def _without_engines(pipeline: Pipeline) -> Pipeline:
+    passes = (
+        replace(each, copy_engines="off") if isinstance(each, Schedule) else each
+        for each in pipeline
+    )
+    return Pipeline(tuple(passes))
 
 
 def _bytes(*kept: KeptParam) -> int:
