@@ -288,7 +288,7 @@ def test_a_large_dump_is_inspected_as_ones_own(tmp_path, monkeypatch):
 
 
 def test_the_example_of_experts_is_captured(tmp_path):
-    arguments = {"layers": 2, "experts": 4, "hidden": 64, "seq": 8}
+    arguments = {"layers": 2, "experts": 16, "hidden": 64, "seq": 8}
     run_capture(
         CaptureRequest(
             f"{ROOT}/examples/capture_llama.py:mixture",

@@ -5,6 +5,7 @@ python -m tests.zpasses.ranks.many_ranks
 
 from __future__ import annotations
 
+import argparse
 import functools
 import statistics
 from collections.abc import Sequence
@@ -154,4 +155,5 @@ def _text(traffic: Sequence[Traffic]) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()
