@@ -146,10 +146,13 @@ class SimulatedWorld:
     Args:
         ranks: number of ranks.
         extended: whether the store can read several keys at once. A FileStore cannot.
+        store: rank -> a store of torch that it takes instead; what ranks ask of it is not counted.
     """
 
-    def __init__(self, ranks: int, *, extended: bool = True) -> None:
-        self.ranks, self.extended = ranks, extended
+    def __init__(
+        self, ranks: int, *, extended: bool = True, store: Callable[[int], Any] | None = None
+    ) -> None:
+        self.ranks, self.extended, self._store = ranks, extended, store
         self.data: dict[str, bytes] = {}
         self._groups = [_Group(rank, ranks) for rank in range(ranks)]
         self._now = 0.0
@@ -177,7 +180,9 @@ class SimulatedWorld:
 
         def start(rank: int, turn: threading.Event) -> None:
             turn.wait()
-            self._here.group, self._here.store = self._groups[rank], _Store(self, traffic[rank])
+            self._here.group = self._groups[rank]
+            make = self._store or (lambda rank: _Store(self, traffic[rank]))
+            self._here.store = make(rank)
             started = time.thread_time()
             try:
                 outcomes[rank] = program(rank)

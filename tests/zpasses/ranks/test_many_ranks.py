@@ -5,6 +5,7 @@ the same answer or error.
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
 from tests.zpasses.ranks.many_ranks import (
     ALL,
@@ -81,6 +82,27 @@ def test_all_ranks_get_the_answers_of_all_in_order(ranks, extended):
     short = [rank % 50 for rank in range(ranks)]
     long = [[rank % 3] * 200 for rank in (ranks - 2, ranks - 1)]
     assert all(each == (short, long) for each in found)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "hash", "file"])
+def test_votes_go_through_every_store_of_torch(kind, tmp_path):
+    ranks = 40
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = dist.HashStore()
+    stores = {
+        "tcp": lambda rank: dist.TCPStore("127.0.0.1", server.port),
+        "hash": lambda rank: shared,
+        "file": lambda rank: dist.FileStore(str(tmp_path / "store"), ranks),
+    }
+
+    def program(rank):
+        plan = adopts_plans_of_two_kinds(rank)
+        barrier(rank)
+        return plan, merges_numbers(rank)
+
+    found = SimulatedWorld(ranks, store=lambda rank: dist.PrefixStore("a", stores[kind](rank)))
+    outcomes = found.run(program).outcomes
+    assert all(each == ((PLAN[1:], [GROUP]), 10**10 - ranks + 1) for each in outcomes), outcomes[:2]
 
 
 def test_all_ranks_adopt_the_plan_of_the_first():
