@@ -1,5 +1,5 @@
-"""Llama 3 for `zpasses capture`, with 70B parameters by default: shows what the passes do for 512
-ranks on a machine that has none of them.
+"""Llama 3 for `zpasses capture`, with 70B parameters by default, and a mixture of 512 experts. Show
+what the passes do for 512 ranks on a machine that has none of them.
 
     zpasses capture examples/capture_llama.py:llama --arg seq=4096 --world 512 --target mi300x \\
         --zero-stage 3 -o llama-dump
@@ -7,6 +7,8 @@ ranks on a machine that has none of them.
         --target h100 -o tp-dump
     zpasses capture examples/capture_llama.py:llama --arg layers=2 --world 64 --target h100 \\
         -o small-dump
+    zpasses capture examples/capture_llama.py:mixture --world 1024 --target h100 \\
+        --compile-blocks "model.layers.*" -o mixture-dump
     zpasses html llama-dump -o report.html
 
 A function to capture returns a model and its inputs. It runs on fake tensors, so nothing of the
@@ -17,7 +19,7 @@ over dimension "tp", and the command shards the model over "dp" afterwards.
 import torch
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 
 def llama(
@@ -47,6 +49,26 @@ def llama(
     if mesh is not None and "tp" in mesh.mesh_dim_names:
         tensor_parallel(model, mesh["tp"])
     return model, {"input_ids": tokens, "labels": tokens}
+
+
+def mixture(layers: int = 48, experts: int = 512, hidden: int = 2048, seq: int = 4096, mesh=None):
+    """Returns a mixture of stacked experts, and one sample. Its widths are those of Qwen3-Next
+    80B-A3B, with plain attention.
+    """
+    config = MixtralConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden // 4,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        num_hidden_layers=layers,
+        num_local_experts=experts,
+        num_experts_per_tok=10,
+        experts_implementation="grouped_mm",
+        use_cache=False,
+    )
+    tokens = torch.zeros(1, seq, dtype=torch.long)
+    return MixtralForCausalLM(config), {"input_ids": tokens, "labels": tokens}
 
 
 def tensor_parallel(model, mesh):

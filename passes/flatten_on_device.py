@@ -48,6 +48,7 @@ from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass, process_token
 from zpasses.ranks.agree import exchange
+from zpasses.ranks.vote import has_other_ranks
 
 _TIERS: tuple[Tier, ...] = ("plain", "distributed", "host")
 
@@ -154,18 +155,18 @@ class FlattenOnDevice(Pass):
         # the answer for the same graph is therefore remembered.
         question = f"{self} of {sizes}"
         remember = question if compat.is_tracing() else None
-        votes = exchange(self.group, question, mine, remember=remember)
-        ranks = compat.group_ranks(self.group) if len(votes) > 1 else [torch.distributed.get_rank()]
-        choices = []
-        for column in zip(*votes, strict=True):
-            worst = max(range(len(column)), key=lambda i: (column[i][0], -i))
-            tier, reason = column[worst]
-            choices.append(
-                TierDecision(
-                    _TIERS[tier], f"rank {ranks[worst]}: {reason}" if len(votes) > 1 else reason
-                )
-            )
-        return choices
+        me = torch.distributed.get_rank()
+        worst = exchange(
+            self.group,
+            question,
+            [(tier, -me, reason) for tier, reason in mine],
+            remember=remember,
+            merge=lambda votes: [max(column) for column in zip(*votes, strict=True)],
+        )
+        said = "rank {}: {}" if has_other_ranks(self.group) else "{1}"
+        return [
+            TierDecision(_TIERS[tier], said.format(-rank, reason)) for tier, rank, reason in worst
+        ]
 
     def _local_vote(self, plan: FlattenPlan, spent: int) -> tuple[int, str]:
         free = (

@@ -283,7 +283,7 @@ def test_shared_plan_that_exceeds_the_budget_is_warned_about(monkeypatch, caplog
     within = bucketed(*params, memory_budget="0%")
     monkeypatch.setattr(
         "zpasses.ranks.agree.exchange",
-        lambda group, question, mine, *_, **__: [[mine[0], everything]] * 2,
+        lambda group, question, mine, *_, **__: [mine[0], everything],
     )
     bucketed(*params, memory_budget=ROOMY)
     assert "the plan raises the peak" not in caplog.text

@@ -158,9 +158,9 @@ def test_all_ranks_take_the_routes_of_the_first(monkeypatch):
     """The second rank would gather otherwise, since its kernels are too short to hide anything."""
     told = []
 
-    def exchange(group, question, mine, *_, **__):
+    def exchange(group, question, mine, *_, merge, **__):
         told.append(mine)
-        return [told[0], mine]
+        return merge([told[0], mine])
 
     monkeypatch.setattr("zpasses.ranks.agree.exchange", exchange)
     _, first = scheduled(PARAMS, GAINING, memory_budget="1GiB")

@@ -308,9 +308,9 @@ def votes_of_the_first(monkeypatch):
     """Each vote also has what the first one said. Returns what was said."""
     told = []
 
-    def exchange(group, question, mine, *_, **__):
+    def exchange(group, question, mine, *_, merge, **__):
         told.append(mine)
-        return [told[0], mine]
+        return merge([told[0], mine])
 
     monkeypatch.setattr("zpasses.ranks.agree.exchange", exchange)
     return told
@@ -393,7 +393,7 @@ def test_reductions_move_although_the_plan_of_the_first_rank_does_not_fit(monkey
 
 def test_ranks_with_other_collectives_make_no_group(monkeypatch):
     """The check of collectives reports the difference later."""
-    monkeypatch.setattr("zpasses.ranks.agree.exchange", lambda *_, **__: [["other", []]])
+    monkeypatch.setattr("zpasses.ranks.agree.exchange", lambda *_, **__: ["other", []])
     _, moved = scheduled(*SQUARES, reduction_group="own")
     assert groups_of(moved)["reduce"] == {"0"}
 

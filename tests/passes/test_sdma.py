@@ -231,7 +231,10 @@ def test_decisions_are_in_the_tags_and_are_counted(caplog):
 def voted(monkeypatch, votes, passes=(ALL,)):
     """Returns the gathers after a vote, of which `votes(own)` are the answers, and their notes."""
     gm = lowered(*PARAMS)
-    monkeypatch.setattr("zpasses.ranks.agree.exchange", lambda _, __, mine, *_a, **_k: votes(mine))
+    monkeypatch.setattr(
+        "zpasses.ranks.agree.exchange",
+        lambda _, __, mine, *_a, merge, **_k: merge(votes(mine)),
+    )
     with fake_world(2):
         gm = rewritten(gm, *passes)
     gathers = [op for op in ops(gm) if "gather" in op]

@@ -287,6 +287,21 @@ def test_a_large_dump_is_inspected_as_ones_own(tmp_path, monkeypatch):
     assert f"zpasses memory '{dump}' --trusted; " in command._how_to_inspect(dump)
 
 
+def test_the_example_of_experts_is_captured(tmp_path):
+    arguments = {"layers": 2, "experts": 16, "hidden": 64, "seq": 8}
+    run_capture(
+        CaptureRequest(
+            f"{ROOT}/examples/capture_llama.py:mixture",
+            tmp_path / "dump",
+            8,
+            arguments=arguments,
+            options={"zero_stage": 3},
+        )
+    )
+    (compiled,) = read(tmp_path / "dump").ranks[0].compiles
+    assert "model.layers.0.mlp.experts.gate_up_proj" in compiled.info.parameters
+
+
 @forked_or_started
 def test_the_example_is_captured_from_the_command_line(tmp_path, forked):
     small = "layers=2 hidden=32 intermediate=48 heads=4 kv_heads=2 vocab=64 seq=8"

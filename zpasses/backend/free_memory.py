@@ -33,7 +33,8 @@ def agreed_free_bytes(groups: Sequence[str], device: torch.device) -> int:
         )
     usable = int(_USED_SHARE * free)
     for group in groups:
-        usable = min(exchange(group, "free memory", usable, remember="memory_budget=auto"))
+        question = "free memory"
+        usable = exchange(group, question, usable, remember="memory_budget=auto", merge=min)
     return usable
 
 

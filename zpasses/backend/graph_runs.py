@@ -180,7 +180,7 @@ def agreed_prefetch(
     ahead = chosen.ahead if fits else -1
     for group in groups:
         question = "for how many graphs ahead gathers start"
-        ahead = min(exchange(group, question, ahead, timeout_s))
+        ahead = exchange(group, question, ahead, timeout_s, merge=min)
     if ahead < 0:
         raise MemoryBudgetError(
             f"memory_budget={budget!r}: the graphs of this step hold at least "

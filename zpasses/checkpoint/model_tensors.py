@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from zpasses import compat
 from zpasses.errors import AgreementError, ShardingError
 from zpasses.graph.dialect import rows_per_rank
-from zpasses.ranks.agree import exchange
+from zpasses.ranks.agree import exchange, first_two
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.edits import log_of, origin_of, owner_of
 from zpasses.sharding.module import ShardedModule
@@ -179,17 +179,20 @@ def agree(
         for group in groups:
             compared = json.dumps([described, _edits_of(model, group)])
             digest = hashlib.sha256(compared.encode()).hexdigest()[:16]
-            answers = exchange(
+            failed, (_, *others) = exchange(
                 group,
                 occasion,
-                {"failures": sorted(failures.items()), "digest": digest},
+                [min(failures.items(), default=None), digest],
                 timeout_s,
+                merge=lambda answers: [
+                    min((failed for failed, _ in answers if failed), default=None),
+                    first_two([digest for _, digest in answers]),
+                ],
                 timeout_option=TIMEOUT,
             )
-            for rank, answer in zip(compat.group_ranks(group), answers, strict=False):
-                failures.update((int(who), text) for who, text in answer["failures"])
-                if answer["digest"] != answers[0]["digest"]:
-                    different.append(rank)
+            if failed is not None:
+                failures[int(failed[0])] = failed[1]
+            different += [compat.group_ranks(group)[at] for at, _ in others]
     if failures:
         rank, text = min(failures.items())
         raise ShardingError(f"{occasion} failed on rank {rank}: {text}")

@@ -20,9 +20,10 @@ def exchange(
     timeout_s: float | None = None,
     *,
     remember: str | None = None,
+    merge: Callable[[Sequence[Any]], Any] = list,
     timeout_option: str = COMPILE_TIMEOUT,
-) -> list[Any]:
-    """Every rank of a group tells the others its answer, so that all of them choose identically.
+) -> Any:
+    """Every rank of a group tells the first its answer, so that all of them choose identically.
 
     Args:
         group: name of the process group. Where it has no other ranks (or is a fake one), this
@@ -30,12 +31,15 @@ def exchange(
         question: what is asked; it must be the same on all ranks.
         mine: this rank's answer, of plain JSON values.
         timeout_s: seconds to wait for the other ranks; None takes the limit of the compile.
-        remember: a key. If something was asked under it before, the earlier answers are returned. A
+        remember: a key. If something was asked under it before, the earlier result is returned. A
             rank may then repeat a compile that no other rank repeats.
+        merge: what every rank gets of all answers, which are in the order of the group's ranks: a
+            plain JSON value. It must not raise. The default takes them all, which each rank then
+            reads: only for groups within a node.
         timeout_option: what the user sets to wait longer, for the error.
 
     Returns:
-        The answers, in the order of the group's ranks; the same list on every rank.
+        What `merge` makes of the answers on the group's first rank; the same on every rank.
 
     Raises:
         AgreementError: on every rank, when one of them asks something else, failed, or does not
@@ -44,22 +48,32 @@ def exchange(
     if not has_other_ranks(group):
         shared = _simulated_answers.get()
         if shared is None or remember is None:
-            return [mine]
-        return [shared.setdefault((group, remember), mine)]
+            return merge([mine])
+        return merge([shared.setdefault((group, remember), mine)])
     state = group_state(group)
     if remember is not None and remember in state.answers:
         return _recorded(group, remember, state.answers[remember])
 
     def combine(ballots: Sequence[Ballot]) -> Ballot:
-        return {"answers": [each["answer"] for each in ballots]}
+        return {"merged": merge([each["answer"] for each in ballots])}
 
     ballot = {"answer": mine}
     combined = vote(group, question, ballot, combine, timeout_s, timeout_option=timeout_option)
-    answers: list[Any] = combined["answers"]
+    merged = combined["merged"]
     if remember is not None:
-        state.answers[remember] = answers
-        _recorded(group, remember, answers)
-    return answers
+        state.answers[remember] = merged
+        _recorded(group, remember, merged)
+    return merged
+
+
+def first_two(answers: Sequence[Any]) -> list[tuple[int, Any]]:
+    """A `merge` that tells whether all answers are equal.
+
+    Returns:
+        The first answer and the first other one, if there is one, each with its place.
+    """
+    other = next((at for at, each in enumerate(answers) if each != answers[0]), 0)
+    return [(at, answers[at]) for at in sorted({0, other})]
 
 
 Difference = Callable[[int, Ballot, int, Ballot], str | None]
@@ -91,7 +105,9 @@ def compare(
 
     def combine(ballots: Sequence[Ballot]) -> Ballot:
         ranks = compat.group_ranks(group)
-        for rank, each in zip(ranks[1:], ballots[1:], strict=True):
+        for rank, each in zip(ranks, ballots, strict=True):
+            if each is ballots[0]:
+                continue
             error = difference(ranks[0], ballots[0], rank, each)
             if error is not None:
                 return {"error": error}
@@ -138,11 +154,17 @@ def adopt(
     key = _hash(question, signature)
     remember = _hash(key, planned_for)
     shared = []
+
+    def adopted(answers: Sequence[Any]) -> Any:
+        if any(theirs != answers[0][0] for theirs, _ in answers):
+            return None
+        return [answers[0][0], merge([plan for _, plan in answers])]
+
     for group in groups:
-        answers = exchange(group, question, [key, mine], remember=remember)
+        found = exchange(group, question, [key, mine], remember=remember, merge=adopted)
         # Where another rank has other collectives, the comparison of collectives reports it later.
-        if all(theirs == key for theirs, _ in answers):
-            mine = merge([plan for _, plan in answers])
+        if found is not None and found[0] == key:
+            mine = found[1]
             shared.append(group)
     return mine, shared
 
@@ -152,8 +174,8 @@ def _hash(*values: Any) -> str:
 
 
 # --- remembered answers ---------------------------------------------------------------------------
-Answers = dict[tuple[str, str], list[Any]]
-"""(Process group, key under which an answer is remembered) -> the answers of its ranks."""
+Answers = dict[tuple[str, str], Any]
+"""(Process group, key under which an answer is remembered) -> what its ranks got of all answers."""
 
 _recorders: contextvars.ContextVar[tuple[Answers, ...]] = contextvars.ContextVar(
     "zpasses.recorded_answers", default=()
@@ -170,7 +192,7 @@ def recorded_answers(into: Answers) -> Iterator[None]:
         _recorders.reset(token)
 
 
-def _recorded(group: str, remember: str, answers: list[Any]) -> list[Any]:
+def _recorded(group: str, remember: str, answers: Any) -> Any:
     for each in _recorders.get():
         each[group, remember] = answers
     return answers

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh as torch_init_device_
 from zpasses import compat
 from zpasses.errors import OptionError
 from zpasses.ranks.agree import compare
+from zpasses.ranks.group_names import list_ranks
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S, Ballot
 
 
@@ -92,8 +93,7 @@ def _dimension(ballot: Ballot, dim: int, rank: int) -> str:
     step = math.prod(shape[dim + 1 :])
     start = rank - rank // step % shape[dim] * step
     ranks = [start + at * step for at in range(shape[dim])]
-    listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"{name} of size {shape[dim]} with ranks {listed} in its group"
+    return f"{name} of size {shape[dim]} with ranks {list_ranks(ranks)} in its group"
 
 
 def _text(ballot: Ballot) -> str:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from zpasses import compat
 from zpasses.errors import AgreementError
-from zpasses.ranks.vote import group_state, has_other_ranks, pack, unpack
+from zpasses.ranks.vote import end_key, group_state, has_other_ranks, pack, unpack
 
 
 def report_failure(
@@ -66,8 +66,8 @@ def reported_failure(name: str) -> str | None:
     """
     if not has_other_ranks(name):
         return None
-    store, key = compat.default_store(), f"{group_state(name).key()}/failed"
-    return str(unpack(store.get(key))["reason"]) if store.check([key]) else None
+    store, key = compat.default_store(), end_key(group_state(name).key())
+    return str(unpack(store.get(key))["failure"]["reason"]) if store.check([key]) else None
 
 
 def post_failure(name: str, reason: str, *, recoverable: bool = False) -> None:
@@ -76,5 +76,5 @@ def post_failure(name: str, reason: str, *, recoverable: bool = False) -> None:
         return
     state, store = group_state(name), compat.default_store()
     failure = {"rank": dist.get_rank(), "reason": reason, "recoverable": recoverable}
-    store.set(f"{state.key()}/failed", pack(failure))
+    store.compare_set(end_key(state.key()), "", pack({"failure": failure}))
     state.next_epoch(resumed=False)

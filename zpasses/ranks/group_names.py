@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -26,5 +27,9 @@ def name_group(name: str) -> str:
     dimension, ranks = dimension_of(name), compat.group_ranks(name)
     if not dimension:
         return f"group {name!r}"
-    listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"group {name!r} (mesh dimension {dimension!r}, ranks {listed})"
+    return f"group {name!r} (mesh dimension {dimension!r}, ranks {list_ranks(ranks)})"
+
+
+def list_ranks(ranks: Sequence[int], most: int = 8) -> str:
+    """Ranks in an error: "0, 1, 2, 3, 4, 5, 6, 7, ..."."""
+    return ", ".join(map(str, ranks[:most])) + (", ..." if len(ranks) > most else "")

@@ -115,7 +115,7 @@ def describe(ranks: Sequence[int]) -> str:
     while time.monotonic() < deadline and len(alive) < sum(
         beat is not None for beat in seen.values()
     ):
-        time.sleep(INTERVAL_S / 8)
+        time.sleep(INTERVAL_S / 2)
         for rank, beat in seen.items():
             now = _last_beat(store, rank) if rank not in alive else None
             if now is not None and beat is not None and now["beat"] != beat["beat"]:

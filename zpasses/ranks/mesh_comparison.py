@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zpasses import compat
 from zpasses.errors import AgreementError
-from zpasses.ranks.group_names import call_dimension, name_group
+from zpasses.ranks.group_names import call_dimension, list_ranks, name_group
 from zpasses.ranks.notes import compare_note, end_conflict, leave_conflict
 from zpasses.ranks.vote import group_state, has_other_ranks
 
@@ -61,7 +61,7 @@ def register_mesh(mesh: DeviceMesh) -> None:
             rank, taken = found
             _raise_conflict(
                 f"ranks have different device meshes: for rank {dist.get_rank()}, the process "
-                f"group {name!r} of ranks {', '.join(map(str, ranks))} is {mine}, but for rank "
+                f"group {name!r} of ranks {list_ranks(ranks)} is {mine}, but for rank "
                 f"{rank} it is {taken}. Make the mesh with the same sizes and the same names in "
                 "the same order on every rank.",
             )

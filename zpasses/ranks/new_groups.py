@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
-from zpasses.ranks.agree import exchange
+from zpasses.ranks.agree import exchange, first_two
 from zpasses.ranks.group_names import name_group
 from zpasses.ranks.vote import (
     COMPILE_TIMEOUT,
@@ -54,7 +54,7 @@ def reduction_group(name: str) -> str:
     tried = _tried.get(group, 0)
     if has_other_ranks(name):
         occasion = f"the second process group of group {name!r}"
-        tried = max(exchange(name, occasion, tried, limit_s))
+        tried = exchange(name, occasion, tried, limit_s, merge=max)
     _tried[group] = tried + 1
     second, limit = compat.second_group_name(name, tried), timedelta(seconds=limit_s)
     what = (
@@ -89,21 +89,24 @@ def consecutive_ranks(mesh: DeviceMesh, size: int) -> str:
     world = dist.group.WORLD
     assert world is not None
     made = _consecutive.setdefault(world, _Consecutive())
-    answers = exchange(
+    different, tried = exchange(
         name,
         "shard(reshard_after_forward=...)",
         [size, made.tried],
         limit.total_seconds(),
+        merge=lambda answers: [
+            first_two([size for size, _ in answers]),
+            max(tried for _, tried in answers),
+        ],
         timeout_option=GROUP_TIMEOUT,
     )
-    _check_sizes(name, ranks, [answer[0] for answer in answers])
+    _check_sizes(name, ranks, different)
     first = mesh.get_local_rank() // size * size
     members = tuple(ranks[first : first + size])
     if members in made.groups:
         return made.groups[members]
     label = f"{(mesh.mesh_dim_names or (compat.mesh_dimension(name),))[0] or 'ranks'}_of_{size}"
     # The store keeps the addresses of a group that was tried before, so no name is used twice.
-    tried = max(answer[1] for answer in answers)
     made.tried = tried + 1
     group = f"{name}.{label}.{members[0]}-{tried}"
     what = (
@@ -132,14 +135,14 @@ _consecutive: weakref.WeakKeyDictionary[dist.ProcessGroup, _Consecutive] = (
 """Default process group -> the groups that `consecutive_ranks` made in it."""
 
 
-def _check_sizes(group: str, ranks: Sequence[int], sizes: Sequence[int]) -> None:
-    other = next((at for at, size in enumerate(sizes) if size != sizes[0]), None)
-    if other is not None:
+def _check_sizes(group: str, ranks: Sequence[int], different: Sequence[tuple[int, int]]) -> None:
+    (_, first), *others = different
+    for at, size in others:
         raise AgreementError(
             f"ranks of {name_group(group)} gather again from different numbers of ranks: rank "
-            f"{ranks[0]} called shard(reshard_after_forward={sizes[0]}), but rank {ranks[other]} "
-            f"called shard(reshard_after_forward={sizes[other]}). Give every rank of a mesh the "
-            "same number."
+            f"{ranks[0]} called shard(reshard_after_forward={first}), but rank {ranks[at]} "
+            f"called shard(reshard_after_forward={size}). Give every rank of a mesh the same "
+            "number."
         )
 
 

@@ -1,8 +1,11 @@
 """Votes: the ranks of a process group exchange what they know, and every rank gets the same result.
 
 A vote runs through the store, so no rank waits in a collective that another rank never starts. It
-ends within 10 seconds of its time limit. The group's first rank collects the ballots and combines
-them into one result.
+ends within 10 seconds of its time limit. The ballots go up a tree of ranks (`zpasses.ranks.tally`),
+and the group's first rank combines them into one result. Each rank writes a text or two and waits
+for the end of the vote, which is one key: whoever writes it first, with the result or with an
+error, decides for all ranks. Long ballots that differ take a second vote, in which one rank for
+each of them casts it in full.
 
 A rank that cannot go on reports its failure instead of voting (`zpasses.ranks.failures`). The vote
 then raises AgreementError on every other rank: within a second on a rank that waits, and within
@@ -13,13 +16,14 @@ vote of the other ranks therefore meet again.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import contextvars
 import json
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +33,9 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
 from zpasses.ranks.compiled_graph import compiled_graph, graphs_differ
-from zpasses.ranks.group_names import dimension_of, name_group
+from zpasses.ranks.group_names import dimension_of, list_ranks, name_group
 from zpasses.ranks.notes import found_conflict
+from zpasses.ranks.tally import Count, Tally, add_to, ranks_below, text_of
 
 DEFAULT_TIMEOUT_S = 300.0
 """Seconds to wait for other ranks where the user sets no limit."""
@@ -47,8 +52,8 @@ NOT_ALONE = (
 """Advice of errors about ranks that do different things."""
 
 _RESULT_SLACK_S = 5.0
-"""How much longer the others wait than the first rank of the group, if that came to collect and
-combine."""
+"""How much longer a rank waits than its limit for ranks that came, and must still collect, combine,
+or search for those that did not."""
 
 _RECOVERY_S = 0.7
 """How long a rank that was waiting when another rank failed waits for that rank to continue."""
@@ -56,6 +61,11 @@ _LATE_RECOVERY_S = 3.0
 """The same for a rank that finds an earlier failure, perhaps of another graph."""
 
 _FIRST_POLL_S, _LAST_POLL_S = 1e-4, 0.05
+_POLL_PER_RANK_S = 2.5e-4
+"""How much longer each rank of a large group pauses at last: one process serves all of them."""
+
+_MOST_MISSING = 16
+"""Missing ranks that an error names."""
 
 Ballot = dict[str, Any]
 """What one rank says, or what the first rank makes of all ballots: plain JSON values."""
@@ -79,15 +89,15 @@ class GroupState:
     """Whether the other ranks can see that this rank continues in this epoch."""
     agreed: set[str] = field(default_factory=set)
     """Digests of collective sequences that all ranks were found to share."""
-    answers: dict[str, list[Any]] = field(default_factory=dict)
-    """Answers of all ranks to questions that are asked once."""
+    answers: dict[str, Any] = field(default_factory=dict)
+    """What the ranks got of their answers to questions that are asked once."""
     successors: dict[tuple[str, ...], str] = field(default_factory=dict)
     """The last events of the group -> the event that followed; see `zpasses.ranks.run_order`."""
     events: tuple[str, ...] = ()
     """The last events of the group. Reset where ranks were found at different events."""
-    last_vote: str | None = None
-    """Key of the last vote in which every rank took part. Its ballots stay in the store until the
-    next vote."""
+    written: list[str] = field(default_factory=list)
+    """Keys that this rank wrote in the last vote in which every rank took part. They stay in the
+    store until the next vote."""
 
     def key(self) -> str:
         return f"{self.prefix}/{self.epoch}/{self.votes}"
@@ -97,7 +107,7 @@ class GroupState:
         self.epoch += 1
         self.votes = 0
         self.resumed = resumed
-        self.last_vote = None
+        self.written = []
 
 
 # State belongs to a process group, which offers no place for it.
@@ -211,18 +221,24 @@ class _VoteRound:
     timeout_option: str
 
     def run(self, ballot: Ballot, combine: Combine) -> Ballot:
-        started = time.monotonic()
+        deadline = time.monotonic() + self.timeout_s
         before = ""
+        in_full: Collection[int] = ()
         while True:
             try:
-                combined = self._once(ballot, combine, started)
+                ended = self._once(ballot, combine, deadline, in_full)
             except _SupersededError as failure:
-                before = f" Before that, {failure}."
+                before, in_full = f" Before that, {failure}.", ()
                 continue
             except AgreementError as error:
                 if before:
                     raise AgreementError(f"{error}{before}") from error
                 raise
+            if "in_full" in ended:
+                in_full = ended["in_full"]
+                deadline = max(deadline, time.monotonic() + _RESULT_SLACK_S)  # all have come
+                continue
+            combined: Ballot = ended["combined"]
             if before and combined.get("error"):
                 combined = {**combined, "error": f"{combined['error']}{before}"}
             return combined
@@ -235,89 +251,164 @@ class _VoteRound:
         text = ", ".join(part for part in parts if part)
         return f" ({text})" if text else ""
 
-    def _once(self, ballot: Ballot, combine: Combine, started: float) -> Ballot:
-        process_group, store = compat.process_group(self.group), compat.default_store()
-        state, rank = group_state(self.group), process_group.rank()
+    def _once(
+        self, ballot: Ballot, combine: Combine, deadline: float, in_full: Collection[int]
+    ) -> dict[str, Any]:
+        state, rank = group_state(self.group), compat.process_group(self.group).rank()
         heartbeat.start()
         rejoin_after_failure([self.group])
-        key = state.key()
+        text = text_of(self.occasion, ballot, compiled_graph(), in_full=rank in in_full)
+        attempt = _Attempt(self, state.key(), deadline, ballot, text)
         state.votes += 1
-        sent = {"occasion": self.occasion, "ballot": ballot, "compiles": compiled_graph()}
-        store.set(f"{key}/{rank}", pack(sent))
         where = f" of {name_group(self.group)}" if dimension_of(self.group) else ""
         with heartbeat.activity(
             f"waiting for other ranks{where} at {self.occasion}{self._about()}"
         ):
-            if rank == 0:
-                result = self._collect(store, key, combine, started)
-                if "superseded" not in result:
-                    store.set(f"{key}/result", pack(result))
-            else:
-                result = self._await_result(store, key, started)
-        if "superseded" in result:
+            ended = attempt.run(combine)
+        if "superseded" in ended:
             state.next_epoch(resumed=True)
-            raise _SupersededError(result["superseded"])
-        if result["error"]:
+            raise _SupersededError(ended["superseded"])
+        if "error" in ended:
             state.next_epoch(resumed=True)
-            if result.get("diverged"):
+            if ended.get("diverged"):
                 state.events = ()
             heartbeat.set_activity(
                 f"in an error after waiting for other ranks{where} to {self.missed}"
             )
-            error = AgreementError(str(result["error"]))
+            error = AgreementError(str(ended["error"]))
             error._zpasses_group = self.group  # type: ignore[attr-defined]
             raise error
-        if state.last_vote is not None:  # all ranks came to a later vote, so all have read it
-            store.delete_key(f"{state.last_vote}/{rank}")
-            if rank == 0:
-                store.delete_key(f"{state.last_vote}/result")
-        state.last_vote = key
-        combined: Ballot = result["combined"]
-        return combined
+        for key in state.written:  # all ranks came to a later vote, so all have read them
+            attempt.store.delete_key(key)
+        state.written = attempt.written
+        return ended
 
-    def _collect(self, store: Any, key: str, combine: Combine, started: float) -> dict[str, Any]:
-        ranks = compat.group_ranks(self.group)
-        keys = [f"{key}/{rank}" for rank in range(len(ranks))]
-        deadline = started + self.timeout_s
-        if (failed := self._wait(store, key, keys, deadline)) is not None:
+
+class _Attempt:
+    """One vote of this rank in one epoch."""
+
+    def __init__(
+        self, vote: _VoteRound, key: str, deadline: float, ballot: Ballot, text: str
+    ) -> None:
+        group = compat.process_group(vote.group)
+        self.store = compat.default_store()
+        self.written: list[str] = []
+        self._vote, self._key, self._deadline = vote, key, deadline
+        self._rank, self._size = group.rank(), group.size()
+        self._ballot, self._tally = ballot, {text: [[self._rank, self._rank]]}
+
+    def run(self, combine: Combine) -> dict[str, Any]:
+        """Returns how the vote ended: "combined", "in_full", "error" or "superseded"."""
+        self._write(str(self._rank))
+        below = [self._tally_key(rank) for rank in ranks_below(self._rank, self._size)]
+        if self._rank == 0:
+            return self._lead(below, combine)
+        if below:
+            if (ended := self._wait(below, self._deadline)) is not None:
+                return ended
+            if self.store.check(below):
+                self._add(below)
+                self._write(f"{self._rank}/all")
+        return self._follow()
+
+    # --- ballots ----------------------------------------------------------------------------------
+    def _tally_key(self, rank: int) -> str:
+        return f"{self._key}/{rank}" + ("/all" if ranks_below(rank, self._size) else "")
+
+    def _write(self, name: str) -> None:
+        self.store.set(f"{self._key}/{name}", pack(self._tally))
+        self.written.append(f"{self._key}/{name}")
+
+    def _add(self, keys: list[str]) -> None:
+        others: list[Tally] = [unpack(data) for data in _read(self.store, keys)]
+        add_to(self._tally, others)
+
+    def _lead(self, below: list[str], combine: Combine) -> dict[str, Any]:
+        if (failed := self._wait_for_all(below)) is not None:
             return failed
-        if not store.check(keys):
-            return {"error": self._missing_error(store, key), "diverged": True}
-        ballots = [unpack(data) for data in _read(store, keys)]
-        for rank, ballot in zip(ranks, ballots, strict=True):
-            if ballot["occasion"] != self.occasion:
-                where = f"on {name_group(self.group)}, rank"
-                error = _mismatch_error(where, ranks[0], self.occasion, rank, ballot["occasion"])
-                error += graphs_differ(ranks[0], compiled_graph(), rank, ballot.get("compiles"))
-                return {"error": error, "diverged": True}
-        return {"error": None, "combined": combine([ballot["ballot"] for ballot in ballots])}
+        self._add(below)
+        count = Count(self._tally, self._ballot)
+        other = count.other_occasion(self._vote.occasion)
+        if other is not None and "details" in other[1]:
+            return self._end({"failure": self._failure(self._mismatch_error(*other))})
+        ask = count.unknown() if other is None else [other[0]]
+        ended = {"in_full": ask} if ask else {"combined": combine(count.ballots(self._size))}
+        return self._end(ended)
 
-    def _await_result(self, store: Any, key: str, started: float) -> dict[str, Any]:
-        deadline = started + self.timeout_s
-        for limit in (deadline, deadline + _RESULT_SLACK_S):
-            if (failed := self._wait(store, key, [f"{key}/result"], limit)) is not None:
-                return failed
-            if store.check([f"{key}/result"]):
-                return unpack(store.get(f"{key}/result"))
-            if not store.check([f"{key}/0"]):
+    def _mismatch_error(self, rank: int, said: dict[str, Any]) -> str:
+        ranks, occasion = compat.group_ranks(self._vote.group), self._vote.occasion
+        where = f"on {name_group(self._vote.group)}, rank"
+        error = _mismatch_error(where, ranks[0], occasion, ranks[rank], said["occasion"])
+        return error + graphs_differ(ranks[0], compiled_graph(), ranks[rank], said["details"])
+
+    # --- the end of the vote ----------------------------------------------------------------------
+    def _end(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """End the vote for all ranks, unless another rank has: then that is the end."""
+        self.written.append(self._end_key)
+        ended = unpack(self.store.compare_set(self._end_key, "", pack(mine)))
+        return self._ended(ended, _RECOVERY_S)
+
+    @property
+    def _end_key(self) -> str:
+        return end_key(self._key)
+
+    def _ended(self, ended: dict[str, Any], patience_s: float) -> dict[str, Any]:
+        """Returns an end. A rank that failed gets some time to show that it continues."""
+        if "failure" not in ended:
+            return ended
+        failure = ended["failure"]
+        reason = _with_dimension(str(failure["reason"]), self._vote.group)
+        state = group_state(self._vote.group)
+        resumed = [f"{state.prefix}/{state.epoch + 1}/resumed/{failure['rank']}"]
+        deadline = time.monotonic() + patience_s
+        while failure["recoverable"] and time.monotonic() < deadline:
+            if self.store.check(resumed):
+                return {"superseded": str(failure["reason"])}
+            time.sleep(self._last_poll_s)
+        return {"error": reason, "diverged": failure.get("diverged", False)}
+
+    def _follow(self) -> dict[str, Any]:
+        """Wait for the end of the vote."""
+        slack = self._deadline + _RESULT_SLACK_S
+        for limit in (self._deadline, slack):
+            if (ended := self._wait(None, limit)) is not None:
+                return ended
+            if not self.store.check([f"{self._key}/0"]):
                 break  # nobody collects
-        error = self._missing_error(store, key)
-        failure = {"rank": dist.get_rank(), "reason": error, "diverged": True}
-        failure["recoverable"] = False
-        store.set(f"{key}/failed", pack(failure))
-        return {"error": error, "diverged": True}
+        # One rank searches for those that are missing, and tells the others.
+        if self.store.add(f"{self._key}/searches", 1) > 1:
+            limit = time.monotonic() + _RESULT_SLACK_S
+            if (ended := self._wait(None, limit)) is not None:
+                return ended
+        error = self._missing_error(self._missing() or [0])
+        return self._end({"failure": self._failure(error)})
 
-    def _wait(
-        self, store: Any, key: str, wanted: list[str], deadline: float
-    ) -> dict[str, Any] | None:
-        """Wait for keys; None when they are there or too late, else how a failure ended it."""
+    def _failure(self, reason: str) -> dict[str, Any]:
+        return {
+            "rank": dist.get_rank(),
+            "reason": reason,
+            "diverged": True,
+            "recoverable": False,
+        }
+
+    # --- waits ------------------------------------------------------------------------------------
+    @property
+    def _last_poll_s(self) -> float:
+        return max(_LAST_POLL_S, self._size * _POLL_PER_RANK_S)
+
+    def _wait(self, wanted: list[str] | None, deadline: float) -> dict[str, Any] | None:
+        """Wait for the end of the vote, or for keys.
+
+        Returns:
+            How the vote ended; None when the keys are there, or it is too late.
+        """
         pause = _FIRST_POLL_S
         patience_s = _LATE_RECOVERY_S
         while True:
-            if store.check([f"{key}/failed"]):
-                return self._after_failure(store, key, patience_s)
+            if self.store.check([self._end_key]):
+                return self._ended(unpack(self.store.get(self._end_key)), patience_s)
             patience_s = _RECOVERY_S
-            if store.check(wanted):
+            if wanted is not None and self.store.check(wanted):
                 return None
             late = time.monotonic() > deadline
             if late or pause >= _LAST_POLL_S:
@@ -327,32 +418,53 @@ class _VoteRound:
             if late:
                 return None
             time.sleep(pause)
-            pause = min(pause * 1.5, _LAST_POLL_S)
+            pause = min(pause * 1.5, self._last_poll_s)
 
-    def _after_failure(self, store: Any, key: str, patience_s: float) -> dict[str, Any]:
-        failure = unpack(store.get(f"{key}/failed"))
-        reason = _with_dimension(str(failure["reason"]), self.group)
-        error = {"error": reason, "diverged": failure.get("diverged", False)}
-        if not failure["recoverable"]:
-            return error
-        state = group_state(self.group)
-        resumed = [f"{state.prefix}/{state.epoch + 1}/resumed/{failure['rank']}"]
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline:
-            if store.check(resumed):
-                return {"superseded": str(failure["reason"])}
-            time.sleep(_LAST_POLL_S)
-        return error
+    def _wait_for_all(self, keys: list[str]) -> dict[str, Any] | None:
+        """Wait for the tallies of all ranks; None when they are there, else how the vote ended."""
+        for limit in (self._deadline, self._deadline + _RESULT_SLACK_S):
+            if (ended := self._wait(keys, limit)) is not None:
+                return ended
+            if self.store.check(keys):
+                return None
+            if missing := self._missing():
+                break
+        else:  # they came, but some do not get on
+            missing = [
+                rank
+                for rank in ranks_below(0, self._size)
+                if not self.store.check([self._tally_key(rank)])
+            ]
+        return self._end({"failure": self._failure(self._missing_error(missing))})
 
-    def _missing_error(self, store: Any, key: str) -> str:
-        ranks = compat.group_ranks(self.group)
-        missing = [rank for i, rank in enumerate(ranks) if not store.check([f"{key}/{i}"])]
-        missing = missing or ranks[:1]
-        seen = heartbeat.describe(missing[:4])
+    # --- missing ranks ----------------------------------------------------------------------------
+    def _missing(self) -> list[int]:
+        """The first ranks that have not come to the vote, and one more than an error names."""
+        found: list[int] = []
+
+        def search(first: int, last: int) -> None:
+            if len(found) > _MOST_MISSING:
+                return
+            if self.store.check([f"{self._key}/{rank}" for rank in range(first, last)]):
+                return
+            if last - first == 1:
+                found.append(first)
+                return
+            middle = (first + last) // 2
+            search(first, middle)
+            search(middle, last)
+
+        search(0, self._size)
+        return found
+
+    def _missing_error(self, missing: Sequence[int]) -> str:
+        vote, ranks = self._vote, compat.group_ranks(self._vote.group)
+        named = [ranks[each] for each in missing]
+        seen = heartbeat.describe(named[:4])
         return (
-            f"rank {', '.join(map(str, missing))} of {name_group(self.group)} did not "
-            f"{self.missed} within {self.timeout_s:g} s, but the others did. {seen} "
-            f"{self.advice or NOT_ALONE} Look at its log; {self.timeout_option} waits longer."
+            f"rank {list_ranks(named, _MOST_MISSING)} of {name_group(vote.group)} did not "
+            f"{vote.missed} within {vote.timeout_s:g} s, but the others did. {seen} "
+            f"{vote.advice or NOT_ALONE} Look at its log; {vote.timeout_option} waits longer."
         )
 
 
@@ -392,14 +504,19 @@ def _read(store: Any, keys: list[str]) -> list[bytes]:
     return found
 
 
+def end_key(vote_key: str) -> str:
+    """Returns the key of the end of a vote: what `pack` makes of its result or failure."""
+    return f"{vote_key}/end"
+
+
 def pack(value: dict[str, Any]) -> str:
     """Returns a value as text for the store."""
     # Stores take text; a graph of thousands of similar collectives compresses to a few KiB.
-    return zlib.compress(json.dumps(value).encode()).hex()
+    return base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
 
 
 def unpack(data: bytes) -> dict[str, Any]:
     """Returns a value that was stored by `pack`."""
-    loaded = json.loads(zlib.decompress(bytes.fromhex(data.decode())))
+    loaded = json.loads(zlib.decompress(base64.b64decode(data)))
     assert isinstance(loaded, dict)
     return loaded

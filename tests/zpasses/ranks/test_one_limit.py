@@ -24,6 +24,7 @@ ALLOWED = {
     "zpasses/ranks/vote.py: _LATE_RECOVERY_S": "the same, for a rank that comes to the vote later",
     "zpasses/ranks/vote.py: _FIRST_POLL_S": "a poll interval",
     "zpasses/ranks/vote.py: _LAST_POLL_S": "a poll interval",
+    "zpasses/ranks/vote.py: _POLL_PER_RANK_S": "a poll interval",
     "zpasses/ranks/notes.py: _RECOVERY_S": "ends the wait for a rank that has left a conflict",
     "zpasses/ranks/heartbeat.py: INTERVAL_S": (
         "an interval; errors wait up to three for a heartbeat, on top of the limit"

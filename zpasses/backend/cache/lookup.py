@@ -13,7 +13,13 @@ from collections.abc import Callable, Sequence
 from zpasses import compat
 from zpasses.backend.cache.entry import GraphArtifacts
 from zpasses.backend.cache.key import GraphKey
-from zpasses.ranks.agree import are_remembered, exchange, is_remembered, restore_answers
+from zpasses.ranks.agree import (
+    are_remembered,
+    exchange,
+    first_two,
+    is_remembered,
+    restore_answers,
+)
 
 _OCCASION = "taking a graph from the compile cache"
 
@@ -47,15 +53,16 @@ def find_artifacts(
     for group in groups:
         mine = found.entry.fingerprint(group) if isinstance(found, GraphArtifacts) else None
         asked_before = is_remembered(group, question)
-        answers = exchange(group, _OCCASION, mine, remember=question)
+        answers = exchange(group, _OCCASION, mine, remember=question, merge=first_two)
         if isinstance(found, str) or asked_before:
             continue
-        other = next((at for at, each in enumerate(answers) if each != mine), None)
+        other = next((each for each in answers if each[1] != mine), None)
         if other is None:
             agreed.append(group)
         else:
-            has = "no entry" if answers[other] is None else "another entry"
-            found = f"rank {compat.group_ranks(group)[other]} has {has}"
+            at, fingerprint = other
+            has = "no entry" if fingerprint is None else "another entry"
+            found = f"rank {compat.group_ranks(group)[at]} has {has}"
     if isinstance(found, str):
         return found
     for group in agreed:
@@ -72,7 +79,7 @@ def decline_artifacts(key: GraphKey, groups: Sequence[str]) -> None:
         AgreementError: as `find_artifacts`.
     """
     for group in groups:
-        exchange(group, _OCCASION, None, remember=_question(key))
+        exchange(group, _OCCASION, None, remember=_question(key), merge=first_two)
 
 
 def _question(key: GraphKey) -> str:
