@@ -52,43 +52,47 @@ class RouteFigures:
     """Where the figures are from."""
 
 
-_LINK_EFFICIENCY = 48 / 64
-"""Usable share of a link's peak: about 48 of the 64 GB/s of one xGMI link (AMD, MI300X data sheet
-and RCCL guides).
+@dataclass(frozen=True)
+class _Contention:
+    """How matrix products and a gather beside them slow each other."""
+
+    compute: float
+    collective: float
+    source: str
+
+
+_LINK_EFFICIENCY = {"gfx942": 48 / 64, "gfx950": 0.65, "sm": 0.84}
+"""Usable share of `Target.link_gb_s`, by the start of the architecture's name.
+
+gfx942: 48 of the 64 GB/s of one xGMI link (AMD, "Understanding RCCL Bandwidth and xGMI Performance
+on MI300X"). gfx950: RCCL gathers 128 MiB per rank at 333 GiB/s of output (ROCm/mori#200). sm: NCCL
+gathers 64 MiB per rank on 8 x H100 (pytorch#172714).
 """
-_RCCL_COMPUTE_SLOWDOWN = 1.22
-"""A matmul beside RCCL takes 1.11 to 1.33 times as long as beside a gather by SDMA engines (AMD's
-figures for mori). This is the middle.
-"""
-_SDMA_BANDWIDTH_RATIO = 1.08
-"""A gather of tens of MB by SDMA engines has between the same and 16 % more bandwidth than RCCL
-(AMD, arXiv:2511.06605). This is the middle.
+_SDMA_BANDWIDTH_RATIO = 1.16
+"""Bandwidth of SDMA engines, without mori's copies, by that of RCCL: 361 by 333 GiB/s with the
+copies on both sides (ROCm/mori#200). On MI300X, gathers of tens of MB reach up to 1.16
+(arXiv:2511.06605).
 """
 _SDMA_LATENCY_RATIO = 4.5
 """A small gather by SDMA engines takes 4.5 times as long as RCCL's without further tuning (AMD,
 arXiv:2511.06605).
 """
-_RCCL_OVERLAP_GAIN = (0.21 + 0.42) / 2
-"""Realised share of the ideal gain from overlapping matmuls and RCCL collectives on MI300X: 21 %,
-or 42 % if collectives start first and have reserved compute units (AMD, arXiv:2412.14335). Graphs
-of zpasses start them first but reserve nothing. This is the middle.
-"""
-_SDMA_OVERLAP_GAIN = 0.72
-"""The same share for copy engines."""
-_PRIOR_SOURCE, _MEASURED = "literature, uncalibrated", "measured"
+_UNCALIBRATED, _MEASURED = "literature, uncalibrated", "measured"
 
-
-def _collective_slowdown(overlap_gain: float, compute_slowdown: float) -> float:
-    """Derives the slowdown of a collective beside compute from the measured gain of overlapping
-    both.
-
-    Take compute and a collective that each last 1 by themselves. The ideal speedup is 2, and
-    overlap realises 1 + overlap_gain, so both together take 2 / (1 + overlap_gain). The compute
-    lasts `compute_slowdown` of that, during which the collective progresses at 1 / slowdown. The
-    rest of the collective runs by itself.
-    """
-    together = 2 / (1 + overlap_gain)
-    return compute_slowdown / (1 + compute_slowdown - together)
+# `python -m tests.zpasses.cost.time.published` fits the figures below, and those from #200 and
+# #172714 above, to half of what is published, and predicts the other half.
+_ON_AMD = "arXiv:2412.14335 on MI300X, ROCm/mori#200 on MI355X"
+_ON_NVIDIA = "pytorch#172714 and #179937 on H100"
+_CONTENTION = {
+    # Plain overlap realises 21 % of its ideal gain, and 72 % with DMA engines. Beside a product
+    # that outlasts them, gathers cost 39 % of their own time, and none by SDMA engines.
+    ("gfx", "c10d"): _Contention(1.22, 2.14, _ON_AMD),
+    ("gfx", "engines"): _Contention(1.0, 1.19, _ON_AMD),
+    # Products take 30 to 40 % longer beside NCCL. Nothing published says that NCCL slows, too.
+    ("sm", "c10d"): _Contention(1.35, 1.0, _ON_NVIDIA),
+    ("sm", "engines"): _Contention(1.07, 1.0, _ON_NVIDIA),
+}
+"""By vendor and kind of route: NVIDIA's devices have no figures of AMD's."""
 
 
 def route_figures(target: Target) -> Mapping[str, RouteFigures]:
@@ -133,31 +137,33 @@ def _priors(target: Target) -> Mapping[str, RouteFigures]:
     latency = target.launch_us + (target.ranks_per_node - 1) * target.hop_us
     if target.architecture == "cpu":
         return {"c10d": RouteFigures(latency, target.link_gb_s, 1.0, source=target.source)}
-    bandwidth = _LINK_EFFICIENCY * target.link_gb_s
-    by_rccl, by_engines = (
-        _collective_slowdown(_RCCL_OVERLAP_GAIN, _RCCL_COMPUTE_SLOWDOWN),
-        _collective_slowdown(_SDMA_OVERLAP_GAIN, 1.0),
+    share = next(
+        each for name, each in _LINK_EFFICIENCY.items() if target.architecture.startswith(name)
     )
-    rccl = f"{_PRIOR_SOURCE}: RCCL beside matrix products on MI300X"
-    mori = f"{_PRIOR_SOURCE}: AMD's figures for SDMA engines, and mori's copies"
-    symm_mem = f"{_PRIOR_SOURCE}: two barriers and a copy in, as torch's code does"
-    figures = {
-        "c10d": RouteFigures(latency, bandwidth, _RCCL_COMPUTE_SLOWDOWN, by_rccl, source=rccl),
-        "mori": RouteFigures(
+    bandwidth = share * target.link_gb_s
+    vendor = "gfx" if target.architecture.startswith("gfx") else "sm"
+    by_kernels, by_engines = (_CONTENTION[vendor, kind] for kind in ("c10d", "engines"))
+
+    def figures(latency_us: float, gb_s: float, beside: _Contention, **copied: Any) -> RouteFigures:
+        source = f"{_UNCALIBRATED}: {beside.source}"
+        return RouteFigures(
+            latency_us, gb_s, beside.compute, beside.collective, **copied, source=source
+        )
+
+    # Symmetric memory has two barriers and a copy in, as torch's code does.
+    known = {
+        "c10d": figures(latency, bandwidth, by_kernels),
+        "mori": figures(
             _SDMA_LATENCY_RATIO * latency,
             _SDMA_BANDWIDTH_RATIO * bandwidth,
-            1.0,
             by_engines,
             copied_full=1.0,
             copied_parts=1.0,
-            source=mori,
         ),
-        "symm_mem": RouteFigures(
-            2 * latency, bandwidth, 1.0, by_engines, copied_parts=1.0, source=symm_mem
-        ),
+        "symm_mem": figures(2 * latency, bandwidth, by_engines, copied_parts=1.0),
     }
     return {
-        route: each for route, each in figures.items() if route == "c10d" or route in target.routes
+        route: each for route, each in known.items() if route == "c10d" or route in target.routes
     }
 
 

