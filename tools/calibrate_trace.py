@@ -137,8 +137,8 @@ def fit_target(base: Target, figures: TraceFigures) -> Target:
     if len(sizes) < 2:
         raise ValueError(
             f"the run has collectives of {len(sizes)} size{'' if len(sizes) == 1 else 's'} within "
-            "a node; expected at least two. Measure a run with more collectives: give `bucket` or "
-            "`schedule` a smaller cap_mb, or measure stage 3."
+            "a node; expected at least two. Measure a run with more collectives, such as stage 3 "
+            "with schedule{plan=one-ahead,cap_mb=0}."
         )
     hop_us = base.hop_us
     launch_us, us_per_byte = _line(figures.collectives, hop_us)

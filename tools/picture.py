@@ -1,7 +1,7 @@
 """One view of a dump's report page as a PNG, drawn by Chromium without a window.
 
     python -m zpasses.tools.picture build/demo -o report.png
-    python -m zpasses.tools.picture build/demo --view diff --graph forward --pass bucket -o diff.png
+    python -m zpasses.tools.picture build/demo --view diff --graph forward -o diff.png
 
 The picture in README.md is the first of these.
 """

@@ -34,7 +34,7 @@ def build_dataclass(
     """Build a dataclass from values by field name. Text is converted to the field's type.
 
     Args:
-        what: what the dataclass is, for error messages, such as "pass 'bucket'".
+        what: what the dataclass is, for error messages, such as "pass 'schedule'".
         removed: name of a field that no longer exists -> what to do instead.
 
     Raises:

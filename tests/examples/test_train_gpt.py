@@ -93,7 +93,7 @@ def test_report_is_complete_and_counts_what_ran(tmp_path: Path) -> None:
         assert heading in done.stdout
 
 
-PIPELINE = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{cap_mb=1},overlap,defer-reduction"  # noqa: E501
+PIPELINE = "merge-reads,gather-params,reduce-grads,reshard-after-forward,schedule{plan=one-ahead,cap_mb=1},defer-reduction"  # noqa: E501
 
 
 def check_dump(dump: Path, said: str) -> None:

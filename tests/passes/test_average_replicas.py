@@ -108,7 +108,9 @@ def test_pipelines_keep_the_bits_of_drawn_graphs(recipe, pipeline):
 @pytest.mark.parametrize("mode", ["coalesced", "flat"])
 def test_the_result_owns_memory_of_its_size_whatever_reduced_it(mode):
     params = ParamSpec((3, 2)), ParamSpec((5, 2))
-    gm = lowered(*params, pipeline=f"reduce-grads,bucket{{mode={mode}}},average-replicas")
+    gm = lowered(
+        *params, pipeline=f"reduce-grads,schedule{{plan=single,mode={mode}}},average-replicas"
+    )
     results = [node for node in gm.graph.output_node().args[0][2:] if node is not None]
     assert results
     for node in results:
@@ -139,7 +141,7 @@ def test_reductions_by_all_reduce_are_averaged_too():
         zpasses.shard(model, mesh=init_device_mesh("cpu", (3, 2), mesh_dim_names=names))
 
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    pipeline = "merge-reads,gather-params,reduce-grads{form=all_reduce},overlap,average-replicas"
+    pipeline = "merge-reads,gather-params,reduce-grads{form=all_reduce},schedule,average-replicas"
     options = {"world_size": 6, "shard": shard, "pipeline": pipeline}
     assert_step_equals_reference(capture_ranks(model, (torch.ones(2, 5),), **options))
 

@@ -35,16 +35,19 @@ from zpasses.testing.strategies import param_lists
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 LOWER = [f"gather-params,reduce-grads{{form={form}}}" for form in ("reduce_scatter", "all_reduce")]
 SDMA = "sdma{min_mb=0,min_hidden=0}"
-BUCKETS = [f"bucket{{mode={mode},memory_budget=1GiB}}" for mode in ("coalesced", "flat")]
+BUCKETS = [
+    f"schedule{{plan=single,mode={mode},memory_budget=1GiB}}" for mode in ("coalesced", "flat")
+]
+ONE_AHEAD = "schedule{plan=one-ahead,cap_mb=0}"
 JOINT = [
     "merge-reads",
     "merge-reads{max_hold_mb=0.0}",
     "gather-params",
     *(text.removeprefix("gather-params,") for text in LOWER),
     *(f"{lower},{bucket}" for lower in LOWER for bucket in BUCKETS),
-    f"{LOWER[0]},overlap",
+    f"{LOWER[0]},{ONE_AHEAD}",
     f"{LOWER[1]},schedule{{memory_budget=1GiB}}",
-    f"{LOWER[1]},overlap,{SDMA}",
+    f"{LOWER[1]},{ONE_AHEAD},{SDMA}",
     f"{LOWER[0]},{BUCKETS[0]},{SDMA}",
 ]
 ODD = [
@@ -108,7 +111,7 @@ def test_order_does_not_depend_on_addresses():
 
 
 @pytest.mark.parametrize(
-    "text", [f"{LOWER[0]},overlap", "gather-params,cache-params", f"overlap,{SDMA}"]
+    "text", [f"{LOWER[0]},{ONE_AHEAD}", "gather-params,cache-params", f"{ONE_AHEAD},{SDMA}"]
 )
 def test_a_second_run_changes_nothing(text):
     passes = [*Pipeline.parse(LOWER[0]), *Pipeline.parse(text.removeprefix(LOWER[0] + ","))]
@@ -126,9 +129,7 @@ def test_graphs_without_parameters_are_unchanged(name):
     assert listing(gm) == before
 
 
-@pytest.mark.parametrize(
-    "name", ["bucket", "cache-params", "merge-reads", "overlap", "schedule", "sdma"]
-)
+@pytest.mark.parametrize("name", ["cache-params", "merge-reads", "schedule", "sdma"])
 def test_graphs_with_nothing_to_change_are_unchanged(name):
     with fake_world(2):
         gm = joint([Param((4, 2)), Param((6, 2))], 0, 2)
@@ -163,9 +164,9 @@ RESHARD = "reshard-after-forward{keep=nothing}"
     [
         (LOWER[0], BUCKETS[0]),
         (LOWER[1], BUCKETS[1]),
-        (LOWER[1], "bucket{cap_mb=0.0002,memory_budget=1GiB},overlap"),
+        (LOWER[1], "schedule{plan=one-ahead,cap_mb=0.0002,memory_budget=1GiB}"),
         (LOWER[0], "schedule{memory_budget=1GiB}"),
-        (LOWER[0], f"bucket{{mode=coalesced}},overlap,{SDMA}"),
+        (LOWER[0], f"schedule{{plan=one-ahead,mode=coalesced}},{SDMA}"),
     ],
 )
 def test_steps_equal_the_dialect(lower, last):
@@ -186,7 +187,7 @@ GATHER = "all_gather_into_tensor"
         ("reshard-after-forward", BF16, [GATHER] * 2),
         (BUCKETS[0], None, [f"{GATHER}_coalesced"]),
         (BUCKETS[1], None, [GATHER]),
-        ("overlap", None, [GATHER] * 2),
+        (ONE_AHEAD, None, [GATHER] * 2),
         ("schedule{memory_budget=1GiB}", None, None),
         (SDMA, None, ["sdma_all_gather"] * 2),
     ],
@@ -204,15 +205,12 @@ def test_graphs_of_other_libraries_are_rewritten(text, dtype, gathers):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bucket{cap_mb=-1}", r"pass 'bucket', option 'cap_mb': got -1.0; expected MiB >= 0 \(0: "),
-        ("bucket{cap_mb=big}", r"option 'cap_mb': got 'big' \(str\); expected float"),
-        ("bucket{mode=flatt}", r"option 'mode': got 'flatt' .*'auto' or 'coalesced' or 'flat'"),
-        ("bucket{memory_budget=lots}", r"'memory_budget': got 'lots'; expected how far the peak"),
-        ("bucket{budget=5%}", r"pass 'bucket' has no option 'budget'"),
-        ("overlap{mb=5}", r"pass 'overlap' has no option 'mb'"),
         ("reduce-grads{form=scatter}", r"'reduce_scatter' or 'all_reduce'"),
-        ("schedule{cap_mb=5}", r"pass 'schedule' has no option 'cap_mb'"),
-        ("schedule{memory_budget=lots}", r"pass 'schedule', option 'memory_budget': got 'lots'"),
+        ("schedule{cap_mb=-1}", r"pass 'schedule', option 'cap_mb': got -1.0; expected MiB >= 0"),
+        ("schedule{cap_mb=big}", r"option 'cap_mb': got 'big' \(str\); expected float"),
+        ("schedule{memory_budget=lots}", r"'memory_budget': got 'lots'; expected how far the peak"),
+        ("schedule{budget=5%}", r"pass 'schedule' has no option 'budget'"),
+        ("schedule{plan=two-ahead}", r"got 'two-ahead' .*'auto' or 'one-ahead' or 'single'"),
         ("schedule{mode=flatt}", r"option 'mode': got 'flatt' .*'auto' or 'coalesced' or 'flat'"),
         ("sdma{min_mb=-1}", r"option 'min_mb': got -1.0; expected MiB >= 0"),
         (

@@ -128,16 +128,16 @@ def test_mixed_precision_is_deferred_before_the_cast_of_the_reduction(accum_dtyp
 
 
 @pytest.mark.parametrize(
-    ("bucket", "saved"),
+    ("options", "saved"),
     [("cap_mb=0", 1), ("mode=coalesced,memory_budget=1GiB", 0)],
     ids=["single", "coalesced"],
 )
-def test_each_gradient_can_have_its_own_variant(bucket, saved):
+def test_each_gradient_can_have_its_own_variant(options, saved):
     """A collective over several gradients stays whole for the remaining gradients, and every output
     of it is awaited.
     """
     lower = "merge-reads,gather-params,reduce-grads,cache-params"
-    pipeline = f"{lower},bucket{{{bucket}}},defer-reduction"
+    pipeline = f"{lower},schedule{{plan=single,{options}}},defer-reduction"
     graphs = backwards(nn.Linear(6, 5), X, 2, pipeline)
     assert len(mark_and_keep_all(graphs)) == 2
     inputs = random_inputs(graphs)

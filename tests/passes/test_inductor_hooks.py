@@ -15,11 +15,11 @@ from tests.foreign import simple_fsdp
 from zpasses import Level, Pass, Pipeline
 from zpasses.graph.queries import collectives
 from zpasses.passes import (
-    Bucket,
     FlattenOnDevice,
     GatherParams,
     ReduceGrads,
     ReshardAfterForward,
+    Schedule,
     Sdma,
 )
 from zpasses.testing import (
@@ -83,12 +83,12 @@ def saved_bytes(forward):
 
 
 VOTING = (
-    Bucket(),
+    Schedule(),
     Sdma(),
     FlattenOnDevice(tier="plain"),
     FlattenOnDevice(group="0"),
-    Bucket(cap_mb=0),
-    Pipeline((ReshardAfterForward(), Bucket())),
+    ReshardAfterForward(),
+    Pipeline((ReshardAfterForward(), Schedule())),
 )
 
 

@@ -30,10 +30,10 @@ LOWER = "merge-reads,gather-params,reduce-grads{form=%s}"
 NAMED = sorted(name for name, each in catalogue().items() if isinstance(each, Pipeline))
 PIPELINES = [
     *NAMED,
-    LOWER % "all_reduce" + ",bucket{mode=flat,memory_budget=1GiB},overlap",
-    LOWER % "reduce_scatter" + ",bucket{mode=flat,memory_budget=1GiB},overlap",
+    LOWER % "all_reduce" + ",schedule{plan=one-ahead,mode=flat,memory_budget=1GiB}",
+    LOWER % "reduce_scatter" + ",schedule{plan=one-ahead,mode=flat,memory_budget=1GiB}",
     LOWER % "reduce_scatter"
-    + ",bucket{mode=coalesced,memory_budget=1GiB},overlap,sdma{min_mb=0,min_hidden=0}",
+    + ",schedule{plan=one-ahead,mode=coalesced,memory_budget=1GiB},sdma{min_mb=0,min_hidden=0}",
 ]
 ELSEWHERE = {"flatten-on-device"}
 """Passes of graphs that are no training steps; they have tests of their own below."""

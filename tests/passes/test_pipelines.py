@@ -7,7 +7,7 @@ from tests.passes.test_contracts import Model
 from zpasses import Pipeline
 from zpasses.graph.queries import collectives, nbytes, value_of
 from zpasses.graph.tags import tagged
-from zpasses.passes import ZERO1, ZERO2, ZERO3, Bucket, GatherParams, ReduceGrads
+from zpasses.passes import ZERO1, ZERO2, ZERO3, GatherParams, ReduceGrads, Schedule
 from zpasses.pipeline.pipeline import catalogue
 from zpasses.pipeline.runner import run_passes
 from zpasses.testing import (
@@ -88,7 +88,7 @@ def test_shards_and_gradients_of_any_strides_give_contiguous_results(
     with fake_world(world_size):
         inputs = (shards[0], torch.zeros(6, 4), shards[1], turned(6, 4))
         gm = trace_joint(model, inputs, {0: "a", 2: "b"})
-        bucket = Bucket(mode=mode, memory_budget="1GiB")
+        bucket = Schedule("single", mode=mode, memory_budget="1GiB")
         run_passes(gm.graph, [GatherParams(), ReduceGrads(form), bucket], verify="simulate")
     assert all(
         value_of(each).is_contiguous()

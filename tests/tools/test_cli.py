@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.zpasses.inspect.real import real_dump
+from tests.zpasses.inspect.real import SCHEDULE, real_dump
 from zpasses.inspect import CollectiveRows, Inspection, Limits
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.view import Table
@@ -68,7 +68,7 @@ def test_reading_a_dump_loads_no_torch(dump):
 
 def test_exit_status_of_diff_tells_equal_from_different(dump):
     assert zpasses("diff", dump, dump).returncode == 0
-    assert zpasses("diff", dump, "forward", "--pass", "overlap").returncode == 0
+    assert zpasses("diff", dump, "joint", "--pass", "merge-reads").returncode == 0
     assert zpasses("diff", dump, "forward").returncode == 1
     nothing = zpasses("diff", dump, "forwad")
     assert (nothing.returncode, nothing.stdout) == (2, "")
@@ -158,7 +158,7 @@ def test_colors_are_printed_only_on_capable_terminals(dump):
 # --- reading --------------------------------------------------------------------------------------
 def test_list_names_graphs_and_passes(dump):
     shown = run("list", dump).output
-    for word in ("joint", "bucket{memory_budget=1MiB}", "Rank 0; the dump has ranks 0, 1"):
+    for word in ("joint", SCHEDULE, "Rank 0; the dump has ranks 0, 1"):
         assert word in shown
     graphs = values("list", dump)["compiles"][0]["graphs"]
     assert [graph["name"] for graph in graphs] == ["captured", "joint", "forward", "backward"]
@@ -183,7 +183,7 @@ def test_show_without_a_graph_shows_the_graphs_on_which_the_pass_ran(dump):
     def graphs(*arguments):
         return [each["graph"] for each in values("show", dump, *arguments)]
 
-    assert graphs("--after", "bucket") == ["forward", "backward"]
+    assert graphs("--after", "schedule") == ["forward", "backward"]
     assert graphs() == ["captured", "joint", "forward", "backward"]
     short, full = (
         run("show", dump, "forward", "--node", "output", *more).output for more in ((), ("--full",))
@@ -193,19 +193,19 @@ def test_show_without_a_graph_shows_the_graphs_on_which_the_pass_ran(dump):
 
 
 def test_diff_shows_the_changes_of_a_pass(dump):
-    shown = run("diff", dump, "backward", "--pass", "bucket")
+    shown = run("diff", dump, "backward", "--pass", "schedule")
     assert shown.exit_code == 1
     assert shown.output.startswith("graph ")  # the figures of both graphs come first
-    assert "\n0/0 backward, after bucket{memory_budget=1MiB}: " in shown.output
+    assert f"\n0/0 backward, after {SCHEDULE}: " in shown.output
     assert "+ inserted all_gather_into_tensor_coalesced_default = " in shown.output
-    found = values("diff", dump, "backward", "--pass", "bucket")
+    found = values("diff", dump, "backward", "--pass", "schedule")
     assert not found["same"]
     assert found["graphs"][0]["counts"]["inserted"] == sum(
         change["kind"] == "inserted" for change in found["graphs"][0]["changes"]
     )
     assert (
         "more inserted (--limit 0 shows all)"
-        in run("diff", dump, "backward", "--pass", "bucket", "--limit", "1").output
+        in run("diff", dump, "backward", "--pass", "schedule", "--limit", "1").output
     )
 
 
@@ -232,11 +232,11 @@ def test_diff_between_dumps_and_ranks(dump, tmp_path):
     [
         (["diff", "DUMP", "--ranks", "0", "1", "--rank", "0"], "omit the second dump and --rank"),
         (
-            ["diff", "DUMP", "--ranks", "0", "1", "--pass", "bucket"],
+            ["diff", "DUMP", "--ranks", "0", "1", "--pass", "schedule"],
             "--after selects the graphs to compare",
         ),
-        (["diff", "DUMP", "forward", "--after", "bucket"], "--pass shows the changes of a pass"),
-        (["diff", "DUMP", "--pass", "buckt"], 'Did you mean "bucket"?'),
+        (["diff", "DUMP", "forward", "--after", "schedule"], "--pass shows the changes of a pass"),
+        (["diff", "DUMP", "--pass", "schedul"], 'Did you mean "schedule"?'),
         (["show", "DUMP", "--rank", "7"], "contains only ranks 0, 1, and not rank 7"),
         (["show", "DUMP", "--compile", "3/0"], "has no compile '3/0'"),
         (["memory", "DUMP", "forward", "--at", "mmm"], "has no node 'mmm'"),
@@ -261,11 +261,7 @@ def test_collectives_and_memory_have_totals(dump):
         )
     (memory,) = values("memory", dump, "backward")
     assert memory["peak_bytes"] == max(memory["live_bytes"]) == sum(memory["by_kind"].values())
-    assert [step["after"] for step in memory["steps"]] == [
-        None,
-        "bucket{memory_budget=1MiB}",
-        "overlap",
-    ]
+    assert [step["after"] for step in memory["steps"]] == [None, SCHEDULE]
     assert (
         "smaller buffers (--limit 0 shows all)"
         in run("memory", dump, "backward", "--limit", "1").output
@@ -292,10 +288,10 @@ def test_catalogue_lists_every_pass_with_level_and_options():
     assert {each["name"] for each in listed["passes"]} | set(listed["pipelines"]) == set(
         catalogue()
     )
-    (bucket,) = [each for each in listed["passes"] if each["name"] == "bucket"]
-    assert bucket["level"] == "partitioned"
-    assert {option["name"]: option["default"] for option in bucket["options"]}["cap_mb"] == "25.0"
-    assert "Merge neighbouring collectives" in run("passes").output
+    (schedule,) = [each for each in listed["passes"] if each["name"] == "schedule"]
+    assert schedule["level"] == "partitioned"
+    assert {option["name"]: option["default"] for option in schedule["options"]}["cap_mb"] == "25.0"
+    assert "Merge and move collectives" in run("passes").output
 
 
 def test_page_of_a_pass_shows_the_graph_before_and_after_it():
@@ -309,9 +305,10 @@ def test_page_of_a_pass_shows_the_graph_before_and_after_it():
 
 def test_page_of_a_pipeline_names_its_passes_and_unknown_names_are_refused():
     assert values("passes", "zero3")["passes"][1] == "gather-params"
-    done = run("passes", "buckets")
-    assert done.exit_code == 2
-    assert 'Did you mean "bucket"?' in done.output
+    for name, advice in (("schedul", 'Did you mean "schedule"?'), ("bucket", "plan=single")):
+        done = run("passes", name)
+        assert done.exit_code == 2
+        assert advice in done.output
 
 
 def test_trusted_lifts_the_limits_of_every_reading_command(dump, monkeypatch, tmp_path):
@@ -417,7 +414,7 @@ def test_every_pass_fits_80_columns():
             document = inspect.getdoc(inspect.getmodule(entry))
             graphs = document.partition("\nBefore")[2].partition("\n\n")[0]
             assert max(map(len, graphs.splitlines()), default=0) <= 80, entry.name
-    shown = "".join(pass_view("bucket").pieces(width=80))
+    shown = "".join(pass_view("schedule").pieces(width=80))
     assert max(map(len, shown.splitlines())) <= 80
 
 

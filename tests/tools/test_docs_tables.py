@@ -158,4 +158,4 @@ def test_passes_of_other_packages_stay_out_of_the_pages(monkeypatch):
 
     monkeypatch.setattr(tables, "catalogue", lambda: {**catalogue(), "foreign": Foreign})
     assert "foreign" not in tables.generate("passes")
-    assert "`overlap`" in tables.generate("passes")
+    assert "`schedule" in tables.generate("passes")

@@ -125,7 +125,7 @@ def pipeline(stage, form):
     """
     changes = {"cap_mb": 0.0} if form == "single" else {"mode": form, "memory_budget": "1GiB"}
     return ",".join(
-        str(replace(each, **changes) if each.name == "bucket" else each)
+        str(replace(each, **changes) if each.name == "schedule" else each)
         for each in Pipeline.parse(f"zero{max(stage, 2)}-one-ahead")
     )
 

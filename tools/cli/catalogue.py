@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zpasses.errors import OptionError, suggestion
+from zpasses.errors import OptionError
 from zpasses.inspect.view import Code, Table, Text, View, table
 from zpasses.pipeline.passes import Level, Pass
-from zpasses.pipeline.pipeline import Pipeline, catalogue
+from zpasses.pipeline.pipeline import Pipeline, catalogue, unknown_pass
 from zpasses.testing import capture_graphs, listing
 from zpasses.tools.docs.fields import describe_fields
 
 _EXAMPLES = {
-    "bucket": "bucket{memory_budget=1MiB}",
     "cache-params": "cache-params",
     "merge-reads": "merge-reads",
 }
@@ -74,7 +73,7 @@ def pass_view(name: str) -> View:
     """
     entry = catalogue().get(name)
     if entry is None:
-        raise OptionError(f"there is no pass {name!r}.{suggestion(name, catalogue())}")
+        raise OptionError(unknown_pass(name))
     if isinstance(entry, Pipeline):
         passes = [str(each) for each in entry]
         return View(name, (f"This is a named pipeline: {entry}",), {"name": name, "passes": passes})

@@ -36,7 +36,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"zero_stage": 3},
     {"pipeline": "gather-params,reduce-grads"},
     {"pipeline": "gather-params,reduce-grads{form=reduce_scatter},reshard-after-forward"},
-    {"pipeline": "merge-reads,gather-params,reduce-grads,bucket{form=flat},overlap"},
+    {"pipeline": "merge-reads,gather-params,reduce-grads,schedule{plan=one-ahead,mode=flat}"},
     {"zero_stage": 3, "target": "h100"},
     {"zero_stage": 3, "recompute_elementwise": False},
 )

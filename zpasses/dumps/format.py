@@ -117,7 +117,7 @@ class Failure(Record, frozen=True):
     type: str
     message: str
     where: str = ""
-    """The pass or the phase that raised it: "bucket{cap_mb=4}", "codegen", "agreement"."""
+    """The pass or the phase that raised it: "schedule{cap_mb=4}", "codegen", "agreement"."""
     traceback: str = ""
     raised: str = ""
     """ "FILE:LINE in FUNCTION: CODE", the line that raised it; empty if it is unknown."""

@@ -3,7 +3,7 @@ report pages. Importing this package does not import torch.
 
     dump = zpasses.inspect.open("dump")
     dump                                   # compiles, graphs and passes; a table in notebooks
-    dump.diff("backward", "bucket")        # the changes of a pass
+    dump.diff("backward", "schedule")      # the changes of a pass
     dump.memory("backward")                # peaks of all steps, buffers at the last step's peak
     dump.memory_of("backward").by_kind     # the same as plain values
 

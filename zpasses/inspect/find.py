@@ -190,7 +190,7 @@ def snapshot_of(picked: SelectedGraph, step: Step) -> Snapshot:
 
 
 def step_title(step: Step) -> str:
-    """ "before the first pass", "after bucket{cap_mb=4}", "after bucket (which failed)"."""
+    """ "before the first pass", "after schedule{cap_mb=4}", "after schedule (which failed)"."""
     failed = " (which failed)" if step.error is not None else ""
     return f"after {step.after}{failed}" if step.after else "before the first pass"
 

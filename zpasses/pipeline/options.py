@@ -152,8 +152,8 @@ class Options:
         if not any(each.facts.plans_within is not None for each in self.passes()):
             raise OptionError(
                 f"memory_budget={self.memory_budget!r} needs the pass 'schedule', which keeps "
-                f"within it; the pipeline {str(self.pipeline)!r} has no such pass. Put it in the "
-                "place of 'bucket' and 'overlap', or give zero_stage instead of pipeline."
+                f"within it; the pipeline {str(self.pipeline)!r} has no such pass. Put it after "
+                "the passes that gather and reduce, or give zero_stage instead of pipeline."
             )
 
     def recomputes_elementwise(self) -> bool:

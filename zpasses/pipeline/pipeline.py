@@ -86,9 +86,7 @@ class Pipeline(compat.CustomGraphPass):
         for name, options in _parse_items(text):
             entry = known.get(name)
             if entry is None:
-                raise OptionError(
-                    f"pipeline {text!r}: no pass is called {name!r}.{suggestion(name, known)}"
-                )
+                raise OptionError(f"pipeline {text!r}: {unknown_pass(name)}")
             if isinstance(entry, Pipeline):
                 if options:
                     raise OptionError(
@@ -179,6 +177,22 @@ def _options(text: str, inside: str | None) -> dict[str, str]:
             raise OptionError(f"pipeline {text!r}: option {match['key']!r} is given twice.")
         options[match["key"]] = match["value"]
     return options
+
+
+_REMOVED = {
+    "bucket": "Write 'schedule{plan=one-ahead,...}' in place of 'bucket{...},overlap', and "
+    "'schedule{plan=single,...}' in place of 'bucket{...}' alone. plan_for_overlap is gone.",
+    "overlap": "Write 'schedule{plan=one-ahead,...}' in place of 'bucket{...},overlap', and "
+    "'schedule{plan=one-ahead,cap_mb=0}' in place of 'overlap' alone.",
+    "zero3-sdma": "Write 'zero3', which uses copy engines where the target has them.",
+}
+"""Passes and named pipelines of earlier releases -> what to do instead."""
+
+
+def unknown_pass(name: str) -> str:
+    """The end of an error message about a name that the catalogue does not have."""
+    advice = f" {_REMOVED[name]}" if name in _REMOVED else suggestion(name, catalogue())
+    return f"no pass is called {name!r}.{advice}"
 
 
 # --- discovery ------------------------------------------------------------------------------------

@@ -24,13 +24,12 @@ WORLD_SIZES = (1, 2, 3, 4, 7)
 """No communication, powers of two, and sizes that no shape below divides."""
 
 VALUES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "bucket": {
-        "cap_mb": (0.0, 0.0001, 0.0003, 0.001),
-        "memory_budget": ("0%", "1000%", "1MiB", "1GiB"),
-    },
     "flatten-on-device": {"group": ("0",), "free_bytes": (0, 1 << 30)},
     "merge-reads": {"max_hold_mb": (0.0, 0.0001, 1.0)},
-    "schedule": {"memory_budget": ("0%", "10%", "1000%", "1MiB")},
+    "schedule": {
+        "cap_mb": (0.0, 0.0001, 0.0003, 0.001),
+        "memory_budget": ("0%", "10%", "1000%", "1MiB"),
+    },
     "sdma": {"min_mb": (0.0, 0.0001), "min_hidden": (0.0, 1.0)},
 }
 """Pass -> option that is a number or a text -> values to draw in addition to its default. Values of

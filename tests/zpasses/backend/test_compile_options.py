@@ -113,7 +113,10 @@ def test_a_budget_recomputes_no_normalization_from_statistics_that_changed():
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
 
 
-ROOMY = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{memory_budget=1GiB}"
+ROOMY = (
+    "merge-reads,gather-params,reduce-grads,reshard-after-forward,"
+    "schedule{plan=single,memory_budget=1GiB}"
+)
 SLOW_LAUNCH = "cpu,launch_us=1000000"
 SLOW_MEMORY = "cpu,launch_us=0.001,hop_us=0.001,network_hop_us=0.001,memory_gb_s=0.001"
 

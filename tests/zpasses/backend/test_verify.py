@@ -86,7 +86,7 @@ def pipeline(text, *passes):
 
 
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (3, 2)])
-@pytest.mark.parametrize("text", ["zero1", "zero3,bucket{mode=flat}"])
+@pytest.mark.parametrize("text", ["zero1", "zero3,schedule{mode=flat}"])
 @pytest.mark.slow(quick="test_rounding_must_be_equal_unless_the_pass_reorders_sums")
 def test_our_passes_compute_the_same_on_simulated_ranks(size, rank, text):
     with fake_world(size, rank) as mesh:
@@ -95,7 +95,7 @@ def test_our_passes_compute_the_same_on_simulated_ranks(size, rank, text):
 
 def test_all_reduce_and_this_ranks_slice_compute_the_same():
     with fake_world(3, 1) as mesh:
-        step("gather-params,reduce-grads{form=all_reduce},bucket{mode=flat}", mesh=mesh)
+        step("gather-params,reduce-grads{form=all_reduce},schedule{mode=flat}", mesh=mesh)
 
 
 @dataclass(frozen=True)

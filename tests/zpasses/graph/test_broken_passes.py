@@ -14,7 +14,7 @@ from zpasses import PassError
 from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD
 from zpasses.graph.queries import Editor, calls, replace_node, value_of
 from zpasses.graph.tags import Tag, add_tag, retag, tag_of, tagged
-from zpasses.passes import Bucket, GatherParams, ReduceGrads
+from zpasses.passes import GatherParams, ReduceGrads, Schedule
 from zpasses.pipeline.runner import run_passes
 from zpasses.testing import fake_world
 
@@ -50,7 +50,7 @@ LOWER = (GatherParams(), ReduceGrads("reduce_scatter"))
 lowered = rewritten_by("lowered", *LOWER)
 all_reduced = rewritten_by("all_reduced", GatherParams(), ReduceGrads("all_reduce"))
 coalesced, flat = (
-    rewritten_by(mode, *LOWER, Bucket(mode=mode, memory_budget="1GiB"))
+    rewritten_by(mode, *LOWER, Schedule("single", mode=mode, memory_budget="1GiB"))
     for mode in ("coalesced", "flat")
 )
 

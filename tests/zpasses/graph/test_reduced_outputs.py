@@ -9,7 +9,7 @@ from zpasses import PassError
 from zpasses.graph.dialect import REDUCE_GRAD
 from zpasses.graph.queries import Editor, calls, erase_dead, replace_node
 from zpasses.graph.tags import Tag, add_tag, tag_of, tagged
-from zpasses.passes import Bucket, GatherParams, MergeReads, ReduceGrads
+from zpasses.passes import GatherParams, MergeReads, ReduceGrads, Schedule
 from zpasses.pipeline.runner import run_passes
 from zpasses.testing import fake_world, trace_joint
 
@@ -97,7 +97,7 @@ def shared(form="reduce_scatter"):
 @pytest.mark.parametrize("form", ["reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("mode", ["flat", "coalesced"])
 def test_a_shared_reduction_may_join_a_bucket(form, mode):
-    graph = accepted(shared(form), Bucket(mode=mode, memory_budget="1GiB"))
+    graph = accepted(shared(form), Schedule("single", mode=mode, memory_budget="1GiB"))
     *_, a, b, _, _ = graph.output_node().args[0]
     (bucket,) = {tag.params for _, tag in tagged(graph, "reduce") if len(tag.params) > 1}
     assert a is b

@@ -153,6 +153,6 @@ def test_tensor_parallel_graphs_raise_no_false_alarm():
         (torch.ones(2, 4),),
         world_size=2,
         shard=parallel,
-        pipeline="reshard-after-forward,bucket,overlap",
+        pipeline="reshard-after-forward,schedule",
     )
     assert [each.op for _, each in collectives(captured.after.forward.graph)] == ["all_reduce"]

@@ -12,7 +12,10 @@ from zpasses.cost.memory.liveness import liveness
 from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import fake_world
 
-BUCKETS = "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=nothing},bucket{memory_budget=1MiB},overlap"  # noqa: E501
+SCHEDULE = "schedule{plan=one-ahead,memory_budget=1MiB}"
+PIPELINE = (
+    f"merge-reads,gather-params,reduce-grads,reshard-after-forward{{keep=nothing}},{SCHEDULE}"
+)
 
 
 class Layers(nn.Module):
@@ -41,7 +44,7 @@ def dump_training_step(folder, world=2, rank=0, model=Layers, **options):
         given = {
             "codegen": "eager",
             "agreement": False,
-            "pipeline": BUCKETS,
+            "pipeline": PIPELINE,
             "dump": str(folder),
             "dump_ranks": "all",
             **options,

@@ -102,7 +102,7 @@ def test_every_view_of_a_real_dump_opens(page):
         bare = "main th[scope=col]:not([title]), main [role=columnheader]:not([title])"
         assert not all_of(shown, bare)  # every heading explains itself
     overview = one(shown, "main").text
-    for word in ("Exposed communication", "Peak memory", "bucket{memory_budget=1MiB}", "backward"):
+    for word in ("Exposed communication", "Peak memory", "schedule{plan=one-ahead", "backward"):
         assert word in overview
     wide = "Array.from(document.querySelectorAll('main .scroll')).filter(each => each.scrollWidth > each.clientWidth).length"  # noqa: E501
     assert shown.execute_script(f"return {wide}") == 0  # at 1280 px nothing scrolls horizontally

@@ -15,13 +15,12 @@ from zpasses import Facts, Level, OptionError, Pass, PassError, Pipeline
 from zpasses.option_values import field_types
 from zpasses.passes import (
     ZERO3,
-    Bucket,
     CacheParams,
     GatherParams,
     MergeReads,
-    Overlap,
     ReduceGrads,
     ReshardAfterForward,
+    Schedule,
 )
 from zpasses.pipeline.pipeline import catalogue
 from zpasses.pipeline.runner import run_passes
@@ -73,9 +72,12 @@ def test_text_is_read_as_passes_with_options():
         (
             "gather-param",
             r"no pass is called 'gather-param'. Did you mean \"gather-params\"\? Known: "
-            r"average-replicas, bucket, cache-params, defer-reduction, flatten",
+            r"average-replicas, cache-params, defer-reduction, flatten",
         ),
         ("zebra", r"no pass is called 'zebra'"),
+        ("bucket{cap_mb=1},overlap", r"'bucket'. Write 'schedule\{plan=one-ahead,...\}' in place"),
+        ("overlap", r"'overlap'. Write .*'schedule\{plan=one-ahead,cap_mb=0\}' in place of"),
+        ("zero3-sdma", r"'zero3-sdma'. Write 'zero3', which uses copy engines"),
         (
             "merge-reads{hold=2}",
             r"pass 'merge-reads' has no option 'hold'. Did you mean \"max_hold_mb\"\?",
@@ -105,7 +107,7 @@ def test_wrong_text_says_what_is_wrong(text, message):
         Pipeline.parse(text)
 
 
-KINDS = [MergeReads, GatherParams, ReduceGrads, ReshardAfterForward, CacheParams, Bucket, Overlap]
+KINDS = [MergeReads, GatherParams, ReduceGrads, ReshardAfterForward, CacheParams, Schedule]
 
 
 @given(st.lists(st.one_of([strategies.passes(each) for each in KINDS]), max_size=6))
@@ -175,7 +177,8 @@ CHANGED = {
     "memory_budget": "7MiB",
     "keep": "nothing",
     "reduction_group": "own",
-    "plan_for_overlap": True,
+    "plan": "single",
+    "copy_engines": "on",
     "part": "average",
     "min_mb": 7.0,
     "min_hidden": 0.7,
@@ -278,7 +281,7 @@ class Budgeted(Nothing):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("bucket", r"got 'bucket' \(str\); expected instances of Pass"),
+        ("schedule", r"got 'schedule' \(str\); expected instances of Pass"),
         (GatherParams, r"got .*GatherParams.*\(ABCMeta\); expected instances of Pass"),
         (Nameless(), "pass class Nameless has no name"),
         (Voting(), r"class Voting has an attribute 'votes', .* facts = Facts\(votes=...\)"),

@@ -60,7 +60,8 @@ def test_one_rank_on_another_branch_raises_on_all_and_names_the_first_difference
 
 
 def test_the_first_tensor_of_a_bucket_that_differs_is_named():
-    buckets = "merge-reads,gather-params,reduce-grads,bucket{mode=coalesced,memory_budget=1GiB}"
+    schedule = "schedule{plan=single,mode=coalesced,memory_budget=1GiB}"
+    buckets = f"merge-reads,gather-params,reduce-grads,{schedule}"
     outcomes = run_in_fresh_ranks(_another_branch, "third", pipeline=buckets, timeout_s=100)
     for message in map(in_time, outcomes):
         assert (

@@ -59,7 +59,7 @@ def _votes_and_log(pipeline, window):
     return votes, [line for line in lines if "agreement=False" in line]
 
 
-BUCKETS = f"{GATHER_AND_REDUCE},bucket,defer-reduction"
+BUCKETS = f"{GATHER_AND_REDUCE},schedule{{copy_engines=off}},defer-reduction"
 COPY_ENGINES = f"{GATHER_AND_REDUCE},sdma{{min_mb=0,min_hidden=0}},defer-reduction"
 FLATTENING = f"{GATHER_AND_REDUCE},flatten-on-device{{group=0,free_bytes=1000000}},defer-reduction"
 
@@ -70,7 +70,7 @@ def _log_names(occasion):
         return "in coalesce_grad_reduction blocks"
     if occasion.startswith("sdma: "):
         return "about the routes of its gathers when they first run"
-    names = {"the bucket plan": "bucket", "the choice of copy-engine gathers": "sdma"}
+    names = {"the schedule": "schedule", "the choice of copy-engine gathers": "sdma"}
     voting = names.get(occasion) or occasion.partition("{")[0]
     return f"in {voting}, whose choices must be equal on all ranks"
 

@@ -30,7 +30,7 @@ def _killed_before_compiling(pipeline):
 
 @pytest.mark.slow(quick="test_a_rank_that_stops_between_forward_and_backward_is_named")
 @pytest.mark.parametrize(
-    "pipeline", ["zero3", pytest.param("zero3-sdma", marks=pytest.mark.slow(quick="zero3"))]
+    "pipeline", ["zero3", pytest.param("zero3,sdma", marks=pytest.mark.slow(quick="zero3"))]
 )
 def test_votes_of_passes_wait_no_longer_than_the_limit(pipeline):
     survivor, _ = run_in_fresh_ranks(_killed_before_compiling, pipeline, timeout_s=90)

@@ -228,8 +228,8 @@ def _called(pipeline, codegen):
 )
 def test_compiled_code_calls_gloo_all_gathers(codegen):
     for mb, op in ((0, "gloo_all_gather"), (25, "gloo_all_gather_coalesced")):
-        bucket = f"bucket{{cap_mb={mb},mode=coalesced,memory_budget=1GiB}}"
-        pipeline = f"gather-params,reduce-grads,reshard-after-forward,{bucket}"
+        schedule = f"schedule{{plan=single,cap_mb={mb},mode=coalesced,memory_budget=1GiB}}"
+        pipeline = f"gather-params,reduce-grads,reshard-after-forward,{schedule}"
         called, _ = run_on_ranks(_called, pipeline, codegen)
         assert f"zpasses::{op}" in called
         names = [name for name in called if not name.endswith("_out")]

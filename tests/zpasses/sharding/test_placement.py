@@ -105,7 +105,7 @@ def test_reading_the_shard_in_compiled_code_is_refused(mesh):
         compiled(torch.ones(1, 8))
 
 
-FLAT_BUCKETS = "gather-params,reduce-grads,bucket{cap_mb=1,mode=flat},overlap,flatten-on-device"
+FLAT_BUCKETS = "gather-params,reduce-grads,schedule{plan=one-ahead,mode=flat},flatten-on-device"
 ALL_REDUCE = "gather-params,reduce-grads{form=all_reduce},schedule"
 
 

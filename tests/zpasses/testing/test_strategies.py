@@ -14,7 +14,7 @@ from torch import nn
 from tests.graphs import few_examples
 from zpasses import Level, Pass, Pipeline
 from zpasses.option_values import field_types
-from zpasses.passes import Bucket
+from zpasses.passes import Schedule
 from zpasses.pipeline.pipeline import catalogue
 from zpasses.testing import (
     JointRecipe,
@@ -113,13 +113,13 @@ class Optioned(Pass):
 
 
 @few_examples
-@given(passes(Optioned), passes(Bucket, memory_budget=st.just("7%")))
-def test_passes_have_options_of_their_types(optioned, bucket):
+@given(passes(Optioned), passes(Schedule, memory_budget=st.just("7%")))
+def test_passes_have_options_of_their_types(optioned, schedule):
     assert type(optioned.size) is int
     assert optioned.mode in ("a", "b", None)
     assert isinstance(optioned.dtype, torch.dtype)
     assert optioned.text == "kept"
-    assert (bucket.memory_budget, bucket.cap_mb >= 0) == ("7%", True)
+    assert (schedule.memory_budget, schedule.cap_mb >= 0) == ("7%", True)
 
 
 def test_options_without_a_strategy_are_errors():

@@ -51,7 +51,7 @@ function sameStep(data, step, other) {
   };
 }
 
-// "bucket{cap_mb=12.0}" -> "bucket".
+// "schedule{cap_mb=12.0}" -> "schedule".
 function passOf(step) {
   return (step.after || "").split("{")[0];
 }

@@ -117,7 +117,7 @@ function graphCard(compile, graph) {
     table(
       PASS_COLUMNS,
       graph.steps.flatMap((step, at) => stepRows(compile, graph, step, at)),
-      "",
+      "passes",
     ),
   );
 }

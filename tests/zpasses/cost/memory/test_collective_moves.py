@@ -4,16 +4,13 @@ import torch
 from tests.graphs import Param, joint, rewritten
 from zpasses import OptionError
 from zpasses.cost.memory.collective_moves import (
-    MemoryCurve,
-    gather_launches,
+    equal_liveness,
     movable_gathers,
     movable_reductions,
-    reduction_launches,
 )
 from zpasses.graph.queries import Editor
 from zpasses.option_values import MemoryBudget, parse_budget
-from zpasses.passes import GatherParams, ReduceGrads
-from zpasses.passes.bucket import Bucket
+from zpasses.passes import GatherParams, ReduceGrads, Schedule
 from zpasses.testing import fake_world
 
 LOWER = (GatherParams(), ReduceGrads("reduce_scatter"))
@@ -88,7 +85,6 @@ def test_a_gather_of_a_computed_value_cannot_move():
     other = edit.call(add, shard, edit.call(add, shard, shard))
     gather.started.replace_input_with(shard, other)
     assert movable_gathers(graph) == []
-    assert gather_launches(graph) == []
 
 
 def test_a_reduction_that_the_graph_reads_cannot_move():
@@ -98,7 +94,6 @@ def test_a_reduction_that_the_graph_reads_cannot_move():
     mixed = Editor(graph, before=output).call(torch.ops.aten.add.Tensor, reduction.wait, shard)
     output.args = ([mixed, *output.args[0]],)
     assert movable_reductions(graph) == []
-    assert reduction_launches(graph) == []
 
 
 def test_untagged_collectives_cannot_move():
@@ -106,53 +101,16 @@ def test_untagged_collectives_cannot_move():
     for node in graph.nodes:
         node.meta.pop("zpasses", None)
         node.meta.pop("custom", None)
-    for found in (movable_gathers, movable_reductions, gather_launches, reduction_launches):
-        assert found(graph) == []
+    assert movable_gathers(graph) == movable_reductions(graph) == []
 
 
-@pytest.mark.parametrize("mode", ["coalesced", "flat"])
-def test_launches_include_the_parts_of_buckets(mode):
-    bucket = Bucket(mode=mode, memory_budget="1GiB")
-    graph = lowered(Param((7, 2)), Param((6, 2)), passes=(*LOWER, bucket))
-    (gather,), (reduction,) = gather_launches(graph), reduction_launches(graph)
-    parts = 2 if mode == "coalesced" else 0
-    for each in (gather, reduction):
-        assert (len(each.parts), len(each.waits)) == (parts, parts or 1)
-    packed = [] if parts else ["reshape", "reshape", "cat"]
-    assert names(gather.before) == ["constant_pad_nd", *packed]
-    assert not (parts and movable_gathers(graph))
-    full = (9 + 6) * 2 * 4
-    assert gather.nbytes >= full
-    assert reduction.nbytes == full + full // 3
+def test_a_launch_of_several_tensors_cannot_move_again():
+    coalesced = Schedule("single", mode="coalesced", memory_budget="1GiB")
+    graph = lowered(Param((7, 2)), Param((6, 2)), passes=(*LOWER, coalesced))
+    assert movable_gathers(graph) == movable_reductions(graph) == []
 
 
-def test_a_moved_all_reduce_occupies_only_its_input():
-    (reduction,) = reduction_launches(
-        lowered(Param((7, 2)), passes=(GatherParams(), ReduceGrads("all_reduce")))
-    )
-    assert reduction.nbytes == 7 * 2 * 4
-    assert names(reduction.after) == ["slice_copy"]
-
-
-# --- the curve ------------------------------------------------------------------------------------
-def test_limit_is_a_share_above_the_peak_or_bytes_but_never_below_it():
-    graph = lowered(Param((6, 2)))
-    peak = MemoryCurve(graph).limit_bytes
-    assert peak == MemoryCurve(graph).base.peak_bytes > 0
-    assert MemoryCurve(graph, MemoryBudget(rise=0.5)).limit_bytes == int(1.5 * peak)
-    assert MemoryCurve(graph, MemoryBudget(1 << 20)).limit_bytes == 1 << 20
-    assert MemoryCurve(graph, MemoryBudget(1)).limit_bytes == peak
-
-
-def test_added_bytes_span_start_until_before_end_and_reset_takes_the_current_curve():
-    curve = MemoryCurve(lowered(Param((6, 2))), MemoryBudget(rise=0.5))
-    curve.live_bytes[:] = [1, 1, 1, 1]
-    curve.add(1, 3, 3)
-    assert curve.live_bytes == [1, 4, 4, 1]
-    curve.reset_limit()
-    assert curve.limit_bytes == 6
-
-
+# --- memory ---------------------------------------------------------------------------------------
 def test_ranks_whose_rows_differ_plan_with_the_same_bytes():
     """The ranks have a full, a partly filled and an empty shard.
 
@@ -161,11 +119,11 @@ def test_ranks_whose_rows_differ_plan_with_the_same_bytes():
     for form in ("all_reduce", "reduce_scatter"):
         cast = Param((4, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         params = [cast, Param((4, 3))]
-        curves = []
+        found = []
         for rank in range(3):
             graph = lowered(*params, rank=rank, passes=(GatherParams(), ReduceGrads(form)))
-            curve = MemoryCurve(graph)
-            collective = [*gather_launches(graph), *reduction_launches(graph)]
-            live = [curve.live_bytes[curve.position[each.started]] for each in collective]
-            curves.append((curve.limit_bytes, live))
-        assert curves[0] == curves[1] == curves[2], form
+            memory = equal_liveness(graph)
+            moved = [each.started for each in (*movable_gathers(graph), *movable_reductions(graph))]
+            live = [memory.live_bytes[memory.nodes.index(each)] for each in moved]
+            found.append((memory.peak_bytes, live))
+        assert found[0] == found[1] == found[2], form

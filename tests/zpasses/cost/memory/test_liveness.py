@@ -20,8 +20,7 @@ from zpasses.cost.memory.liveness import (
 from zpasses.graph.aliases import memory_root, root_output
 from zpasses.graph.queries import collective_of, is_wait, saved_inputs
 from zpasses.graph.tags import Tag, add_tag
-from zpasses.passes import CacheParams, GatherParams, ReduceGrads
-from zpasses.passes.bucket import Bucket
+from zpasses.passes import CacheParams, GatherParams, ReduceGrads, Schedule
 from zpasses.pipeline.events import observe_graphs
 from zpasses.runtime.codegen import eager_module
 from zpasses.testing import fake_world
@@ -129,7 +128,7 @@ def two_params(*passes):
 
 def test_no_output_of_a_collective_is_freed_before_all_are_awaited():
     with fake_world(2):
-        gm = two_params(GatherParams(), Bucket(memory_budget="1GiB"))
+        gm = two_params(GatherParams(), Schedule("single", memory_budget="1GiB"))
     (gather,) = [node for node in started(gm) if "coalesced" in node.name]
     waits = [node for node in gm.graph.nodes if is_wait(node)]
     held = [each for each in liveness(gm.graph).alive_at(waits[-1]) if each.node is gather]
@@ -137,7 +136,7 @@ def test_no_output_of_a_collective_is_freed_before_all_are_awaited():
 
 
 def test_gloo_takes_scratch_memory_until_the_wait(monkeypatch):
-    bucket = Bucket(mode="coalesced", memory_budget="1GiB")
+    bucket = Schedule("single", mode="coalesced", memory_budget="1GiB")
     with fake_world(2):
         gm = two_params(GatherParams(), ReduceGrads("all_reduce"), bucket)
         assert [scratch_bytes(node) for node in started(gm)] == [0, 0]
@@ -186,7 +185,8 @@ def test_an_all_reduce_does_not_overwrite_values_that_are_read_later(case):
 @pytest.mark.parametrize("form", ["coalesced", "flat"])
 def test_eager_codegen_reduces_in_place_and_does_not_change_the_graph(form):
     with fake_world(2):
-        gm = two_params(ReduceGrads("all_reduce"), Bucket(mode=form, memory_budget="1GiB"))
+        bucket = Schedule("single", mode=form, memory_budget="1GiB")
+        gm = two_params(ReduceGrads("all_reduce"), bucket)
         before = [node.target for node in gm.graph.nodes]
         module = eager_module(gm)
         module.recompile()
@@ -237,7 +237,7 @@ def allocated(profiled, name):
 
 
 SIZE = ModelSize(width=128, layers=2, heads=4, vocab=256, seq=64, batch=4)
-RESHARDED = "reshard-after-forward,bucket{cap_mb=1,memory_budget=1GiB},overlap"
+RESHARDED = "reshard-after-forward,schedule{plan=one-ahead,cap_mb=1,memory_budget=1GiB}"
 
 
 @pytest.mark.parametrize("last", ["cache-params", RESHARDED], ids=["cached", "resharded"])

@@ -38,8 +38,12 @@ from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing import copy_graph, fake_world
 from zpasses.testing.step_graphs import capture_step
 
-WITHOUT, WITH = "zero3-sdma", "zero3-sdma"
-"""The pipelines without and with copy engines. "Without" is planned for a target that has none."""
+STAGE_3 = "merge-reads{{max_hold_mb=1}},gather-params,reduce-grads,reshard-after-forward,{},{}"
+LAST = "average-replicas,defer-reduction"
+WITHOUT, WITH = (
+    STAGE_3.format(f"schedule{{copy_engines={engines}}}", LAST) for engines in ("off", "on")
+)
+"""The pipelines without and with copy engines."""
 LAYERS = 2, 3
 """Numbers of layers to capture."""
 

@@ -1,5 +1,6 @@
+"""The plans of `schedule` that need no search: `single` and `one-ahead`."""
+
 import itertools
-import math
 import re
 
 import pytest
@@ -8,17 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.graphs import Param, few_examples, joint, rewritten
-from zpasses.cost.memory.collective_moves import MemoryCurve, movable_gathers, movable_reductions
+from zpasses.cost.memory.collective_moves import equal_liveness
+from zpasses.cost.plan.schedule_planner import memory_limit
 from zpasses.cost.time.target import TARGETS, Target, use_target
-from zpasses.graph.queries import collectives
+from zpasses.graph.queries import collective_of, collectives, is_wait
+from zpasses.graph.tags import tag_of
 from zpasses.option_values import parse_budget
-from zpasses.passes import CacheParams, GatherParams, ReduceGrads
-from zpasses.passes.bucket import Bucket
-from zpasses.passes.overlap import Overlap
+from zpasses.passes import CacheParams, GatherParams, ReduceGrads, Schedule
 from zpasses.runtime.forward_variants import gather_ids, param_slots
 from zpasses.testing import assert_equal_bits, fake_world, listing, random_inputs
 from zpasses.testing.strategies import param_lists
 
+PLANS = ("single", "one-ahead")
 MODES = ("coalesced", "flat")
 FORMS = ("reduce_scatter", "all_reduce")
 ROOMY = "1GiB"
@@ -36,9 +38,9 @@ def counts(gm):
 
 
 def bucketed(*params, world_size=3, rank=0, form="reduce_scatter", passes=(), **options):
-    bucket = Bucket(**{"memory_budget": ROOMY, **options})
+    schedule = Schedule(**{"plan": "single", "memory_budget": ROOMY, **options})
     with fake_world(world_size, rank):
-        return rewritten(joint(params, rank, world_size), *lower(form), *passes, bucket)
+        return rewritten(joint(params, rank, world_size), *lower(form), *passes, schedule)
 
 
 def short(gm, start=""):
@@ -79,7 +81,7 @@ def test_buckets_communicate_the_same_bytes():
         for form in FORMS:
             with fake_world(3):
                 plain = rewritten(joint(params, 0, 3), *lower(form))
-                merged = rewritten(plain, Bucket(mode=mode, memory_budget=ROOMY))
+                merged = rewritten(plain, Schedule("single", mode=mode, memory_budget=ROOMY))
             sent = [sum(each.nbytes for _, each in collectives(gm.graph)) for gm in (plain, merged)]
             assert sent[0] == sent[1]
             assert counts(merged) == (1, 1)
@@ -95,7 +97,9 @@ def test_groups_have_buckets_of_their_own(mode):
             rows = {4: {}, 6: {"group": other}, 3: {}, 2: {"group": other}}
             params = [Param((count, 2), **options) for count, options in rows.items()]
             before.append(joint(params, rank, 2))
-            after.append(rewritten(before[-1], *lower(), Bucket(mode=mode, memory_budget=ROOMY)))
+            after.append(
+                rewritten(before[-1], *lower(), Schedule("single", mode=mode, memory_budget=ROOMY))
+            )
     assert counts(after[0]) == (2, 2)
     assert {each.group for _, each in collectives(after[0].graph)} == {"0", other}
     assert_equal_bits(before, after, random_inputs(before))
@@ -115,10 +119,10 @@ def test_random_graphs_stay_equal_and_buckets_within_their_cap(params, world_siz
     for rank in range(world_size):
         with fake_world(world_size, rank):
             before.append(joint(params, rank, world_size))
-            for form, mode in itertools.product(FORMS, MODES):
-                bucket = Bucket(mode=mode, cap_mb=mb, memory_budget=ROOMY)
-                graphs = after.setdefault((form, mode), [])
-                graphs.append(rewritten(before[-1], *lower(form), bucket))
+            for form, mode, plan in itertools.product(FORMS, MODES, PLANS):
+                option = Schedule(plan, mb, mode=mode, memory_budget=ROOMY)
+                graphs = after.setdefault((form, mode, plan), [])
+                graphs.append(rewritten(before[-1], *lower(form), option))
     for graphs in after.values():
         assert_equal_bits(before, graphs, random_inputs(before))
         for _, each in collectives(graphs[0].graph):
@@ -140,7 +144,7 @@ def test_gather_of_a_computed_value_and_gradient_that_is_read_are_not_bucketed()
         gm = rewritten(joint([Param((4, 2), reads=2), Param((6, 2))], 0, 2), *lower())
         # The two gradients of one parameter are added after their reductions, so the reductions
         # stay.
-        saved = Bucket(memory_budget=ROOMY).rewrite(gm.graph)
+        saved = Schedule("single", memory_budget=ROOMY).rewrite(gm.graph)
     assert saved == 2  # of three gathers
     assert counts(gm) == (1, 3)
 
@@ -155,58 +159,37 @@ def test_cached_parameters_of_a_bucket_are_gathered_together_or_not_at_all():
 
 
 # --- memory ---------------------------------------------------------------------------------------
-def planned(params, budget, mode, form, plan_for_overlap=False, gloo=False):
-    """Returns the memory curve after planning, and the graph with the buckets."""
+def within(params, budget, mode, form, plan="single", gloo=False):
+    """Returns the numbers of gathers and reductions without and with buckets. The peak of the graph
+    is within the budget.
+    """
     with fake_world(3), pytest.MonkeyPatch.context() as patched:
         if gloo:  # which takes scratch memory
             patched.setattr("zpasses.compat.is_gloo", lambda group, device=None: True)
-        gm = rewritten(joint(params, 0, 3), *lower(form))
-        options = Bucket(mode=mode, memory_budget=budget, plan_for_overlap=plan_for_overlap)
-        items = [*movable_gathers(gm.graph), *movable_reductions(gm.graph)]
-        _, curve = options.plan(gm.graph, items)
-        unbucketed = rewritten(gm, *([Overlap()] if plan_for_overlap else []))
-        before = counts(gm)
-        options(gm.graph)
-        if plan_for_overlap:
-            Overlap()(gm.graph)
-        # The planned peak bounds the peak of the rewritten graph. The limit follows from the peak
-        # without buckets.
-        # `simulate_overlap` counts an all-reduce, which is in place, twice: those of 0-dimensional
-        # parameters, and with form=all_reduce the last one. A budget of up to 100 % doubles that.
-        slack = 0
-        if plan_for_overlap:
-            slack = sum(32 for param in params if not param.shape)
-            if form == "all_reduce":
-                slack += max((16 * math.prod(param.shape) for param in params), default=0)
-        assert peak_of(gm) <= curve.limit_bytes + slack
-        most = MemoryCurve(unbucketed.graph, parse_budget(budget, "here")).limit_bytes
-        assert curve.limit_bytes <= most + slack
-        return curve, before, counts(gm)
+        plain = rewritten(joint(params, 0, 3), *lower(form))
+        option = Schedule(plan, mode=mode, memory_budget=budget)
+        limit = memory_limit(option.problem(plain.graph), parse_budget(budget, "here"))
+        gm = rewritten(plain, option)
+        assert peak_of(gm) <= max(limit, peak_of(plain))
+        return counts(plain), counts(gm)
 
 
 def peak_of(gm):
-    return MemoryCurve(gm.graph).base.peak_bytes
+    return equal_liveness(gm.graph).peak_bytes
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_smaller_budget_makes_fewer_buckets(mode, form):
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_smaller_budget_makes_fewer_buckets(mode, form, plan):
     params = [Param((8, 16))] * 6
-    (_, before, none), (_, _, some), (_, _, many) = (
-        planned(params, budget, mode, form) for budget in ("0%", "5%", "1GiB")
+    (before, none), (_, some), (_, many) = (
+        within(params, budget, mode, form, plan) for budget in ("1B", "30%", "1GiB")
     )
     assert before == (6, 6)
     assert many == (1, 1)
     assert sum(many) <= sum(some) <= sum(none) <= sum(before)
     assert sum(many) < sum(none)
-
-
-def test_budget_depends_on_whether_overlap_follows():
-    params = [Param((8, 16))] * 6
-    (_, _, bare), (_, _, plan_for_overlap) = (
-        planned(params, "5%", "coalesced", "reduce_scatter", each) for each in (False, True)
-    )
-    assert bare != plan_for_overlap
 
 
 @few_examples
@@ -215,14 +198,11 @@ def test_budget_depends_on_whether_overlap_follows():
     st.integers(0, 100),
     st.sampled_from(MODES),
     st.sampled_from(FORMS),
-    st.booleans(),
+    st.sampled_from(PLANS),
     st.booleans(),
 )
-def test_the_modelled_peak_stays_within_the_budget(
-    params, percent, mode, form, plan_for_overlap, gloo
-):
-    curve, _, _ = planned(params, f"{percent}%", mode, form, plan_for_overlap, gloo)
-    assert max(curve.live_bytes) <= curve.limit_bytes
+def test_the_modelled_peak_stays_within_the_budget(params, percent, mode, form, plan, gloo):
+    within(params, f"{percent}%", mode, form, plan, gloo)
 
 
 def test_ranks_that_pad_cast_or_hold_nothing_make_the_same_plan():
@@ -232,28 +212,26 @@ def test_ranks_that_pad_cast_or_hold_nothing_make_the_same_plan():
     for rank in range(3):
         with fake_world(3, rank):
             gm = joint(params, rank, 3)
-            lowered = [rewritten(gm, *lower(form)) for form in FORMS]
+            lowered = [rewritten(gm, *lower(form)).graph for form in FORMS]
             options = [
-                Bucket(mode=mode, memory_budget=f"{percent}%", plan_for_overlap=overlap)
+                Schedule(plan, mode=mode, memory_budget=budget)
                 for mode in MODES
-                for percent in (0, 6, 20, 45)
-                for overlap in (False, True)
+                for budget in ("1B", "0%", "20%", "45%")
+                for plan in PLANS
             ]
             plans.append(
-                [plan_of(rewritten(each, option)) for each in lowered for option in options]
+                [each.choose(each.problem(graph)).plan for graph in lowered for each in options]
             )
     assert plans[0] == plans[1] == plans[2]
-    assert len({tuple(plan) for plan in plans[0]}) > 6  # budgets matter
-
-
-def plan_of(gm):
-    return [(each.op, each.shapes, each.dtypes) for _, each in collectives(gm.graph)]
+    assert len(set(plans[0])) > 6  # budgets matter
 
 
 # --- options --------------------------------------------------------------------------------------
 def merged_by_auto(params, target, form="reduce_scatter", world_size=8):
     with fake_world(world_size), use_target(target):
-        gm = rewritten(joint(params, 0, world_size), *lower(form), Bucket(memory_budget=ROOMY))
+        gm = rewritten(
+            joint(params, 0, world_size), *lower(form), Schedule("single", memory_budget=ROOMY)
+        )
     return [(each.op, len(each.shapes)) for _, each in collectives(gm.graph)]
 
 
@@ -278,20 +256,151 @@ def test_auto_weighs_launches_against_copies_on_gloo(monkeypatch):
 
 
 def test_shared_plan_that_exceeds_the_budget_is_warned_about(monkeypatch, caplog):
-    params = [Param((512, 512))] * 6
-    everything = [["coalesced", list(range(6))], ["coalesced", list(range(6, 12))]]
-    within = bucketed(*params, memory_budget="0%")
-    monkeypatch.setattr(
-        "zpasses.ranks.agree.exchange",
-        lambda group, question, mine, *_, **__: [mine[0], everything],
-    )
-    bucketed(*params, memory_budget=ROOMY)
-    assert "the plan raises the peak" not in caplog.text
+    params = [Param((2048, 512))] * 6
+    within = bucketed(*params, plan="one-ahead", memory_budget="0%")
+    told = []
+
+    def exchange(group, question, mine, *_, merge, **__):
+        """The first rank planned for another shape: it has the plan of the first vote."""
+        told.append(mine[1])
+        return merge([[mine[0], told[0]]] * 2)
+
+    monkeypatch.setattr("zpasses.ranks.agree.exchange", exchange)
+    bucketed(*params)
+    assert "it raises the peak" not in caplog.text
     bucketed(*[Param((8, 16))] * 6, memory_budget="0%")
-    assert "the plan raises the peak" not in caplog.text  # a few KiB are not worth a warning
+    assert "it raises the peak" not in caplog.text  # a few KiB are not worth a warning
     above = bucketed(*params, memory_budget="0%")
-    assert "the plan raises the peak" in caplog.text
-    unbucketed = bucketed(*params, cap_mb=0)
+    assert "it raises the peak" in caplog.text
     with fake_world(3):
-        assert max(MemoryCurve(above.graph).live_bytes) > MemoryCurve(unbucketed.graph).limit_bytes
+        assert peak_of(above) > peak_of(within) + MIB
     assert counts(above) == (1, 1) != counts(within)
+
+
+# --- one ahead ------------------------------------------------------------------------------------
+THREE = [Param((4, 2)), Param((6, 2)), Param((8, 2))]
+
+
+def overlapped(*params, world_size=2, rank=0, form="reduce_scatter", **options):
+    """Returns the graph without and with collectives in flight, by default unmerged ones."""
+    option = Schedule(**{"plan": "one-ahead", "cap_mb": 0, "memory_budget": ROOMY, **options})
+    with fake_world(world_size, rank):
+        plain = rewritten(joint(params, rank, world_size), *lower(form))
+        return plain, rewritten(plain, option)
+
+
+def steps(gm):
+    """Returns what happens, in order: starts and waits of collectives by parameter, and
+    computation.
+    """
+    found = []
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        source = node.all_input_nodes[0] if is_wait(node) else node
+        if is_wait(node) or collective_of(node) is not None:
+            tag, verb = tag_of(source), "await" if is_wait(node) else "start"
+            found.append(f"{verb} {tag.role} {','.join(tag.params)}")
+        else:
+            found.append(node.name)
+    return found
+
+
+def test_gathers_start_after_the_one_before_and_reductions_are_awaited_after_the_next():
+    plain, moved = overlapped(*THREE)
+    assert steps(plain) == [
+        *("start gather p0", "await gather p0", "mul"),
+        *("start gather p1", "await gather p1", "mul_1"),
+        *("start gather p2", "await gather p2", "mul_2"),
+        *("mul_3", "start reduce p2", "await reduce p2"),
+        *("mul_4", "start reduce p1", "await reduce p1"),
+        *("mul_5", "start reduce p0", "await reduce p0"),
+    ]
+    assert steps(moved) == [
+        *("start gather p0", "await gather p0", "start gather p1", "mul"),
+        *("await gather p1", "start gather p2", "mul_1"),
+        *("await gather p2", "mul_2"),
+        *("mul_3", "start reduce p2"),
+        *("mul_4", "start reduce p1", "await reduce p2"),
+        *("mul_5", "start reduce p0", "await reduce p1"),
+        "await reduce p0",
+    ]
+
+
+def test_graphs_in_which_nothing_can_move_stay():
+    with fake_world(2):
+        gm = rewritten(joint(THREE, 0, 2), *lower())
+        assert Schedule("one-ahead", cap_mb=0, memory_budget=ROOMY).rewrite(gm.graph) == 1
+        single = rewritten(joint([Param((4, 2), frozen=True)], 0, 2), *lower())
+        assert Schedule("one-ahead").rewrite(single.graph) == 0
+
+
+def test_no_node_is_created_and_nothing_else_moves():
+    cast = Param((7, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plain, moved = overlapped(*THREE, cast, world_size=3, rank=2)
+    assert sorted(listing(plain).splitlines()) == sorted(listing(moved).splitlines())
+    moving = ("all_gather", "reduce_scatter", "wait", "_to_copy", "constant_pad", "slice")
+    still = [
+        [node.name for node in gm.graph.nodes if not node.name.startswith(moving)]
+        for gm in (plain, moved)
+    ]
+    assert still[0] == still[1]
+
+
+def test_casts_and_padding_start_early_with_their_gather():
+    _, moved = overlapped(
+        Param((4, 2)), Param((7, 2), param_dtype=torch.bfloat16), world_size=3, rank=2
+    )
+    names = [node.name for node in moved.graph.nodes if node.op == "call_function"]
+    first = names.index("mul")
+    wanted = ["_to_copy_default", "constant_pad_nd_default_1", "all_gather_into_tensor_default_1"]
+    assert [name for name in names[:first] if name in wanted] == wanted
+
+
+def test_slices_of_a_gradient_follow_its_wait():
+    _, moved = overlapped(Param((7, 2)), Param((7, 3)), world_size=3, rank=1, form="all_reduce")
+    names = [node.name for node in moved.graph.nodes if node.op == "call_function"]
+    # the first gradient is awaited after the second has started, and its copy follows directly
+    started = names.index("all_reduce_default_1")
+    assert names[started + 1 : started + 3] == ["wait_tensor_default_2", "slice_copy_tensor"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bucket_moves_as_a_whole(mode):
+    params, options = [*THREE, Param((2, 2))], {"mode": mode, "cap_mb": 100 / MIB}
+    plain = bucketed(*params, world_size=2, **options)
+    _, moved = overlapped(*params, **options)
+    assert [each for _, each in collectives(plain.graph)] == [
+        each for _, each in collectives(moved.graph)
+    ]
+    order = steps(moved)
+    starts = [at for at, step in enumerate(order) if step.startswith("start gather")]
+    assert len(starts) == 2
+    assert starts[1] < order.index("mul")
+    waits = [at for at, step in enumerate(order) if step.startswith("await reduce")]
+    assert waits[0] > [at for at, step in enumerate(order) if step.startswith("start reduce")][1]
+
+
+def in_flight(gm, kind):
+    """Returns the largest number of collectives of a kind that are in flight at once."""
+    most, pending = 0, set()
+    for node in gm.graph.nodes:
+        collective = collective_of(node)
+        if collective is not None and kind in collective.op:
+            pending.add(node)
+        elif is_wait(node):
+            pending.discard(node.all_input_nodes[0])
+        most = max(most, len(pending))
+    return most
+
+
+@few_examples
+@given(
+    param_lists(max_size=5),
+    st.sampled_from([2, 3]),
+    st.sampled_from(FORMS),
+)
+def test_at_most_one_gather_and_two_reductions_are_in_flight(params, world_size, form):
+    _, moved = overlapped(*params, world_size=world_size, form=form)
+    assert in_flight(moved, "gather") <= 1
+    assert in_flight(moved, "reduce") <= 2

@@ -1,4 +1,4 @@
-"""Buckets and overlap on real gloo ranks. All cases share one start of processes."""
+"""Simple plans on real gloo ranks. All cases share one start of processes."""
 
 import copy
 import re
@@ -69,7 +69,7 @@ def gathers_after_edits():
     sharded = copy.deepcopy(reference)
     zpasses.shard(sharded, mesh=world_mesh())
     options = {
-        "pipeline": f"{UNMERGED[2]},bucket{{mode=coalesced,memory_budget=1GiB}}",
+        "pipeline": f"{UNMERGED[2]},schedule{{plan=single,mode=coalesced,memory_budget=1GiB}}",
         "codegen": "eager",
     }
     step = torch.compile(sharded, backend="zpasses", fullgraph=True, options=options)
@@ -88,7 +88,7 @@ def gathers_after_edits():
 def all_cases():
     found = {"edits": gathers_after_edits()}
     for stage in (1, 2, 3):
-        pipeline = f"zero{stage},bucket{{cap_mb=1,memory_budget=1GiB}},overlap"
+        pipeline = f"{UNMERGED[stage]},schedule{{plan=one-ahead,cap_mb=1,memory_budget=1GiB}}"
         found[stage] = (
             train({"pipeline": UNMERGED[stage], "codegen": "eager"}),
             # Stage 1 consists of the passes of stage 2, so Inductor would get the same graphs.
@@ -124,7 +124,8 @@ def backward_code():
 
     squares = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
     zpasses.shard(squares, mesh=world_mesh())
-    pipeline = "gather-params,reduce-grads{form=all_reduce},bucket{mode=flat,memory_budget=1GiB}"
+    flat = "schedule{plan=single,mode=flat,memory_budget=1GiB}"
+    pipeline = f"gather-params,reduce-grads{{form=all_reduce}},{flat}"
     step = torch.compile(squares, backend="zpasses", options={"pipeline": pipeline})
     _, codes = run_and_get_code(lambda: step(torch.ones(8, 16)).tanh().sum().backward())
     return codes[-1]
