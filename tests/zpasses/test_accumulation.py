@@ -153,8 +153,8 @@ def _matrix():
         options, found = {"pipeline": pipeline(stage, form), "codegen": "eager"}, []
         for per_step in (1, N) if dtype == "float32" else (1,):
             model = zpasses.shard(copy.deepcopy(reference), mesh=world_mesh(), **shard)
-            options["backwards_per_step"] = per_step
-            step = torch.compile(model, backend="zpasses", options=options)
+            given = {**options, "backwards_per_step": per_step}
+            step = torch.compile(model, backend="zpasses", options=given)
             ways = [(per_backward, None), *itertools.product(WAYS, (None, torch.float32))]
             for way, accum in ways if per_step == 1 else [(per_backward, None)] * 2:
                 model.zero_grad()
