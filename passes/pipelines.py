@@ -29,8 +29,10 @@ how long gradients stay full.
 """
 ZERO3 = Pipeline((*_STAGE3, Schedule(), *_LAST))
 
-ZERO2_ONE_AHEAD = Pipeline((*_STAGE2, Schedule(plan="one-ahead"), *_LAST))
-ZERO3_ONE_AHEAD = Pipeline((*_STAGE3, Schedule(plan="one-ahead", cap_mb=12.0), *_LAST))
+ZERO2_ONE_AHEAD = Pipeline((*_STAGE2, Schedule("one-ahead", memory_budget="5%"), *_LAST))
+ZERO3_ONE_AHEAD = Pipeline(
+    (*_STAGE3, Schedule("one-ahead", cap_mb=12.0, memory_budget="5%"), *_LAST)
+)
 """The stages with buckets of a fixed size, and one gather and one reduction in flight. They need no
 figures of the target, and plan large graphs sooner.
 """

@@ -88,8 +88,8 @@ class Schedule(Pass):
     `auto` takes the cheapest choice by the cost model of the target, which may be not to merge."""
     copy_engines: Literal["auto", "on", "off"] = "auto"
     """Whether the plan may have copy engines run gathers of a group on one node. `auto` uses mori
-    where the target has it, and other routes only with measured figures
-    (`zpasses calibrate`); `on` uses the target's preferred route in any case."""
+    where the target has it, and other routes only with measured figures; `on` uses the target's
+    preferred route in any case. Only `plan=auto` chooses routes."""
     reduction_group: Literal["shared", "own"] = "shared"
     """`own` runs gradient reductions on a second process group of the same ranks, beside
     all-gathers instead of in one queue with them. `shared` leaves them on their group. Graphs with
@@ -102,27 +102,33 @@ class Schedule(Pass):
                 f"pass {self.name!r}, option 'cap_mb': got {self.cap_mb}; expected MiB >= 0 (0: "
                 "every collective has a launch of its own)."
             )
+        if self.plan != "auto" and self.copy_engines == "on":
+            raise OptionError(
+                f"pass {self.name!r}: copy_engines=on needs plan=auto, which chooses the routes; got "
+                f"plan={self.plan}. The pass 'sdma' replaces gathers after other plans."
+            )
 
     @property
     def facts(self) -> Facts:
+        searches = self.plan == "auto"
         return Facts(
             votes=True,
             votes_at_run_time="the routes of gathers" if self._uses_engines() else "",
             cacheable=self.reduction_group == "shared",
-            plans_within=self.memory_budget,
-            fallback_cost=self._fallback_cost,
+            plans_within=self.memory_budget if searches else None,
+            fallback_cost=self._fallback_cost if searches else None,
             without_schedule="schedule{plan=single,cap_mb=1e6,memory_budget=1000%}",
         )
 
     def _uses_engines(self) -> bool:
         if self.copy_engines == "auto":
-            return planned_route(current_target()) is not None
+            return self.plan == "auto" and planned_route(current_target()) is not None
         return self.copy_engines == "on"
 
     def _fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Cost | None:
         problem = self.problem(graph)
-        cap, name = self._cap_bytes, "one-ahead" if self.plan == "auto" else self.plan
-        costs = [(each, evaluate(problem, each)) for each in simple_plans(problem, name, cap)]
+        simple = simple_plans(problem, "one-ahead", CAP_BYTES)
+        costs = [(each, evaluate(problem, each)) for each in simple]
         costs.sort(key=lambda each: each[1].total_us)
         found = self._first_fitting(problem, costs, limit_bytes)
         return None if found is None else found[1]
@@ -288,8 +294,9 @@ def _agree_on_plan(
     keys = [compatibility_key(item) for item in problem.items]
     # Groups by number, because their names differ between the replicas of hybrid sharding.
     numbers = {name: at for at, name in enumerate(dict.fromkeys(str(key[1]) for key in keys))}
+    ranks_of = {key[1]: len(compat.group_ranks(key[1])) for key in keys}
     described = [
-        (key[0], numbers[str(key[1])], tuple(map(str, key[2:])), *about)
+        (key[0], numbers[str(key[1])], ranks_of[key[1]], tuple(map(str, key[2:])), *about)
         for key, *about in zip(
             keys,
             [item.tag.params for item in problem.items],

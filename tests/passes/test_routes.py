@@ -13,6 +13,7 @@ from zpasses.cost.plan.schedule_planner import memory_limit
 from zpasses.cost.time.route_figures import CALIBRATION_VARIABLE, FORMAT
 from zpasses.cost.time.step_time import step_time
 from zpasses.cost.time.target import Target, use_target
+from zpasses.errors import OptionError
 from zpasses.graph.queries import collectives
 from zpasses.graph.tags import tagged
 from zpasses.option_values import parse_budget
@@ -168,3 +169,13 @@ def test_all_ranks_take_the_routes_of_the_first(monkeypatch):
     assert any(routes(first))
     assert told[0][1] != told[1][1]
     assert routes(second) == routes(first)
+
+
+def test_only_the_searched_plan_chooses_routes():
+    with pytest.raises(OptionError, match=r"copy_engines=on needs plan=auto.*got plan=single"):
+        Schedule("single", copy_engines="on")
+    _, moved = scheduled(PARAMS, GAINING, plan="one-ahead")
+    assert not any(routes(moved))
+    with use_target(Target.parse(GAINING)):
+        assert Schedule().facts.votes_at_run_time
+        assert not Schedule("one-ahead").facts.votes_at_run_time
