@@ -104,8 +104,8 @@ class Schedule(Pass):
             )
         if self.plan != "auto" and self.copy_engines == "on":
             raise OptionError(
-                f"pass {self.name!r}: copy_engines=on needs plan=auto, which chooses the routes; got "
-                f"plan={self.plan}. The pass 'sdma' replaces gathers after other plans."
+                f"pass {self.name!r}: copy_engines=on needs plan=auto, which chooses the routes; "
+                f"got plan={self.plan}. The pass 'sdma' replaces gathers after other plans."
             )
 
     @property

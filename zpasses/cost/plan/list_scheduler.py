@@ -42,9 +42,6 @@ class Policy:
     horizon: float = 1.5
     """Start a gather when the compute left before its consumer is at most this times the time that
     gathers and reductions until there need."""
-    smallest_launch: float = 0.0
-    """Part of a full launch of gathers below which gathers that are not urgent wait, such as for
-    memory to become free."""
     collect_until: float = math.inf
     """Ready gradients wait until a launch of full size is together, as long as the kernels left
     take more than this many times as long as their reduction; infinity never waits."""
@@ -52,8 +49,6 @@ class Policy:
     """How much longer than the next kernels a channel should have to do. More than 1, since kernels
     beside collectives take longer; much more tolerates collectives that take longer than predicted.
     """
-    reserved_bytes: int = 0
-    """Memory that gathers leave to gradients which are ready later."""
 
 
 def list_schedule(problem: ScheduleProblem, limit_bytes: int, policy: Policy) -> Plan:
@@ -162,10 +157,8 @@ class _ListScheduler:
             urgent = lead <= self._arrives_us(channel, job.alone_us, 0.0, after) * slowed
             soon = lead <= self._policy.horizon * self._lead_us[job.number]
             if (urgent or (soon and not bucket)) and self._fits(job, job, job.launch_bytes):
-                members = self._bucket_of(job)
-                if urgent or self._is_large(members):
-                    self._start_gathers(members)
-                    return True
+                self._start_gathers(self._bucket_of(job))
+                return True
         if bucket:
             self._start_reductions(bucket)
             return True
@@ -213,16 +206,6 @@ class _ListScheduler:
             total += job.transfer_us
             moving += job.transfer_us
         return members
-
-    def _is_large(self, members: Sequence[Job]) -> bool:
-        """Whether a launch of gathers may start though it is not urgent."""
-        full = self._policy.gather_latencies * members[0].per_launch_us
-        moving = sum(job.transfer_us for job in members)
-        return (
-            moving >= self._policy.smallest_launch * full
-            or members[0].key.mode == "single"
-            or members[-1].latest == self._gathers[-1].latest
-        )
 
     def _reduction_bucket(self, ready: Sequence[Job]) -> list[Job]:
         """Returns the reductions that start together now; none if more should come first."""
@@ -292,7 +275,6 @@ class _ListScheduler:
         start, use = self._slot, job.latest
         if use <= start:
             return True
-        room = self._limit - self._policy.reserved_bytes
         live = self._live[start:use] if live is None else live[: use - start]
         until = self._held_until(start, use)
         extra = self._held_bytes(start) + job.ahead_bytes + launch
@@ -302,7 +284,7 @@ class _ListScheduler:
         if not len(beyond):
             return True
         more = job.ahead_bytes + (launch if first.latest > until else 0)
-        return int(beyond.max()) + more <= room
+        return int(beyond.max()) + more <= self._limit
 
     def _held_until(self, start: int, end: int) -> int:
         """First segment in which everything that reductions hold now is free again, at most

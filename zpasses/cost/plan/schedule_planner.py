@@ -69,14 +69,12 @@ _CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("reduction_latencies", (8.0, 1.0, 32.0, 128.0)),
     ("end_us", (1.0, 1.03, 1.07, 1.15, 1.3, math.inf)),
     ("horizon", (1.5, 4.0, math.inf)),
-    ("smallest_launch", (0.0, 0.25, 0.7)),
     ("collect_until", (math.inf, 4.0, 1.0, 0.0)),
-    ("reserved_bytes", (0, 1, 2)),
     ("memory_share", (1.0, 0.5, 0.1, 0.0)),
 )
-"""Values of the fields of `Policy`. `end_us` is given in bounds, and `reserved_bytes` in bytes of
-the largest gradient. `memory_share` is no field: it is the share of the memory above that of one
-gather and one reduction in flight, since more in flight is not always faster."""
+"""Values of the fields of `Policy`, each of which wins in some row of `bench schedule`. `end_us` is
+given in bounds. `memory_share` is no field: it is the share of the memory above that of one gather
+and one reduction in flight, since more in flight is not always faster."""
 _MOST_WORK = 400_000
 """Segments and collectives that all compared plans have together, for graphs with many."""
 _FEWEST_PLANS, _ROUNDS = 12, 2
@@ -86,7 +84,6 @@ class _Search:
     def __init__(self, problem: ScheduleProblem, limit_bytes: int, most: int | None) -> None:
         self._problem, self._limit = problem, limit_bytes
         self._bound = schedule_bound(problem)
-        self._largest = max((j.full_bytes for j in problem.jobs if not j.is_gather), default=0)
         self._found: list[tuple[_Rank, Plan, Cost]] = []
         self._costs: dict[Plan, Cost] = {}
         """Policies often lead to the same plan."""
@@ -133,7 +130,6 @@ class _Search:
         share = fields.pop("memory_share")
         limit = self._least + int(share * (self._limit - self._least))
         fields["end_us"] *= self._bound.total_us
-        fields["reserved_bytes"] *= self._largest
         problem = self._problem.on_engines if on_engines else self._problem
         plan = list_schedule(problem, limit, Policy(**fields))
         if on_engines:

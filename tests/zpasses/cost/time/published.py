@@ -31,7 +31,6 @@ from zpasses.cost.time.roofline import collective_on_route_us
 from zpasses.cost.time.route_figures import RouteFigures, route_figures
 from zpasses.cost.time.step_time import Timeline
 from zpasses.cost.time.target import TARGETS, Target, use_target
-from zpasses.graph.queries import collective_of
 from zpasses.pipeline.events import ObservedGraph, observe_graphs
 from zpasses.pipeline.passes import Level
 from zpasses.pipeline.pipeline import Pipeline
@@ -94,8 +93,6 @@ class Pair:
     """Whether the source states all of the above."""
     mixed: bool = False
     """Whether the shards are fp32, gathered in bf16 and reduced in fp32. Else all is bf16."""
-    reductions: bool = False
-    """Whether copy engines also moved the gradients. zpasses swaps gathers only."""
 
     @property
     def published(self) -> float:
@@ -119,7 +116,6 @@ PAIRS = (
         *_ms(8192, 9369, 9593),
         known=True,
         mixed=True,
-        reductions=True,
     ),
     # The widths of the model are not published.
     Pair("DeepSpeed#7999 GPT-7B-ish", LLAMA_7B, 1, 2048, "mi300x", 8, 697.7, 622.0, False),
@@ -158,28 +154,19 @@ class _Captured:
     graphs: dict[int, list[fx.GraphModule]]
     """Layers captured -> forward and backward."""
 
-    def ms(self, pipeline: str, target: Target, *, reductions: bool = False) -> float:
-        """Returns the predicted time of the whole model's step, in milliseconds.
-
-        Args:
-            reductions: whether copy engines also run the reductions, if the target has any.
-        """
+    def ms(self, pipeline: str, target: Target) -> float:
+        """Returns the predicted time of the whole model's step, in milliseconds."""
         passes = Pipeline(Pipeline.parse(pipeline).at(Level.FORWARD))
-        few, more = (self._ms(layers, passes, target, reductions) for layers in LAYERS)
+        few, more = (self._ms(layers, passes, target) for layers in LAYERS)
         return few + (self.layers - LAYERS[0]) * (more - few) / (LAYERS[1] - LAYERS[0])
 
-    def _ms(self, layers: int, passes: Pipeline, target: Target, reductions: bool) -> float:
+    def _ms(self, layers: int, passes: Pipeline, target: Target) -> float:
         found = 0.0
         for gm in self.graphs[layers]:
             graph = copy_graph(gm).graph
             with use_target(target):
                 passes(graph)
-            engines = [
-                node
-                for node in graph.nodes
-                if reductions and "reduce_scatter" in getattr(collective_of(node), "op", "")
-            ]
-            found += Timeline(graph, target).run(engines).total_us / 1e3
+            found += Timeline(graph, target).run().total_us / 1e3
         return found
 
 
@@ -244,7 +231,7 @@ def predicted(pair: Pair) -> Prediction:
             middle = (slow * fast) ** 0.5
             slow, fast = (middle, fast) if without(middle) > pair.without_ms else (slow, middle)
         target = replace(engines, tflops=slow)
-        by_engines = step.ms(WITH, target, reductions=pair.reductions)
+        by_engines = step.ms(WITH, target)
         return Prediction(100 * (by_engines / step.ms(WITHOUT, target) - 1), slow)
 
 
