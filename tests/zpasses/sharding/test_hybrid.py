@@ -97,7 +97,11 @@ def test_gathers_stay_in_a_replica_and_gradients_are_reduced_in_both_groups(mesh
 
 
 def test_averages_run_beside_the_kernels_that_are_left(mesh):
-    nodes = list(_graphs(mesh, "zero3-one-ahead")["backward"].nodes)
+    pipeline = (
+        "merge-reads,gather-params,reduce-grads,reshard-after-forward,"
+        "schedule{plan=one-ahead,cap_mb=0},average-replicas,defer-reduction"
+    )
+    nodes = list(_graphs(mesh, pipeline)["backward"].nodes)
     started = next(i for i, n in enumerate(nodes) if "all_reduce" in str(n.target))
     users = list(nodes[started].users)
     if "wait" not in str(users[0]):  # the parts of a merged launch
