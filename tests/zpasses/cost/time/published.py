@@ -14,6 +14,7 @@ is predicted.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -396,4 +397,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()
