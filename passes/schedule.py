@@ -41,7 +41,7 @@ from zpasses.cost.memory.liveness import NOTABLE_BYTES
 from zpasses.cost.plan.bound import schedule_bound
 from zpasses.cost.plan.bucket_keys import compatibility_key
 from zpasses.cost.plan.schedule_evaluation import Action, Cost, Plan, evaluate, launch_cost
-from zpasses.cost.plan.schedule_merging import engine_launches
+from zpasses.cost.plan.schedule_merging import choose_routes, engine_launches
 from zpasses.cost.plan.schedule_planner import Planned, memory_limit, plan_schedule
 from zpasses.cost.plan.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.plan.simple_plans import CAP_BYTES, SIMPLE_PLANS, simple_plans
@@ -61,6 +61,8 @@ from zpasses.ranks.agree import adopt
 from zpasses.ranks.new_groups import reduction_group
 
 _MIB = float(1 << 20)
+_MOST_ROUTES = 400
+"""Most changes of the route of a launch that are tried for a simple plan."""
 _log = logging.getLogger("zpasses")
 
 
@@ -89,7 +91,7 @@ class Schedule(Pass):
     copy_engines: Literal["auto", "on", "off"] = "auto"
     """Whether the plan may have copy engines run gathers of a group on one node. `auto` uses mori
     where the target has it, and other routes only with measured figures; `on` uses the target's
-    preferred route in any case. Only `plan=auto` chooses routes."""
+    preferred route in any case."""
     reduction_group: Literal["shared", "own"] = "shared"
     """`own` runs gradient reductions on a second process group of the same ranks, beside
     all-gathers instead of in one queue with them. `shared` leaves them on their group. Graphs with
@@ -101,11 +103,6 @@ class Schedule(Pass):
             raise OptionError(
                 f"pass {self.name!r}, option 'cap_mb': got {self.cap_mb}; expected MiB >= 0 (0: "
                 "every collective has a launch of its own)."
-            )
-        if self.plan != "auto" and self.copy_engines == "on":
-            raise OptionError(
-                f"pass {self.name!r}: copy_engines=on needs plan=auto, which chooses the routes; "
-                f"got plan={self.plan}. The pass 'sdma' replaces gathers after other plans."
             )
 
     @property
@@ -122,7 +119,7 @@ class Schedule(Pass):
 
     def _uses_engines(self) -> bool:
         if self.copy_engines == "auto":
-            return self.plan == "auto" and planned_route(current_target()) is not None
+            return planned_route(current_target()) is not None
         return self.copy_engines == "on"
 
     def _fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Cost | None:
@@ -185,10 +182,22 @@ class Schedule(Pass):
             plans = sorted((ours, *planned.simple), key=lambda each: each[1].total_us)
         else:
             simple = simple_plans(problem, self.plan, self._cap_bytes)
-            plans = [(each, evaluate(problem, each)) for each in simple]
+            plans = [self._with_routes(problem, each, limit) for each in simple]
             planned = Planned(*plans[-1], schedule_bound(problem), limit, len(plans))
         found = self._first_fitting(problem, plans, limit if most is None else most)
         return planned if found is None else replace(planned, plan=found[0], cost=found[1])
+
+    def _with_routes(
+        self, problem: ScheduleProblem, plan: Plan, limit_bytes: int
+    ) -> tuple[Plan, Cost]:
+        """Returns a simple plan whose launches take the routes that gain, and its cost."""
+
+        def rank(each: Plan) -> tuple[float, ...]:
+            cost = evaluate(problem, each)
+            return max(0, cost.peak_bytes - limit_bytes), cost.total_us
+
+        chosen = choose_routes(problem, plan, rank, _MOST_ROUTES)
+        return chosen, evaluate(problem, chosen)
 
     def _first_fitting(
         self, problem: ScheduleProblem, plans: Iterable[tuple[Plan, Cost]], limit_bytes: int
@@ -402,7 +411,7 @@ def _apply(
         reasons: of the routes of launches, for tags.
 
     Returns:
-        The number of collectives saved, or 1 if nodes only moved.
+        The number of collectives saved, or 1 if nodes only moved or changed their route.
     """
     before = list(graph.nodes)
     launches = write_plan(graph, problem, plan, origin)
@@ -410,4 +419,4 @@ def _apply(
         if members in reasons:
             note_route(launch.collective, reasons[members], origin)
     saved = len(problem.jobs) - len(plan.launches)
-    return saved or int(before != list(graph.nodes))
+    return saved or int(bool(plan.engines) or before != list(graph.nodes))

@@ -13,7 +13,6 @@ from zpasses.cost.plan.schedule_planner import memory_limit
 from zpasses.cost.time.route_figures import CALIBRATION_VARIABLE, FORMAT
 from zpasses.cost.time.step_time import step_time
 from zpasses.cost.time.target import Target, use_target
-from zpasses.errors import OptionError
 from zpasses.graph.queries import collectives
 from zpasses.graph.tags import tagged
 from zpasses.option_values import parse_budget
@@ -171,11 +170,11 @@ def test_all_ranks_take_the_routes_of_the_first(monkeypatch):
     assert routes(second) == routes(first)
 
 
-def test_only_the_searched_plan_chooses_routes():
-    with pytest.raises(OptionError, match=r"copy_engines=on needs plan=auto.*got plan=single"):
-        Schedule("single", copy_engines="on")
-    _, moved = scheduled(PARAMS, GAINING, plan="one-ahead")
-    assert not any(routes(moved))
-    with use_target(Target.parse(GAINING)):
-        assert Schedule().facts.votes_at_run_time
-        assert not Schedule("one-ahead").facts.votes_at_run_time
+@pytest.mark.parametrize("plan", ["one-ahead", "single"])
+def test_simple_plans_choose_routes_too(plan):
+    _, moved = scheduled(PARAMS, GAINING, plan=plan, cap_mb=0)
+    _, off = scheduled(PARAMS, GAINING, plan=plan, cap_mb=0, copy_engines="off")
+    assert any(routes(moved))
+    assert not any(routes(off))
+    assert len(routes(moved)) == len(routes(off))
+    assert time_us(moved, GAINING) < time_us(off, GAINING)

@@ -28,6 +28,7 @@ from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.option_values import field_types
 from zpasses.pipeline.options import Options
+from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing.drawing import draw_pipeline, values_of
 from zpasses.testing.ranks import Outcome as RankOutcome
 from zpasses.testing.ranks import close_pools
@@ -188,7 +189,7 @@ def _draw_options(chance: random.Random, how: str, mesh: tuple[int, ...]) -> dic
     if pipeline is not None:
         drawn["zero_stage"] = None
     impossible = {
-        "memory_budget": pipeline is not None and "schedule" not in pipeline,
+        "memory_budget": pipeline is not None and not _searches(pipeline),
         "grad_accum": len(mesh) == 1 or (pipeline is not None and "defer" not in pipeline),
         "backwards_per_step": pipeline is not None and "defer" not in pipeline,
         "blocks": how == "blocks",
@@ -200,6 +201,11 @@ def _draw_options(chance: random.Random, how: str, mesh: tuple[int, ...]) -> dic
         for name, value in drawn.items()
         if value is not None and not impossible.get(name)
     }
+
+
+def _searches(pipeline: str) -> bool:
+    """Whether a pass keeps within a memory budget."""
+    return any(each.facts.plans_within is not None for each in Pipeline.parse(pipeline))
 
 
 _STEP = ("backward", "clip", "step", "zero_grad")
@@ -414,8 +420,16 @@ def _call_cast(model: nn.Module, dtype: torch.dtype | None, x: Tensor) -> Tensor
     """Call an unsharded model with parameters in another dtype."""
     if dtype is None:
         return model(x)  # type: ignore[no-any-return]
-    cast = {name: param.to(dtype) for name, param in model.named_parameters()}
-    return torch.func.functional_call(model, cast, (x,))  # type: ignore[no-any-return]
+    cast: dict[Any, Any] = {param: param.to(dtype) for param in model.parameters()}
+    # Not by `functional_call`, which leaves the cast in a module that is found by two names.
+    owners = [(each, dict(each._parameters)) for each in model.modules()]
+    try:
+        for owner, params in owners:
+            owner._parameters.update({name: cast.get(each) for name, each in params.items()})
+        return model(x)  # type: ignore[no-any-return]
+    finally:
+        for owner, params in owners:
+            owner._parameters.update(params)
 
 
 def _compiled_call(program: Program, model: nn.Module) -> Callable[[Tensor], Tensor]:
