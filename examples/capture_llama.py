@@ -19,7 +19,7 @@ over dimension "tp", and the command shards the model over "dp" afterwards.
 import torch
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 
 def llama(
@@ -68,7 +68,9 @@ def mixture(layers: int = 48, experts: int = 512, hidden: int = 2048, seq: int =
         use_cache=False,
     )
     tokens = torch.zeros(1, seq, dtype=torch.long)
-    return MixtralForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+    # transformers compiles products of stacked experts in bfloat16 only.
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model, {"input_ids": tokens, "labels": tokens}
 
 
 def tensor_parallel(model, mesh):
