@@ -68,7 +68,7 @@ def mixture(layers: int = 48, experts: int = 512, hidden: int = 2048, seq: int =
         use_cache=False,
     )
     tokens = torch.zeros(1, seq, dtype=torch.long)
-    # transformers compiles products of stacked experts in bfloat16 only.
+    # transformers 5.20 compiles products of stacked experts in bfloat16 only.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model, {"input_ids": tokens, "labels": tokens}
 

@@ -107,7 +107,7 @@ def wait_for_another_handle():
 
 @race("output", "grad", r"reads the buffer of grad")
 def source_overwritten_by_the_next_micro_batch():
-    """A reduction of a gradient that the caller accumulates into is never awaited."""
+    """A gather that reads what the caller writes to in its next call is never awaited."""
     build = GraphBuilder("grad", total=(8, 2))
     grad, total = build.inputs
     build.call(sdma.sdma_all_gather_out.default, grad, 2, "0", out=total)
