@@ -138,8 +138,8 @@ def _attribute(
 
 
 def _in_call(path: Path, node: ast.Call, resolved) -> Iterator[tuple[str, int]]:
-    """Names in `getattr(owner, "name")`, `patch.object(owner, "name")` and
-    `config.patch(name=...)`.
+    """Names in `getattr(owner, "name")`, `patch.object(owner, "name")`, `config.patch(name=...)`
+    and `config.patch({"name": ...})`.
     """
     function = ast.unparse(node.func)
     if re.fullmatch(r"getattr|hasattr|(mock\.)?patch\.object", function):
@@ -149,6 +149,9 @@ def _in_call(path: Path, node: ast.Call, resolved) -> Iterator[tuple[str, int]]:
     elif isinstance(node.func, ast.Attribute) and node.func.attr == "patch":
         owner = resolved(node.func.value)
         options = [each.arg for each in node.keywords if each.arg]
+        tables = [each for each in node.args if isinstance(each, ast.Dict)]
+        keys = [key for table in tables for key in table.keys]
+        options += [str(key.value) for key in keys if isinstance(key, ast.Constant)]
         yield from ((f"{owner}.{each}", node.lineno) for each in options if owner)
 
 

@@ -10,7 +10,7 @@ UPDATE = "run `python -m tests.zpasses.compat.private_names` with each supported
 
 def test_the_table_has_the_names_that_compat_uses():
     used, known = used_names(), read_table()
-    lines = [f"{place}: {used[name]} is new" for name, place in used.items() if name not in known]
+    lines = [f"{place}: {name} is new" for name, place in used.items() if name not in known]
     lines += [f"{name} is unused" for name in known if name not in used]
     assert not lines, "\n".join([f"{private_names.TABLE.name} is stale; {UPDATE}:", *lines])
 
@@ -48,6 +48,7 @@ def test_names_are_found_however_the_code_reaches_them():
     assert {
         "torch._C._current_graph_task_id",  # cast(Any, torch._C)._current_graph_task_id()
         "torch._functorch.config.cse",  # functorch_config.patch(cse=False)
+        "torch._inductor.config.unsafe_marked_cacheable_functions",  # config.patch({"...": known})
         "torch._inductor.config.triton.cudagraphs",  # a key of a table of options
         "torch._inductor.fx_passes.overlap_scheduling.estimate_roofline_runtime_ms",  # patch.object
         "torch.distributed.tensor.DTensor._local_tensor",  # each._local_tensor
