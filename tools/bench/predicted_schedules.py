@@ -57,7 +57,8 @@ SCHEDULERS = (
 """Names of the schedulers, in the order of the table:
 
 - single: every collective is awaited where it starts.
-- one ahead, bucket 512: `schedule{plan=one-ahead}` with 5 % more memory, and `cap_mb` 12 or 512.
+- one ahead, bucket 512: `schedule{plan=one-ahead,copy_engines=off}` with 5 % more memory, and
+  `cap_mb` 12 or 512.
 - inductor: `schedule_overlap_bucketing`, with 1 GiB or 5 % more memory, its default; or 4 GiB.
 - blocks: `manual_overlap_bucketing` of one transformer block ahead, as in torchtitan.
 - no engines: `zero3` with `copy_engines=off`.
@@ -299,8 +300,8 @@ def _schedulers(target: Target, layers: int) -> dict[str, _Scheduler]:
     ]
     schedulers: tuple[_Scheduler, ...] = (
         passes(),
-        passes(Schedule(plan="one-ahead", cap_mb=12.0, memory_budget="5%")),
-        passes(Schedule(plan="one-ahead", cap_mb=512.0, memory_budget="5%")),
+        passes(Schedule("one-ahead", 12.0, "5%", copy_engines="off")),
+        passes(Schedule("one-ahead", 512.0, "5%", copy_engines="off")),
         lambda gm: schedule_by_inductor(gm, node_ms, 1.0),
         lambda gm: schedule_by_inductor(gm, node_ms, 4.0),
         lambda gm: schedule_blocks_by_inductor(gm, blocks),
