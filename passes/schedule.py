@@ -40,8 +40,8 @@ from zpasses.cost.memory.collective_moves import equal_liveness
 from zpasses.cost.memory.liveness import NOTABLE_BYTES
 from zpasses.cost.plan.bound import schedule_bound
 from zpasses.cost.plan.bucket_keys import compatibility_key
+from zpasses.cost.plan.plan_improvement import choose_routes, engine_launches
 from zpasses.cost.plan.schedule_evaluation import Action, Cost, Plan, evaluate, launch_cost
-from zpasses.cost.plan.schedule_merging import choose_routes, engine_launches
 from zpasses.cost.plan.schedule_planner import Planned, memory_limit, plan_schedule
 from zpasses.cost.plan.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.plan.simple_plans import CAP_BYTES, SIMPLE_PLANS, simple_plans
@@ -110,11 +110,14 @@ class Schedule(Pass):
         searches = self.plan == "auto"
         return Facts(
             votes=True,
-            votes_at_run_time="the routes of gathers" if self._uses_engines() else "",
+            uses_engines=self._uses_engines(),
             cacheable=self.reduction_group == "shared",
             plans_within=self.memory_budget if searches else None,
             fallback_cost=self._fallback_cost if searches else None,
-            without_schedule="schedule{plan=single,cap_mb=1e6,memory_budget=1000%}",
+            # Collectives that leave their graph are functional ones.
+            without_schedule=(
+                "schedule{plan=single,cap_mb=1e6,memory_budget=1000%,copy_engines=off}"
+            ),
         )
 
     def _uses_engines(self) -> bool:
@@ -176,14 +179,16 @@ class Schedule(Pass):
     def choose(self, problem: ScheduleProblem) -> Planned:
         """Returns the plan that this rank would make."""
         limit, most = memory_limit(problem, self._budget()), self._budget().most_bytes
+        plans: Iterable[tuple[Plan, Cost]]
         if self.plan == "auto":
             planned = plan_schedule(problem, limit)
             ours = planned.plan, planned.cost
             plans = sorted((ours, *planned.simple), key=lambda each: each[1].total_us)
         else:
-            simple = simple_plans(problem, self.plan, self._cap_bytes)
-            plans = [self._with_routes(problem, each, limit) for each in simple]
-            planned = Planned(*plans[-1], schedule_bound(problem), limit, len(plans))
+            simple = list(simple_plans(problem, self.plan, self._cap_bytes))
+            plans = (self._with_routes(problem, each, limit) for each in simple)
+            last = simple[-1], evaluate(problem, simple[-1])
+            planned = Planned(*last, schedule_bound(problem), limit, len(simple))
         found = self._first_fitting(problem, plans, limit if most is None else most)
         return planned if found is None else replace(planned, plan=found[0], cost=found[1])
 

@@ -88,7 +88,7 @@ class Sdma(Pass):
 
     name: ClassVar[str] = "sdma"
     level: ClassVar[Level] = Level.PARTITIONED
-    facts: ClassVar[Facts] = Facts(votes=True, votes_at_run_time="the routes of its gathers")
+    facts: ClassVar[Facts] = Facts(votes=True, uses_engines=True)
 
     min_mb: float = 16.0
     """Smallest size of one rank's part of a gather, in MiB. Smaller gathers stay, because copy
@@ -115,9 +115,9 @@ class Sdma(Pass):
         tag_foreign_gathers(graph, origin=self.name)
         decisions = _agree_on_decisions(self.decide(graph), str(self))
         for decision in decisions:
-            note_route(decision.node, f"sdma {decision}", self.name)
             if decision.outcome == "replaced":
                 gather_by_engine(decision.node)
+            note_route(decision.node, f"sdma {decision}", self.name)
         if decisions:
             counts = Counter(decision.outcome for decision in decisions)
             log.info(

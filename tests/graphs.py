@@ -77,3 +77,15 @@ def saved_for_backward(capture):
     """Returns the nodes of a forward graph that are saved for backward."""
     returned = capture.after.forward.graph.output_node().args[0]
     return list(returned[number_of_outputs(capture.before.joint) :])
+
+
+def votes_of_the_first(monkeypatch):
+    """Each vote also has what the first one said. Returns what was said."""
+    told = []
+
+    def exchange(group, question, mine, *_, merge, **__):
+        told.append(mine)
+        return merge([told[0], mine])
+
+    monkeypatch.setattr("zpasses.ranks.agree.exchange", exchange)
+    return told

@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
+from zpasses.cost.time.step_time import is_copy_engine_collective
 from zpasses.graph.queries import collective_of, named_arguments, nbytes, value_of
 from zpasses.graph.tags import Tag, add_tag, retag, tag_of
 from zpasses.sdma import route_choice
@@ -38,11 +39,14 @@ def gather_by_engine(node: fx.Node) -> None:
 
 
 def note_route(node: fx.Node, text: str, origin: str) -> None:
-    """Writes why a gather takes its route into its tag, with the choice of its group if made."""
+    """Writes why a gather takes its route into its tag. For a copy-engine gather, this includes
+    what its group has chosen to run, if it has.
+    """
     collective = collective_of(node)
     assert collective is not None
     choice = route_choice(collective.group)
-    if choice is not None and choice.reason:
+    by_engine = is_copy_engine_collective(collective)
+    if by_engine and choice is not None and choice.reason:
         text += f"; runs by {choice.route} because {choice.reason}"
     if tag_of(node) is None:
         inputs = [value_of(each) for each in node.all_input_nodes]

@@ -101,7 +101,8 @@ def test_sums_of_reads_are_averaged_once_and_sums_of_averages_after_both():
 @given(joint_recipes(max_params=3, **WORLDS), pipelines(lowered=False))
 def test_pipelines_keep_the_bits_of_drawn_graphs(recipe, pipeline):
     before, after = recipe.run_pipeline(f"{pipeline},average-replicas".lstrip(","))
-    assert_equal_bits(before, after, random_inputs(before), recipe.groups())
+    # With larger values, sums of all reads and ranks are not exact in bfloat16.
+    assert_equal_bits(before, after, random_inputs(before, bound=1), recipe.groups())
     assert not any(calls(gm.graph, AVERAGE_GRAD) for gm in after)
 
 

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.graphs import Param, drawn_examples, few_examples, joint, rewritten
+from tests.graphs import (
+    Param,
+    drawn_examples,
+    few_examples,
+    joint,
+    rewritten,
+    votes_of_the_first,
+)
 from zpasses.cost.memory.collective_moves import equal_liveness
 from zpasses.cost.plan.schedule_planner import memory_limit
 from zpasses.cost.time.route_figures import CALIBRATION_VARIABLE, FORMAT
@@ -156,13 +163,7 @@ def peak(gm):
 
 def test_all_ranks_take_the_routes_of_the_first(monkeypatch):
     """The second rank would gather otherwise, since its kernels are too short to hide anything."""
-    told = []
-
-    def exchange(group, question, mine, *_, merge, **__):
-        told.append(mine)
-        return merge([told[0], mine])
-
-    monkeypatch.setattr("zpasses.ranks.agree.exchange", exchange)
+    told = votes_of_the_first(monkeypatch)
     _, first = scheduled(PARAMS, GAINING, memory_budget="1GiB")
     _, second = scheduled(PARAMS, "mi300x", memory_budget="1GiB")
     assert any(routes(first))

@@ -5,7 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.graphs import Param, drawn_examples, few_examples, joint, rewritten
+from tests.graphs import (
+    Param,
+    drawn_examples,
+    few_examples,
+    joint,
+    rewritten,
+    votes_of_the_first,
+)
 from zpasses.cost.memory.collective_moves import equal_liveness
 from zpasses.cost.plan.schedule_evaluation import evaluate
 from zpasses.cost.plan.schedule_planner import memory_limit, plan_schedule
@@ -304,18 +311,6 @@ def test_ready_gradients_leave_before_the_last_one_if_links_are_slow():
 
 
 # --- agreement ----------------------------------------------------------------------------------
-def votes_of_the_first(monkeypatch):
-    """Each vote also has what the first one said. Returns what was said."""
-    told = []
-
-    def exchange(group, question, mine, *_, merge, **__):
-        told.append(mine)
-        return merge([told[0], mine])
-
-    monkeypatch.setattr("zpasses.ranks.agree.exchange", exchange)
-    return told
-
-
 def test_all_ranks_take_the_plan_of_the_first(monkeypatch):
     """The second rank would plan otherwise, since other kernels take longer on it."""
     told = votes_of_the_first(monkeypatch)

@@ -130,8 +130,8 @@ def _log_remaining_votes(pipeline: Pipeline, groups: Sequence[str], options: Opt
         where.append("whether all have the graph in their compile caches")
     if voting := dict.fromkeys(each.name for each in pipeline if each.facts.votes):
         where.append(f"in {', '.join(voting)}, whose choices must be equal on all ranks")
-    for what in dict.fromkeys(each.facts.votes_at_run_time for each in pipeline):
-        where += [f"about {what} when they first run"] if what else []
+    if pipeline.uses_engines:
+        where.append("about the routes of gathers when they first run")
     level = logging.WARNING if where else logging.INFO
     where.append("in coalesce_grad_reduction blocks")
     log.log(

@@ -75,6 +75,7 @@ def partition_step(
     *,
     events: Events,
     fallback_cost: FallbackCost | None = None,
+    copy_engines: bool = False,
     **kwargs: Any,
 ) -> Partitioned:
     """Partition a joint graph.
@@ -84,7 +85,7 @@ def partition_step(
         joint_inputs: its inputs.
         policy: what the step may keep and recompute.
         events: gets the trials before anything is decided, if parameters may be kept.
-        fallback_cost: as in `StepTrials`.
+        fallback_cost, copy_engines: as in `StepTrials`.
         kwargs: passed on to torch's partitioner.
 
     Raises:
@@ -99,6 +100,7 @@ def partition_step(
         policy.repetition,
         kwargs,
         fallback_cost,
+        copy_engines,
     )
     if policy.keeps and policy.share > 0:
         events.send(trials)

@@ -67,6 +67,7 @@ def partition_joint(
             policy,
             events=job.listeners,
             fallback_cost=pipeline.fallback_cost,
+            copy_engines=pipeline.uses_engines,
             **kwargs,
         )
     if partitioned.limit_bytes is not None:

@@ -26,7 +26,6 @@ from zpasses.cost.plan.kept_params import (
 from zpasses.cost.plan.schedule_evaluation import Cost
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import single_plan
-from zpasses.cost.time.route_figures import planned_route
 from zpasses.cost.time.target import current_target
 from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.regathers import drop_unread_parts, remove_regathers
@@ -128,6 +127,7 @@ class StepTrials:
         options: further arguments of torch's partitioner.
         fallback_cost: what the pipeline's schedule does at least as well as on a graph, within a
             limit in bytes; see `zpasses.pipeline.facts.Facts.fallback_cost`.
+        copy_engines: whether copy engines may run gathers.
     """
 
     def __init__(
@@ -140,10 +140,11 @@ class StepTrials:
         repetition: Repetition,
         options: Mapping[str, Any],
         fallback_cost: FallbackCost | None = None,
+        copy_engines: bool = False,
     ) -> None:
         self.gm, self.share, self._keeps, self.repetition = gm, share, keeps, repetition
         self._inputs, self._recompute, self._options = joint_inputs, recompute_elementwise, options
-        self._fallback_cost = fallback_cost
+        self._fallback_cost, self._copy_engines = fallback_cost, copy_engines
         self._made: dict[float, Trial] = {}
         saves_all = compat.reads_changed_inputs_at_once(gm.graph)
         self._fractions = (1.0,) if saves_all else _ACTIVATIONS
@@ -153,7 +154,7 @@ class StepTrials:
         if activations not in self._made:
             graphs = self.partition(compat.clone_graph_module(self.gm), activations)
             target = current_target()
-            engines = planned_route(target) is not None
+            engines = self._copy_engines
             problems = [problem_of(each.graph, target, copy_engines=engines) for each in graphs]
             step = StepProblem(problems[0], problems[1], self.repetition)
             self._made[activations] = Trial(activations, graphs, step)

@@ -28,8 +28,9 @@ class Facts:
     """Log a warning when the pass changes nothing."""
     votes: bool = False
     """The ranks vote on what the pass does to a graph."""
-    votes_at_run_time: str = ""
-    """What the ranks vote on when collectives of the pass first run; "" if they do not vote."""
+    uses_engines: bool = False
+    """Copy engines may run collectives of the pass. The ranks vote on the route of each group when
+    its collectives first run."""
     cacheable: bool = True
     """A later process may run a graph that the pass rewrote, without running the pass: it leaves
     nothing behind but the graph and the answers of its votes."""

@@ -118,6 +118,11 @@ class Pipeline(compat.CustomGraphPass):
         )
         return Pipeline(tuple(passes))
 
+    @property
+    def uses_engines(self) -> bool:
+        """Whether copy engines may run collectives of the graphs, on the current target."""
+        return any(each.facts.uses_engines for each in self.passes)
+
     def fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Cost | None:
         """Return the first cost that one of the passes knows; see `Facts.fallback_cost`."""
         known = (each.facts.fallback_cost for each in self.passes)

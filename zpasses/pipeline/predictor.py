@@ -47,7 +47,7 @@ class Predictor:
         if not moves and (
             self._ran == len(self._passes) or self._passes[self._ran].level is Level.PARTITIONED
         ):
-            engines = any(each.facts.votes_at_run_time for each in self._passes)
+            engines = any(each.facts.uses_engines for each in self._passes)
             self.schedule_problem = _guarded(
                 lambda: problem_of(graph, self._target, copy_engines=engines)
             )

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from zpasses import compat
+from zpasses.cost.time.route_figures import MAX_RANKS
 from zpasses.errors import AgreementError
 from zpasses.ranks.agree import exchange
 from zpasses.sdma.platform import Platform, SideStream, node_name
@@ -47,7 +48,6 @@ from zpasses.sdma.routes import (
     resolve_contiguous,
 )
 
-MAX_RANKS = 8
 MAX_BYTES = 1 << 30
 """Most bytes per rank in one call."""
 ARCHITECTURES = ("gfx942", "gfx950")

@@ -22,7 +22,7 @@ GAINING = "mi300x,launch_us=0.01,hop_us=0.01,link_gb_s=0.02"
 """A target whose engines gain whatever the size of a gather."""
 
 
-def trained(pipeline, codegen, steps=2, target="mi300x"):
+def trained(pipeline, codegen, steps=2, target="mi300x", **options):
     """Returns the losses of all steps, and the trained shards.
 
     Eager graphs pad and cast. With Inductor, the model consists only of matrix products, so no
@@ -40,7 +40,7 @@ def trained(pipeline, codegen, steps=2, target="mi300x"):
     step = torch.compile(
         model,
         backend="zpasses",
-        options={"pipeline": pipeline, "codegen": codegen, "target": target},
+        options={"pipeline": pipeline, "codegen": codegen, "target": target, **options},
     )
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
     for number in range(steps):
@@ -101,27 +101,40 @@ def test_swapped_training_equals_the_functional_one_bit_for_bit():
             assert trial < count < trial + forward_gathers, (codegen, pipeline, calls)
 
 
+DEFAULTS = {
+    "stage 1": {"zero_stage": 1},
+    "stage 2": {"zero_stage": 2},
+    "stage 3": {"zero_stage": 3},
+    "budget": {"zero_stage": 3, "memory_budget": "10%"},
+    "windows": {"zero_stage": 3, "backwards_per_step": 2},
+    # Collectives that leave their graph stay functional.
+    "blocks": {"zero_stage": 3, "prefetch": "auto"},
+}
+
+
 def by_default():
-    """Trains with the default stage on a target with mori and on one without. Returns whether the
-    results are equal, and the number of mori calls.
+    """Trains with default passes on a target with mori and on one without. Returns for each case
+    whether the results are equal, and the number of mori calls.
     """
-    fake = Settings(latency_s=0.001)
-    plain = trained("zero3", "inductor")
-    with installed(fake):
-        swapped = trained("zero3", "inductor", target=GAINING)
-    same = all(torch.equal(a, b) for a, b in zip(plain[1], swapped[1], strict=True))
-    return plain[0] == swapped[0] and same, len(fake.calls), fake.blocking
+    found = {}
+    for name, options in DEFAULTS.items():
+        plain = trained(None, "inductor", 4, **options)
+        with installed(Settings(latency_s=0.001)) as fake:
+            swapped = trained(None, "inductor", 4, target=GAINING, **options)
+        same = all(torch.equal(a, b) for a, b in zip(plain[1], swapped[1], strict=True))
+        found[name] = plain[0] == swapped[0] and same and not fake.blocking, len(fake.calls)
+    return found
 
 
 @pytest.mark.processes
 @pytest.mark.inductor
-def test_stage_3_takes_copy_engines_by_default_on_a_target_that_has_them():
+def test_stages_take_copy_engines_by_default_on_a_target_that_has_them():
     first, second = run_on_ranks(by_default, timeout_s=280)
     assert first == second
-    same, calls, blocking = first
-    assert same
-    assert calls > 2  # besides those of the trial
-    assert blocking == 0
+    assert all(same for same, _ in first.values()), first
+    trial = 2
+    with_engines = {name for name, (_, calls) in first.items() if calls > trial}
+    assert with_engines == DEFAULTS.keys() - {"blocks"}, first
 
 
 def dumping(folder):

@@ -8,8 +8,8 @@ from typing import Any
 
 from zpasses.cost.plan.bound import Bound, schedule_bound
 from zpasses.cost.plan.list_scheduler import Policy, list_schedule
+from zpasses.cost.plan.plan_improvement import choose_routes, engine_launches, merge_launches
 from zpasses.cost.plan.schedule_evaluation import Cost, Plan, duration_us, evaluate
-from zpasses.cost.plan.schedule_merging import choose_routes, engine_launches, merge_launches
 from zpasses.cost.plan.schedule_problem import ScheduleProblem
 from zpasses.cost.plan.simple_plans import CAP_BYTES, one_ahead_plan, simple_plans, single_plan
 from zpasses.option_values import MemoryBudget

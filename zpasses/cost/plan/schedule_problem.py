@@ -27,6 +27,7 @@ from zpasses.cost.memory.liveness import reinplaceable_all_reduces, scratch_byte
 from zpasses.cost.plan.bucket_keys import BucketKey, bucket_key, member_packing_bytes
 from zpasses.cost.time.clock import CollectiveTiming
 from zpasses.cost.time.roofline import (
+    collective_on_route_us,
     compute_us,
     copy_engine_launch_us,
     copy_us,
@@ -122,16 +123,14 @@ class Job:
         other = self.by_engine
         if other is None:
             return self
+        latency = min(self.latency_us, other.latency_us)
         timing = replace(
             self.timing,
-            duration_us=min(self.alone_us, other.alone_us),
+            duration_us=latency + min(self.transfer_us, other.transfer_us),
             compute_slowdown=min(self.timing.compute_slowdown, other.timing.compute_slowdown),
             collective_slowdown=min(
                 self.timing.collective_slowdown, other.timing.collective_slowdown
             ),
-        )
-        latency = min(
-            self.latency_us, timing.duration_us - min(self.transfer_us, other.transfer_us)
         )
         return replace(self, timing=timing, latency_us=latency, by_engine=None)
 
@@ -364,15 +363,21 @@ class _Reader:
         collective = collective_of(item.started)
         if self._engine is None or not job.is_gather or collective is None:
             return None
-        ranks = compat.group_ranks(collective.group)
-        if engine_obstacle(ranks, self._target) or value_of(item.source).is_quantized:
+        ranks, target = compat.group_ranks(collective.group), self._target
+        if engine_obstacle(ranks, target) or value_of(item.source).is_quantized:
             return None
         # A launch of several tensors packs them, and copies them out of a flat one.
         packed = item.tag.nbytes + item.full_bytes if job.key.mode == "coalesced" else None
+        timing = self._timings.of(item.started, collective, by_engine=True)
+        once, twice = (
+            collective_on_route_us(self._engine, "gather", size, len(ranks), target)
+            for size in (job.full_bytes, 2 * job.full_bytes)
+        )
         return replace(
             job,
-            timing=self._timings.of(item.started, collective, by_engine=True),
-            latency_us=self._engine.latency_us,
+            timing=timing,
+            # All but what grows with the bytes: each chunk and each copy starts anew.
+            latency_us=timing.duration_us - (twice - once),
             launch_bytes=job.launch_bytes - scratch_bytes(item.started),
             packed_bytes=job.packed_bytes if packed is None else packed,
             on_engine=True,

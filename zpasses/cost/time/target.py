@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import importlib.util
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -106,7 +107,8 @@ class Target:
     def detect(cls) -> Target:
         """Returns the target that `ZPASSES_TARGET` names, else the target of this process's device.
 
-        An accelerator without figures in `TARGETS` counts as an H100.
+        An accelerator without figures in `TARGETS` counts as an H100. A detected target has the
+        route mori only where mori is installed, so that nothing is planned for what cannot run.
         """
         named = os.environ.get(ENVIRONMENT_VARIABLE)
         if named:
@@ -114,13 +116,16 @@ class Target:
         if not torch.cuda.is_available():
             return TARGETS["cpu"]
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        found = target_of(
+            properties.name,
+            getattr(properties, "gcnArchName", ""),
+            properties.multi_processor_count,
+            properties.total_memory,
+        )
+        has_mori = importlib.util.find_spec("mori") is not None
         return dataclasses.replace(
-            target_of(
-                properties.name,
-                getattr(properties, "gcnArchName", ""),
-                properties.multi_processor_count,
-                properties.total_memory,
-            ),
+            found,
+            routes=tuple(each for each in found.routes if each != "mori" or has_mori),
             ranks_per_node=torch.cuda.device_count(),
             memory_bytes=properties.total_memory,
         )
@@ -137,13 +142,14 @@ class Target:
         return min(1.0, (ranks - 1) / others)
 
     def __str__(self) -> str:
+        """Text that `parse` reads. It leaves out which routes are installed."""
         base = TARGETS.get(self.name)
         if base is None or base == self:
             return self.name
         changed = [
             field.name
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) != getattr(base, field.name)
+            if field.name not in _FIXED and getattr(self, field.name) != getattr(base, field.name)
         ]
         return ",".join([self.name, *(f"{key}={getattr(self, key)}" for key in changed)])
 

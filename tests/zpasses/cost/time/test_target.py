@@ -1,9 +1,12 @@
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import zpasses
 from zpasses import OptionError
+from zpasses.cost.time.route_figures import planned_route
 from zpasses.cost.time.target import TARGETS, Target, current_target, target_of, use_target
 from zpasses.passes import GatherParams
 
@@ -127,3 +130,27 @@ def test_uuid_of_a_pass_changes_with_the_target(monkeypatch):
         with use_target(Target.parse(text)):
             uuids.add(GatherParams().uuid())
     assert len(uuids) == 3
+
+
+@pytest.mark.parametrize("has_mori", [False, True])
+def test_a_detected_target_has_mori_only_where_it_is_installed(monkeypatch, has_mori):
+    device = SimpleNamespace(
+        name="AMD Instinct MI300X",
+        gcnArchName="gfx942:sramecc+:xnack-",
+        multi_processor_count=304,
+        total_memory=192 << 30,
+    )
+    monkeypatch.delenv("ZPASSES_TARGET", raising=False)
+    for name, value in (
+        ("is_available", True),
+        ("current_device", 0),
+        ("device_count", 8),
+        ("get_device_properties", device),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if has_mori else None)
+    found = Target.detect()
+    assert planned_route(found) == ("mori" if has_mori else None)
+    assert Target.parse(str(found)) == dataclasses.replace(found, routes=TARGETS["mi300x"].routes)
+    # A named target is planned for whatever is installed here.
+    assert planned_route(Target.parse("mi300x")) == "mori"
