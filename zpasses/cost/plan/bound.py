@@ -2,8 +2,8 @@
 
 The order of kernels and the bytes of collectives are given. The bound knows three limits:
 
-- Kernels run one after another, and each channel moves its bytes one after another. Latency of
-  collectives is left out, as if all of a channel's collectives shared a launch.
+- Kernels run one after another, and each link moves its bytes one after another. Latency of
+  collectives is left out, as if all of a link's collectives shared a launch.
 - Collectives and kernels beside each other take longer, as on links within a node.
 - A kernel needs the gathers of its parameters and of all kernels before it, and a reduction needs
   the kernels before it. The launch of the first gather and of the last reduction has a latency.
@@ -25,8 +25,8 @@ class Bound:
 
     compute_us: float
     """All kernels, with no waiting."""
-    channel_us: float
-    """All bytes of the busiest channel, with no latency."""
+    link_us: float
+    """All bytes of the busiest link, with no latency."""
     path_us: float
     """The bound that also knows which kernels need which gathers, which reductions need which
     kernels, and how collectives and kernels slow each other down."""
@@ -34,24 +34,24 @@ class Bound:
     @property
     def total_us(self) -> float:
         """The largest of the bounds: no schedule is faster."""
-        return max(self.compute_us, self.channel_us, self.path_us)
+        return max(self.compute_us, self.link_us, self.path_us)
 
 
 def schedule_bound(problem: ScheduleProblem) -> Bound:
     """Returns the bound of a graph."""
     moved = sum(job.start_us + job.wait_us for job in problem.jobs)
     compute = float(sum(problem.work_us)) + moved
-    channels = []
-    for channel in (0, 1):
-        fixed = sum(
-            event.timing.duration_us
-            for event in problem.fixed
-            if event.timing is not None and int(event.timing.between_nodes) == channel
-        )
-        jobs = [job.fastest for job in problem.jobs if job.channel == channel]
-        channels.append((sum(job.transfer_us for job in jobs) + fixed, jobs))
-    paths = [_path_us(problem, jobs, total) for total, jobs in channels if jobs]
-    return Bound(compute, max(total for total, _ in channels), max(paths, default=0.0))
+    fixed = [event.timing for event in problem.fixed if event.timing is not None]
+    jobs = [job.fastest for job in problem.jobs]
+    moved_us: dict[str, float] = {}
+    for link in {each.channel.link for each in (*fixed, *jobs)}:
+        moved_us[link] = sum(job.transfer_us for job in jobs if job.channel.link == link)
+        moved_us[link] += sum(each.duration_us for each in fixed if each.channel.link == link)
+    paths = [
+        _path_us(problem, [job for job in jobs if job.channel.link == link], total)
+        for link, total in moved_us.items()
+    ]
+    return Bound(compute, max(moved_us.values(), default=0.0), max(paths, default=0.0))
 
 
 def _path_us(problem: ScheduleProblem, jobs: Sequence[Job], moved: float) -> float:
@@ -60,6 +60,8 @@ def _path_us(problem: ScheduleProblem, jobs: Sequence[Job], moved: float) -> flo
     In the first part, the gathers arrive that its kernels and the first kernel after it need. In
     the last part, the reductions run whose gradients its kernels, or the last before it, make.
     """
+    if not jobs:
+        return 0.0
     slows, slowed = (
         min(job.timing.compute_slowdown for job in jobs),
         min(job.timing.collective_slowdown for job in jobs),

@@ -1,7 +1,7 @@
 """Schedule collectives beside kernels whose order is fixed: one pass over a graph, given a policy.
 
-The scheduler simulates the graph while it decides, so it knows when each channel would be idle. At
-every slot it starts what a channel needs to stay busy until the next slot. Gathers come in the
+The scheduler simulates the graph while it decides, so it knows when each link would be idle. At
+every slot it starts what a link needs to stay busy until the next slot. Gathers come in the
 order of their first consumers, and go before reductions if they would otherwise arrive late. What
 does not fit the memory limit starts later. A reduction whose input no longer fits is awaited at
 once, so a plan within the limit always exists if the graph itself is within it.
@@ -26,7 +26,7 @@ from zpasses.cost.plan.schedule_evaluation import (
     run_fixed_events,
 )
 from zpasses.cost.plan.schedule_problem import Job, ScheduleProblem
-from zpasses.cost.time.clock import Clock
+from zpasses.cost.time.clock import Channel, Clock
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Policy:
     """Ready gradients wait until a launch of full size is together, as long as the kernels left
     take more than this many times as long as their reduction; infinity never waits."""
     cover: float = 1.25
-    """How much longer than the next kernels a channel should have to do. More than 1, since kernels
+    """How much longer than the next kernels a link should have to do. More than 1, since kernels
     beside collectives take longer; much more tolerates collectives that take longer than predicted.
     """
 
@@ -65,25 +65,24 @@ class _ListScheduler:
         self._launches: list[tuple[int, ...]] = []
         self._actions: list[Action] = []
         self._gathers = [job for job in problem.jobs if job.is_gather]
-        self._left = tuple(
-            deque(job for job in self._gathers if job.channel == channel) for channel in (0, 1)
-        )
-        """Per channel the gathers that have not started, in order, besides a few that have."""
+        links = dict.fromkeys(job.channel.link for job in problem.jobs)
+        self._left = {
+            link: deque(job for job in self._gathers if job.channel.link == link) for link in links
+        }
+        """Per link the gathers that have not started, in order, besides a few that have."""
         self._launch_of: dict[int, int] = {}
         """Job number of a gather that has started -> its launch."""
         self._awaited: set[int] = set()
         self._pending: list[Job] = []
         """Reductions that are ready and have not started."""
-        self._pending_on: tuple[list[Job], list[Job]] = ([], [])
-        """The same by channel."""
+        self._pending_on: dict[str, list[Job]] = {link: [] for link in links}
+        """The same by link."""
         self._pending_us: float | None = None
         """Their durations one after another; None if they have changed since it was computed."""
         self._held = HeldInputs()
         self._flying: dict[int, LaunchCost] = {}
         """Launches of reductions that are not awaited yet."""
         self._slot = 0
-        self._beside = any(job.timing.second_group for job in problem.jobs)
-        """Whether reductions run on second groups, beside gathers."""
         self._lead_us = _leads(problem, self._work_before)
 
     def run(self) -> Plan:
@@ -122,39 +121,45 @@ class _ListScheduler:
 
     # --- what to start ----------------------------------------------------------------------------
     def _fill(self, work: float, before: Sequence[int]) -> None:
-        """Starts what channels need to be busy during the segment.
+        """Starts what links need to be busy during the segment.
 
         Args:
             work: duration of its kernels.
             before: launches that are awaited before the segment.
         """
-        for channel in (0, 1):
-            while self._left_after(channel, before) < self._policy.cover * work or (
-                work == 0 and not any(self._clock.queues[channel])
+        for link in self._left:
+            while self._left_after(link, before) < self._policy.cover * work or (
+                work == 0 and not self._clock.on_link(link)
             ):
-                if not self._start_next(channel):
+                if not self._start_next(link):
                     break
 
-    def _left_after(self, channel: int, before: Sequence[int]) -> float:
-        """Duration of what a channel still has to do when these launches have been awaited."""
-        first, second = self._clock.queues[channel]
+    def _left_after(self, link: str, before: Sequence[int]) -> float:
+        """Duration of what a link still has to do when these launches have been awaited."""
         total = awaited = 0.0
-        for entry in first:
-            total += entry[0]
-            if entry[3] in before:
-                awaited, total = awaited + total, 0.0
-        # While the links are shared, what gathers move is also moved for reductions.
-        return total + max(0.0, sum(entry[0] for entry in second) - awaited)
+        beside = []
+        for queue in self._clock.on_link(link).values():
+            until = rest = 0.0
+            for entry in queue:
+                rest += entry[0]
+                if entry[3] in before:
+                    until, rest = until + rest, 0.0
+            if until:
+                awaited += until
+                total += rest
+            else:
+                beside.append(rest)
+        # While channels share the link, each moves as much as the one that is awaited.
+        return total + sum(max(0.0, rest - awaited) for rest in beside)
 
-    def _start_next(self, channel: int) -> bool:
-        job = self._gather_on(channel)
-        ready = self._pending_on[channel]
+    def _start_next(self, link: str) -> bool:
+        job = self._gather_on(link)
+        ready = self._pending_on[link]
         bucket = self._reduction_bucket(ready) if ready else []
         if job is not None:
             lead = self._time_until(job.latest)
-            after = self._cost(bucket).duration_us if bucket else 0.0
             slowed = job.timing.collective_slowdown
-            urgent = lead <= self._arrives_us(channel, job.alone_us, 0.0, after) * slowed
+            urgent = lead <= self._arrives_us(job, job.alone_us, after=bucket) * slowed
             soon = lead <= self._policy.horizon * self._lead_us[job.number]
             if (urgent or (soon and not bucket)) and self._fits(job, job, job.launch_bytes):
                 self._start_gathers(self._bucket_of(job))
@@ -164,9 +169,9 @@ class _ListScheduler:
             return True
         return False
 
-    def _gather_on(self, channel: int) -> Job | None:
-        """Returns the first gather of a channel that has not started."""
-        left = self._left[channel]
+    def _gather_on(self, link: str) -> Job | None:
+        """Returns the first gather of a link that has not started."""
+        left = self._left[link]
         while left and left[0].number in self._launch_of:
             left.popleft()
         return left[0] if left else None
@@ -188,7 +193,7 @@ class _ListScheduler:
                 break
             if job.number in self._launch_of or not can_share(first, job):
                 continue
-            arrives = self._arrives_us(first.channel, total, job.transfer_us)
+            arrives = self._arrives_us(first, total + job.transfer_us)
             in_time = (
                 arrives * first.timing.collective_slowdown <= until
                 or clock.now_us + arrives + after <= policy.end_us
@@ -236,20 +241,20 @@ class _ListScheduler:
             self._await(launch)
 
     # --- time -------------------------------------------------------------------------------------
-    def _arrives_us(self, channel: int, own: float, more: float, after: float = 0.0) -> float:
-        """Time until gathers that start now have arrived, with nothing running beside them.
+    def _arrives_us(self, first: Job, duration: float, after: Sequence[Job] = ()) -> float:
+        """Time until gathers that start now have arrived, with no kernel running beside them.
 
         Args:
-            channel: of the gathers.
-            own: their duration.
-            more: by how much they take longer with another one.
-            after: duration of reductions that start before them.
+            first: one of the gathers.
+            duration: of their launch.
+            after: reductions on the same link that start in a launch before them.
         """
-        gathers, reductions = self._clock.left_by_group(channel)
-        if not self._beside:
-            return gathers + after + own + more
-        gathers = gathers + own + more
-        return gathers + min(gathers, reductions + after)
+        own, others = self._clock.left_us(first.channel)
+        before = self._cost(after).duration_us if after else 0.0
+        if after and after[0].channel != first.channel:
+            others, before = others + before, 0.0
+        own += before + duration
+        return own + min(own, others)
 
     def _time_until(self, slot: int) -> float:
         """Duration of the kernels until a slot."""
@@ -292,7 +297,7 @@ class _ListScheduler:
         """
         if not self._pending and not self._flying:
             return start + 1
-        busy = max(self._clock.left_us(0), self._clock.left_us(1))
+        busy = max(sum(self._clock.left_us(Channel(link))) for link in self._left)
         if self._pending_us is None:
             self._pending_us = sum(job.alone_us for job in self._pending)
         busy += self._pending_us
@@ -334,8 +339,7 @@ class _ListScheduler:
     def _start_reductions(self, members: list[Job]) -> None:
         taken = set(members)
         self._pending = [job for job in self._pending if job not in taken]
-        for channel in {job.channel for job in members}:
-            left = self._pending_on[channel]
+        for left in self._pending_on.values():
             left[:] = [job for job in left if job not in taken]
         self._pending_us = None
         number, cost = self._start(members)
@@ -343,7 +347,7 @@ class _ListScheduler:
 
     def _add_pending(self, job: Job) -> None:
         self._pending.append(job)
-        self._pending_on[job.channel].append(job)
+        self._pending_on[job.channel.link].append(job)
         self._pending_us = None
         self._held.add(job)
 
@@ -401,11 +405,12 @@ def can_share(first: Job, job: Job) -> bool:
 
 
 def _leads(problem: ScheduleProblem, work_before: np.ndarray) -> dict[int, float]:
-    """Returns how long before the consumer of each gather its channel has to start it, so that
+    """Returns how long before the consumer of each gather its link has to start it, so that
     nothing later is late: job number -> microseconds of compute.
     """
     leads: dict[int, float] = {}
-    behind, at = [0.0, 0.0], [math.inf, math.inf]
+    behind: dict[str, float] = {}
+    at: dict[str, float] = {}
     events = sorted(
         problem.jobs,
         key=lambda job: (job.latest if job.is_gather else job.earliest, job.number),
@@ -413,10 +418,10 @@ def _leads(problem: ScheduleProblem, work_before: np.ndarray) -> dict[int, float
     )
     for job in events:
         slot = job.latest if job.is_gather else job.earliest
-        now, channel = float(work_before[slot]), job.channel
-        late = max(0.0, behind[channel] - (at[channel] - now))
-        behind[channel] = late + job.alone_us * job.timing.collective_slowdown
-        at[channel] = now
+        now, link = float(work_before[slot]), job.channel.link
+        late = max(0.0, behind.get(link, 0.0) - (at.get(link, math.inf) - now))
+        behind[link] = late + job.alone_us * job.timing.collective_slowdown
+        at[link] = now
         if job.is_gather:
-            leads[job.number] = behind[channel]
+            leads[job.number] = behind[link]
     return leads

@@ -25,7 +25,7 @@ from zpasses.cost.memory.collective_moves import (
 )
 from zpasses.cost.memory.liveness import reinplaceable_all_reduces, scratch_bytes
 from zpasses.cost.plan.bucket_keys import BucketKey, bucket_key, member_packing_bytes
-from zpasses.cost.time.clock import CollectiveTiming
+from zpasses.cost.time.clock import Channel, CollectiveTiming
 from zpasses.cost.time.roofline import (
     collective_on_route_us,
     compute_us,
@@ -134,10 +134,9 @@ class Job:
         )
         return replace(self, timing=timing, latency_us=latency, by_engine=None)
 
-    @cached_property
-    def channel(self) -> int:
-        """0 for the links within a node, 1 for the network between nodes."""
-        return int(self.timing.between_nodes)
+    @property
+    def channel(self) -> Channel:
+        return self.timing.channel
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,14 @@
 
 The nodes of a graph run in order on one stream, and its collectives beside them. Collectives within
 a node share its links, and collectives between nodes share the network; the two kinds do not delay
-each other. Where a group's ranks are decides this, not its size. Collectives that share links run
-one after another, whatever their group and route, with two exceptions. Those of a second group of
-the same ranks (`zpasses.ranks.new_groups`) run beside the others, and so do those of groups
-that only the model uses, as for tensor parallelism. Two that are in flight on the same links take
-twice as long each. A
-kernel takes its roofline time, and longer while a collective that needs compute units runs beside
-it. A collective takes longer while kernels run beside it. An op of the dialect is a collective that
-is awaited at once. The model ignores fusion, the CPU and the optimizer. It compares forms of one
-step, and does not predict real durations.
+each other. Where a group's ranks are decides this, not its size. Collectives of a channel run one
+after another, and channels of one link share it (`zpasses.cost.time.clock`). Process groups of
+parameters have one channel per link. Copy engines have another, and so have a second group of the
+same ranks (`zpasses.ranks.new_groups`) and groups that only the model uses, as for tensor
+parallelism. A kernel takes its roofline time, and longer while a collective that needs compute
+units runs beside it. A collective takes longer while kernels run beside it. An op of the dialect is
+a collective that is awaited at once. The model ignores fusion, the CPU and the optimizer. It
+compares forms of one step, and does not predict real durations.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.time.clock import Clock, CollectiveTiming
+from zpasses.cost.time.clock import Channel, Clock, CollectiveTiming
 from zpasses.cost.time.roofline import (
     collective_on_route_us,
     copy_engine_launch_us,
@@ -138,14 +137,13 @@ class Timeline:
                 self._advance(clock, self._events[node], numbers, ())
             spans[node] = start, clock.now_us
             issued[node] = clock.now_us - (clock.waited_us - waited)
-        free: dict[tuple[bool, bool], float] = {}
+        free: dict[Channel, float] = {}
         for node, number in numbers.items():
             clock.wait(number)
             timing = self.timing(node, False)
-            queue = timing.between_nodes, timing.second_group
-            start, end = max(issued[node], free.get(queue, 0.0)), clock.done_us[number]
-            spans[node] = start, end
-            free[queue] = end
+            start = max(issued[node], free.get(timing.channel, 0.0))
+            spans[node] = start, clock.done_us[number]
+            free[timing.channel] = clock.done_us[number]
         return list(spans.values())
 
     def _advance(
@@ -238,25 +236,25 @@ def collective_timing(
     if by_engine is None:
         by_engine = is_copy_engine_collective(collective)
     figures = route_figures(target).get(target.routes[0] if by_engine and target.routes else "c10d")
-    second = compat.parent_group(collective.group) != collective.group
+    queue = "groups" if compat.parent_group(collective.group) == collective.group else "beside"
     ranks, nodes = len(group), nodes_of(group, target)
     if figures is None or nodes > 1:
         return CollectiveTiming(
             ring_collective_us(collective.op, sum(parts), ranks, target, nodes),
-            between_nodes=nodes > 1,
+            channel=Channel("network" if nodes > 1 else "node", queue),
             issue_us=target.issue_us,
-            second_group=second,
         )
     if by_engine and target.routes:
         took = copy_engine_launch_us(figures, collective.op, parts, ranks, target)
+        queue = "engines"
     else:
         took = collective_on_route_us(figures, collective.op, sum(parts), ranks, target)
     return CollectiveTiming(
         took,
         figures.compute_slowdown,
         figures.collective_slowdown,
+        channel=Channel("node", queue),
         issue_us=target.issue_us,
-        second_group=second,
     )
 
 
@@ -285,7 +283,9 @@ class GraphTimings:
         timing = collective_timing(node, collective, self._target, by_engine=by_engine)
         second = collective.group in self._regrouped and is_regroupable(node)
         second = second or collective.group in self._of_model
-        return replace(timing, second_group=True) if second else timing
+        return (
+            replace(timing, channel=timing.channel._replace(queue="beside")) if second else timing
+        )
 
 
 def _full_bytes(node: fx.Node, collective: Collective, ranks: int) -> list[int]:

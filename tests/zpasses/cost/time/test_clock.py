@@ -1,12 +1,15 @@
-"""Queues of one process group, and of two that share the links."""
+"""Channels of one link, which share it, and of different links."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zpasses.cost.time.clock import Clock, CollectiveTiming
+from zpasses.cost.time.clock import Channel, Clock, CollectiveTiming
 
-FIRST, SECOND = (CollectiveTiming(0.0, second_group=second) for second in (False, True))
+FIRST, SECOND, ENGINE = (
+    CollectiveTiming(0.0, channel=Channel("node", queue))
+    for queue in ("groups", "beside", "engines")
+)
 
 
 def started(*collectives):
@@ -18,7 +21,7 @@ def started(*collectives):
 
 
 def done(clock):
-    for number in {int(entry[3]) for both in clock.queues for queue in both for entry in queue}:
+    for number in {int(entry[3]) for queue in clock.busy.values() for entry in queue}:
         clock.wait(number)
     return [clock.done_us[number] for number in sorted(clock.done_us)]
 
@@ -38,12 +41,17 @@ def test_groups_share_the_bandwidth_only_while_both_have_a_collective():
 
 
 def test_links_of_a_node_and_the_network_are_not_shared():
-    network = CollectiveTiming(0.0, between_nodes=True, second_group=True)
+    network = CollectiveTiming(0.0, channel=Channel("network", "beside"))
     assert done(started((100, network), (10, FIRST))) == [100, 10]
 
 
+def test_copy_engines_share_the_links_with_the_groups():
+    found = done(started((30, SECOND), (30, ENGINE), (10, FIRST)))
+    assert found == pytest.approx([70, 70, 30])
+
+
 def test_a_kernel_slows_both_and_is_slowed_by_the_worse():
-    slow = CollectiveTiming(0.0, 2.0, 4.0, second_group=True)
+    slow = CollectiveTiming(0.0, 2.0, 4.0, Channel("node", "beside"))
     mild = CollectiveTiming(0.0, 1.25, 1.0)
     clock = started((10, slow), (10, mild))
     clock.work(10)  # at half its speed; 20 us in which the gather ends
@@ -61,14 +69,14 @@ times = st.floats(0.01, 100.0)
 def test_second_groups_move_the_same_bytes_in_the_same_time(collectives, kernels):
     """The links are busy as long as anything is in flight, whatever the groups."""
     ends = []
-    for groups in ((FIRST, FIRST), (FIRST, SECOND)):
+    for groups in ((FIRST, FIRST), (FIRST, SECOND), (ENGINE, FIRST)):
         clock = started(*((duration, groups[reduces]) for duration, reduces in collectives))
         for kernel in kernels:
             clock.work(kernel)
         ends.append(max(done(clock)))
         total = sum(duration for duration, _ in collectives)
         assert clock.now_us == pytest.approx(max(sum(kernels), total))
-    assert ends[0] == pytest.approx(ends[1])
+    assert ends == pytest.approx([ends[0]] * 3)
 
 
 @given(st.lists(times, min_size=1, max_size=5), st.lists(times, min_size=1, max_size=5))

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from zpasses import compat
+from zpasses.cost.time.clock import Channel
 from zpasses.cost.time.step_time import collective_timing, groups_of_model, step_time
 from zpasses.cost.time.target import Target
 from zpasses.graph.queries import collective_of, collectives
@@ -174,15 +175,14 @@ def two_group_times(mesh_size, of_model, products=0):
 def test_a_group_within_a_node_and_one_across_nodes_use_different_links(of_model):
     # tp has 8 neighbours, and dp ranks 0 and 8, which are on two nodes.
     gather, reduce, both = two_group_times((2, 8), of_model)
-    assert (gather.between_nodes, reduce.between_nodes) == (True, False)
+    assert (gather.channel.link, reduce.channel.link) == ("network", "node")
     assert gather.duration_us == pytest.approx(10 + 10 + 1 / 2 * 16 * PART / 1e4)
     assert both == pytest.approx(max(gather.duration_us, reduce.duration_us))
 
 
 def test_groups_of_one_node_share_its_links():
     gather, reduce, both = two_group_times((2, 4), of_model=True)
-    assert (gather.between_nodes, reduce.between_nodes) == (False, False)
-    assert (gather.second_group, reduce.second_group) == (False, False)
+    assert gather.channel == reduce.channel == Channel("node")
     # Both move their bytes in the time of one after the other. The all-reduce, which is awaited
     # first, gets half of the links instead of queueing behind the gather.
     assert both == pytest.approx(gather.duration_us + reduce.duration_us)
