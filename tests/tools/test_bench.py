@@ -433,8 +433,9 @@ def test_schedulers_are_compared_on_one_step(monkeypatch):
     monkeypatch.setattr(schedule_suite, "MODELS", {"tiny": TINY_LLAMA})
     names = ("single", "one ahead", "zero3", "budget 10%")
     job = {"model": "tiny", "ranks": 8, "tokens": 32, "layers": None}
-    job |= {"targets": ["h100"], "schedulers": list(names)}
-    (row,) = schedule_suite.measure(job)
+    engines = "mi300x,launch_us=0.01,hop_us=0.01,link_gb_s=0.02"  # gain whatever the size
+    job |= {"targets": ["h100", engines], "schedulers": list(names)}
+    row, swapped = schedule_suite.measure(job)
     points = {point.scheduler: point for point in row.points}
     assert tuple(points) == names
     assert not row.failed
@@ -442,6 +443,10 @@ def test_schedulers_are_compared_on_one_step(monkeypatch):
     assert sum(row.bound_ms) <= points["zero3"].total_ms
     budgeted = points["budget 10%"]
     assert budgeted.own_bound_ms <= budgeted.total_ms
-    report = schedule_table(ScheduleReport(ScheduleConfig(models=("tiny",)), [row]))
+    assert not any(point.on_engines for point in row.points)
+    on_engines = {point.scheduler: point.on_engines for point in swapped.points}
+    assert on_engines["zero3"] > on_engines["one ahead"] == 0
+    report = schedule_table(ScheduleReport(ScheduleConfig(models=("tiny",)), [row, swapped]))
     header = next(line for line in report.splitlines() if "model" in line)
     assert "its own bound" in header
+    assert "zero3: on engines" in header

@@ -27,11 +27,12 @@ from zpasses.cost.time.clock import Clock, CollectiveTiming
 from zpasses.cost.time.roofline import compute_us
 from zpasses.cost.time.step_time import (
     collective_timing,
+    is_copy_engine_collective,
     step_time,
 )
 from zpasses.cost.time.target import Target, use_target
 from zpasses.errors import OptionError, suggestion
-from zpasses.graph.queries import collective_of, is_wait, started_by
+from zpasses.graph.queries import collective_of, collectives, is_wait, started_by
 from zpasses.passes import ZERO3, Schedule
 from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline
@@ -111,6 +112,9 @@ class SchedulePoint:
     collectives: int
     inductor_ms: float
     """Both graphs, by Inductor's own estimates."""
+    gathers: int = 0
+    on_engines: int = 0
+    """Launches of gathers, and how many of them run on copy engines."""
     own_bound_ms: float | None = None
     """Least duration of these graphs, if they are not those of the other schedulers."""
 
@@ -202,6 +206,8 @@ def _shown(row: ScheduleRow) -> dict[str, Any]:
             ratios[f"{point.scheduler} / bound"] = f"{point.total_ms / bound:.3f}"
         if point.own_bound_ms is not None:
             ratios["its own bound"] = point.own_bound_ms
+        if point.on_engines:
+            ratios[f"{point.scheduler}: on engines"] = f"{point.on_engines} of {point.gathers}"
     ours = next((point for point in row.points if point.scheduler == "zero3"), None)
     peers = [
         point.total_ms
@@ -321,13 +327,17 @@ def _node_us(node: fx.Node, target: Target) -> float:
 
 def _judge(name: str, step: Step, target: Target) -> SchedulePoint:
     forward, backward = (step_time([graph], target).total_us / 1e3 for graph in step.graphs)
+    launched = [each for graph in step.graphs for _, each in collectives(graph)]
+    gathers = [each for each in launched if "gather" in each.op]
     return SchedulePoint(
         name,
         forward,
         backward,
         max(liveness(graph).peak_bytes for graph in step.graphs),
-        sum(collective_of(node) is not None for graph in step.graphs for node in graph.nodes),
+        len(launched),
         sum(_by_inductor_ms(graph, target) for graph in step.graphs),
+        len(gathers),
+        sum(map(is_copy_engine_collective, gathers)),
     )
 
 

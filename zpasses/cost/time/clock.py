@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple
 class Channel(NamedTuple):
     """A queue of transfers, which run one after another in the order of their starts.
 
-    Channels of one link run beside each other and share its bandwidth equally. Different links do
-    not delay each other.
+    Channels of one link run beside each other and share its bandwidth: together they move what the
+    fastest of them would alone, each in proportion to its speed. So what kernels slow down leaves
+    the link to others. Different links do not delay each other.
     """
 
     link: Literal["node", "network"]
@@ -82,7 +83,7 @@ class Clock:
                 slows, ends = head[1], head[0] * head[2]
             else:
                 slows = max(queue[0][1] for queue in self.busy.values())
-                ends = self._next_end_us(beside_compute=True)
+                ends = self._next_end_us(self._factors(beside_compute=True))
             spent = min(left * slows, ends)
             left -= spent / slows
             self._advance(spent, beside_compute=True)
@@ -90,26 +91,35 @@ class Clock:
     def wait(self, number: int) -> None:
         """Waits for a transfer that has started."""
         while number not in self.done_us:
-            late = self._next_end_us(beside_compute=False)
+            late = self._next_end_us(self._factors(beside_compute=False))
             self.waited_us += late
             self._advance(late, beside_compute=False)
 
-    def _next_end_us(self, *, beside_compute: bool) -> float:
+    def _factors(self, *, beside_compute: bool) -> list[float]:
+        """Returns by how much the first transfer of each busy channel takes longer than alone."""
+        slowed = [queue[0][2] if beside_compute else 1.0 for queue in self.busy.values()]
+        if len(slowed) == 1:
+            return slowed
+        speeds: dict[str, list[float]] = {}
+        for channel, factor in zip(self.busy, slowed, strict=True):
+            speeds.setdefault(channel.link, []).append(1.0 / factor)
+        shares = {link: sum(each) / max(each) for link, each in speeds.items()}
+        return [
+            shares[channel.link] * factor for channel, factor in zip(self.busy, slowed, strict=True)
+        ]
+
+    def _next_end_us(self, factors: list[float]) -> float:
         """Time until the first transfer in flight ends."""
-        shares = Counter(channel.link for channel in self.busy)
-        return min(
-            queue[0][0] * shares[channel.link] * (queue[0][2] if beside_compute else 1.0)
-            for channel, queue in self.busy.items()
-        )
+        queues = self.busy.values()
+        return min(queue[0][0] * factor for queue, factor in zip(queues, factors, strict=True))
 
     def _advance(self, spent: float, *, beside_compute: bool) -> None:
         """Lets time pass in which at most the first transfer of each channel ends."""
         self.now_us += spent
-        shares = Counter(channel.link for channel in self.busy) if len(self.busy) > 1 else {}
-        for channel, queue in list(self.busy.items()):
+        factors = self._factors(beside_compute=beside_compute)
+        for (channel, queue), factor in zip(list(self.busy.items()), factors, strict=True):
             head = queue[0]
-            share = shares.get(channel.link, 1)
-            head[0] -= spent / (share * (head[2] if beside_compute else 1.0))
+            head[0] -= spent / factor
             if head[0] <= _EPSILON_US:
                 self.done_us[int(head[3])] = self.now_us
                 queue.popleft()

@@ -54,12 +54,15 @@ def test_a_kernel_slows_both_and_is_slowed_by_the_worse():
     slow = CollectiveTiming(0.0, 2.0, 4.0, Channel("node", "beside"))
     mild = CollectiveTiming(0.0, 1.25, 1.0)
     clock = started((10, slow), (10, mild))
-    clock.work(10)  # at half its speed; 20 us in which the gather ends
+    clock.work(10)  # at half its speed; 20 us in which the mild one ends
     assert clock.now_us == pytest.approx(20)
-    assert clock.done_us == {1: pytest.approx(20)}
+    # Alone, one moves 1/4 and the other 1 of its bytes per time. Together, they move as many as
+    # the faster one alone, in proportion: 1/5 and 4/5.
+    assert clock.done_us == {1: pytest.approx(12.5)}
+    left = 10 - 12.5 / 5 - 7.5 / 4
     clock.wait(0)
-    assert clock.now_us == pytest.approx(20 + 10 - 20 / 8)
-    assert clock.waited_us == pytest.approx(10 - 20 / 8)
+    assert clock.now_us == pytest.approx(20 + left)
+    assert clock.waited_us == pytest.approx(left)
 
 
 times = st.floats(0.01, 100.0)
