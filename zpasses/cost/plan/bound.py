@@ -44,7 +44,8 @@ def schedule_bound(problem: ScheduleProblem) -> Bound:
     fixed = [event.timing for event in problem.fixed if event.timing is not None]
     jobs = [job.fastest for job in problem.jobs]
     moved_us: dict[str, float] = {}
-    for link in {each.channel.link for each in (*fixed, *jobs)}:
+    links = {each.channel.link for each in fixed} | {job.channel.link for job in jobs}
+    for link in links:
         moved_us[link] = sum(job.transfer_us for job in jobs if job.channel.link == link)
         moved_us[link] += sum(each.duration_us for each in fixed if each.channel.link == link)
     paths = [

@@ -26,7 +26,7 @@ from zpasses.cost.plan.schedule_evaluation import (
     run_fixed_events,
 )
 from zpasses.cost.plan.schedule_problem import Job, ScheduleProblem
-from zpasses.cost.time.clock import Channel, Clock
+from zpasses.cost.time.clock import Channel, Clock, Link
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _ListScheduler:
         self._awaited: set[int] = set()
         self._pending: list[Job] = []
         """Reductions that are ready and have not started."""
-        self._pending_on: dict[str, list[Job]] = {link: [] for link in links}
+        self._pending_on: dict[Link, list[Job]] = {link: [] for link in links}
         """The same by link."""
         self._pending_us: float | None = None
         """Their durations one after another; None if they have changed since it was computed."""
@@ -134,7 +134,7 @@ class _ListScheduler:
                 if not self._start_next(link):
                     break
 
-    def _left_after(self, link: str, before: Sequence[int]) -> float:
+    def _left_after(self, link: Link, before: Sequence[int]) -> float:
         """Duration of what a link still has to do when these launches have been awaited."""
         total = awaited = 0.0
         beside = []
@@ -152,7 +152,7 @@ class _ListScheduler:
         # While channels share the link, each moves as much as the one that is awaited.
         return total + sum(max(0.0, rest - awaited) for rest in beside)
 
-    def _start_next(self, link: str) -> bool:
+    def _start_next(self, link: Link) -> bool:
         job = self._gather_on(link)
         ready = self._pending_on[link]
         bucket = self._reduction_bucket(ready) if ready else []
@@ -169,7 +169,7 @@ class _ListScheduler:
             return True
         return False
 
-    def _gather_on(self, link: str) -> Job | None:
+    def _gather_on(self, link: Link) -> Job | None:
         """Returns the first gather of a link that has not started."""
         left = self._left[link]
         while left and left[0].number in self._launch_of:

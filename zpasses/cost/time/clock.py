@@ -6,6 +6,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+Link = Literal["node", "network"]
+"""What bytes cross: the links within a node, or the network between nodes."""
+Queue = Literal["groups", "beside", "engines"]
+
 
 class Channel(NamedTuple):
     """A queue of transfers, which run one after another in the order of their starts.
@@ -15,9 +19,8 @@ class Channel(NamedTuple):
     the link to others. Different links do not delay each other.
     """
 
-    link: Literal["node", "network"]
-    """What the bytes cross: the links within a node, or the network between nodes."""
-    queue: Literal["groups", "beside", "engines"] = "groups"
+    link: Link
+    queue: Queue = "groups"
     """Who runs them: the process groups of parameters, groups with a stream of their own beside
     these, or copy engines."""
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.time.clock import Channel, Clock, CollectiveTiming
+from zpasses.cost.time.clock import Channel, Clock, CollectiveTiming, Queue
 from zpasses.cost.time.roofline import (
     collective_on_route_us,
     copy_engine_launch_us,
@@ -236,7 +236,9 @@ def collective_timing(
     if by_engine is None:
         by_engine = is_copy_engine_collective(collective)
     figures = route_figures(target).get(target.routes[0] if by_engine and target.routes else "c10d")
-    queue = "groups" if compat.parent_group(collective.group) == collective.group else "beside"
+    queue: Queue = (
+        "groups" if compat.parent_group(collective.group) == collective.group else "beside"
+    )
     ranks, nodes = len(group), nodes_of(group, target)
     if figures is None or nodes > 1:
         return CollectiveTiming(
