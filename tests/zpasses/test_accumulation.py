@@ -7,7 +7,6 @@ of the process group counts collectives.
 
 import copy
 import itertools
-import logging
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -345,9 +344,6 @@ def _fails_inside():
     step = torch.compile(model, backend="zpasses", options=options)
     with zpasses.coalesce_grad_reduction(model):
         step(torch.ones(1, 4)).sum().backward()
-    lines, handler = [], logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("zpasses").addHandler(handler)
     started = time.monotonic()
     window = zpasses.coalesce_grad_reduction(model)  # takes the limit of the compile
     with pytest.raises((RuntimeError, ValueError)) as caught, window:
@@ -358,20 +354,18 @@ def _fails_inside():
     seconds = time.monotonic() - started
     if dist.get_rank() == 1:
         time.sleep(6)  # ranks that die release the others too
-    return seconds, str(caught.value), lines
+    return seconds, str(caught.value)
 
 
 @pytest.mark.slow(quick="tests/zpasses/ranks/test_failures.py")
 def test_a_rank_that_fails_inside_a_graph_is_waited_for_a_limited_time():
-    (seconds, _, lines), (_, raised, _) = (
+    (seconds, waited), (_, raised) = (
         outcome.result for outcome in run_in_fresh_ranks(_fails_inside, timeout_s=100)
     )
     assert raised == "inside"
     assert 2 < seconds < 100
-    assert (
-        "rank 1 left a window with ValueError: inside; the AgreementError of this rank may be a "
-        "consequence" in lines
-    )
+    assert "rank 0 waited in a collective while running graph" in waited
+    assert "rank 1 left a window with ValueError: inside." in waited
 
 
 @dataclass(frozen=True)
