@@ -42,6 +42,8 @@ class GraphRun:
     """Most that it allocates itself until then."""
     gathers_at_turn: bool = False
     """Whether gathers of the next graphs start there, and not where the graph begins."""
+    collectives: int = 0
+    """Number of its launches."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,25 @@ def step_cost(runs: Sequence[GraphRun], ahead: int) -> StepCost:
     one backward stay in flight until the turning point of the next one, as at run time.
     """
     return _Step(runs, ahead).cost()
+
+
+def step_bound_us(runs: Sequence[GraphRun]) -> float:
+    """Duration that no start of these collectives can beat, with a channel that runs one after
+    another.
+
+    Before a graph computes, its gathers and those of all graphs before it must have ended. After
+    it, its reductions and those of all graphs after it must still run. The bound is the largest
+    value over all pairs of a first and a last graph between which only compute counts.
+    """
+    gathered, computed, reduced = 0.0, 0.0, sum(run.reduce_us for run in runs)
+    start, bound = 0.0, reduced + sum(run.gather_us for run in runs)
+    for run in runs:
+        gathered += run.gather_us
+        start = max(start, gathered - computed)
+        computed += run.compute_us
+        bound = max(bound, start + computed + reduced)
+        reduced -= run.reduce_us
+    return bound
 
 
 class _Step:
