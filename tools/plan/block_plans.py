@@ -61,6 +61,10 @@ def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -
             chosen = _point("plan", memory, limit_bytes, step.runs, cost)
         else:
             missing = step.too_little_memory(memory, limit_bytes)
+    gathered = sum(run.gathered_bytes for run in step.runs if not run.is_backward)
+    uncompiled = {
+        name: size for name, size in report.uncompiled.items() if size > _NOTABLE * gathered
+    }
     plans = worth_showing(made.values(), chosen)
     stages: tuple[PlanPoint, ...] = ()
     if request.stages:
@@ -85,9 +89,13 @@ def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -
         missing,
         time.perf_counter() - started,
         report.shard_bytes,
-        uncompiled=report.uncompiled,
+        uncompiled=uncompiled,
         blocks=request.compile_blocks,
     )
+
+
+_NOTABLE = 0.001
+"""Size of a module, as a share of all blocks, from which on it is named."""
 
 
 def _captured(request: PlanRequest, zero_stage: int) -> tuple[BlockStep, CaptureReport]:

@@ -161,7 +161,8 @@ class PlanTable(StepTable):
     routes: tuple[str, ...] = ()
     """Of stage 3 without a budget: each gather that a copy engine can run, its route and why."""
     uncompiled: Mapping[str, int] = field(default_factory=dict)
-    """Module that has parameters outside of the blocks -> their bytes in the unsharded model."""
+    """Module that has a notable part of the parameters, outside of the blocks -> their bytes in the
+    unsharded model."""
 
     @property
     def options(self) -> dict[str, str | int] | None:
@@ -306,8 +307,6 @@ def plan_view(found: PlanTable) -> View:
 
 
 _MOST_UNCOMPILED = 3
-_LEAST_UNCOMPILED = 0.01
-"""Share of the parameters outside of blocks, below which a module is not named."""
 
 
 def _blocks_legend(blocks: str, uncompiled: Mapping[str, int]) -> tuple[str, ...]:
@@ -317,8 +316,7 @@ def _blocks_legend(blocks: str, uncompiled: Mapping[str, int]) -> tuple[str, ...
     )
     outside = "Not counted: what runs between the blocks, which is not compiled"
     ranked = sorted(filter(None, uncompiled), key=uncompiled.__getitem__, reverse=True)
-    least = _LEAST_UNCOMPILED * sum(uncompiled.values())
-    named = [name for name in ranked[:_MOST_UNCOMPILED] if uncompiled[name] > least]
+    named = ranked[:_MOST_UNCOMPILED]
     if not named:
         return ahead, f"{outside}."
     sizes = [f"{name} with {bytes_text(uncompiled[name])}" for name in named]

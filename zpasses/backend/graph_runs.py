@@ -93,7 +93,6 @@ def _reduce_us(reductions: ReductionPart, target: Target) -> float:
 def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
     """Describes one run of a graph."""
     body = hoisted.body.graph
-    parts = [body]
     gather_us = reduce_us = 0.0
     reduced_bytes = 0
     if hoisted.gathers is not None:
@@ -110,7 +109,7 @@ def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
     gathers = [hoisted.gathers.graph] if hoisted.gathers is not None else []
     reductions = hoisted.reductions
     ends = [reductions.start, reductions.end] if reductions is not None else []
-    live, compute_us = liveness(body), step_time(parts, target).total_us
+    live, time = liveness(body), step_time([body], target)
     turn_us, turn_peak, peak = None, 0, live.peak_bytes
     for node in body.find_nodes(op="call_function", target=TURNING_POINT):
         at = live.nodes.index(node)
@@ -119,7 +118,7 @@ def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
     return GraphRun(
         name=kind,
         is_backward=kind == "backward",
-        compute_us=compute_us,
+        compute_us=time.total_us,
         gather_us=gather_us,
         reduce_us=reduce_us,
         gathered_bytes=nbytes(hoisted.extra_inputs),
@@ -129,7 +128,8 @@ def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
         turn_us=turn_us,
         turn_peak_bytes=turn_peak,
         gathers_at_turn=turn_us is not None
-        and (_orders_collectives(hoisted) or turn_us + _MARGIN * gather_us <= compute_us),
+        and (_orders_collectives(hoisted) or turn_us + _MARGIN * gather_us <= time.total_us),
+        waited_us=time.waited_us,
         collectives=sum(
             _starts(node) for part in (hoisted.body, *gathers, *ends) for node in part.graph.nodes
         ),
