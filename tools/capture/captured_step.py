@@ -29,7 +29,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,9 @@ class CaptureRequest:
     """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype, reshard_after_forward."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the backend: zero_stage, pipeline, target, ..."""
+    more_options: Sequence[Mapping[str, Any]] = ()
+    """The model is compiled again with each of these in addition, which costs less than a capture.
+    """
     compile_blocks: str | None = None
     """Compile these modules one by one, as `zpasses.compile_blocks` does; None compiles the model.
     """
@@ -128,7 +131,9 @@ def run_capture(request: CaptureRequest) -> CaptureReport:
     options = dict(request.options)
     if request.out is not None:
         options |= {"dump": request.out, "dump_ranks": "all"}
-    zpasses.Options.parse(options)
+    every = [options, *({**options, **more} for more in request.more_options)]
+    for each in every:
+        zpasses.Options.parse(each)
     seconds = dict.fromkeys(("build", "shard", "step"), 0.0)
     sizes: tuple[int, dict[str, int]] = 0, {}
     for number, rank in enumerate(request.ranks):
@@ -136,7 +141,7 @@ def run_capture(request: CaptureRequest) -> CaptureReport:
             gc.collect()
         with no_garbage_collection():
             sizes = compat.call_with_stack_room(
-                functools.partial(_capture_rank, request, function, rank, options, seconds)
+                functools.partial(_capture_rank, request, function, rank, every, seconds)
             )
     if request.out is not None:
         _check_complete(Path(request.out))
@@ -243,7 +248,7 @@ def _capture_rank(
     request: CaptureRequest,
     function: Callable[..., Any],
     rank: int,
-    options: Mapping[str, Any],
+    every: Sequence[Mapping[str, Any]],
     seconds: dict[str, float],
 ) -> tuple[int, dict[str, int]]:
     """Returns the sizes of a `CaptureReport`."""
@@ -268,19 +273,20 @@ def _capture_rank(
             model, inputs, loss = _unpacked(request.function, made)
         with _timed(seconds, "shard"):
             _shard(request, model, mesh)
-        with _timed(seconds, "step"):
-            try:
-                ends = capture_step(
-                    model,
-                    inputs,
-                    options=options,
-                    loss=loss or _own_loss,
-                    train=request.train,
-                    blocks=request.compile_blocks,
-                    steps=request.steps,
-                )
-            except Exception as error:
-                raise _unwrapped_error(error) from error
+        for options in every:
+            with _timed(seconds, "step"):
+                try:
+                    ends = capture_step(
+                        model,
+                        inputs,
+                        options=options,
+                        loss=loss or _own_loss,
+                        train=request.train,
+                        blocks=request.compile_blocks,
+                        steps=request.steps,
+                    )
+                except Exception as error:
+                    raise _unwrapped_error(error) from error
             if request.train and not ends:
                 raise CaptureError(
                     "no result of the model requires a gradient; return a loss function as third "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from zpasses.backend.graph_runs import BlockStep
 from zpasses.cost.plan.prefetch import (
@@ -40,7 +41,8 @@ def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -
     """
     request.check()
     started, memory, target = time.perf_counter(), request.memory, request.parsed_target()
-    step, report = _captured(request, 3)
+    steps, report = _captured(request)
+    step = steps[3]
 
     def add(point: PlanPoint) -> PlanPoint:
         progress(point)
@@ -67,8 +69,8 @@ def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -
     }
     plans = worth_showing(made.values(), chosen)
     stages: tuple[PlanPoint, ...] = ()
-    if request.stages:
-        whole = _captured(request, 2)[0].runs
+    if 2 in steps:
+        whole = steps[2].runs
         kept = sum(run.gathered_bytes for run in whole if not run.is_backward)
         cost = plan_prefetch(whole, None)
         stages = (
@@ -98,22 +100,27 @@ _NOTABLE = 0.001
 """Size of a module, as a share of all blocks, from which on it is named."""
 
 
-def _captured(request: PlanRequest, zero_stage: int) -> tuple[BlockStep, CaptureReport]:
-    """Returns the graphs of a step that comes after others.
+def _captured(request: PlanRequest) -> tuple[dict[int | None, BlockStep], CaptureReport]:
+    """Returns for each stage the graphs of a step that comes after others.
 
     The second step is planned anew if it runs other graphs than the first one, such as those that
     find parameters cached.
     """
-    seen: list[BlockStep] = []
-    with listen(BlockStep, seen.append):
-        report = run_capture(request.capture(steps=2, zero_stage=zero_stage))
-    if not seen:
+    seen: dict[int | None, BlockStep] = {}
+    capture = replace(
+        request.capture(zero_stage=3),
+        steps=2,
+        more_options=[{"zero_stage": 2}] if request.stages else [],
+    )
+    with listen(BlockStep, lambda step: seen.__setitem__(step.zero_stage, step)):
+        report = run_capture(capture)
+    if 3 not in seen:
         raise CaptureError(
             f"{request.function}: the blocks {request.compile_blocks!r} gather no sharded "
             "parameters in forward and backward, so there is nothing to plan. Name modules with "
             "trained parameters with --compile-blocks."
         )
-    return seen[-1], report
+    return seen, report
 
 
 def _point(

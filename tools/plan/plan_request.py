@@ -64,7 +64,7 @@ class PlanRequest:
         """
         return Target.parse(self.target) if self.target else current_target()
 
-    def capture(self, steps: int = 1, **options: Any) -> CaptureRequest:
+    def capture(self, **options: Any) -> CaptureRequest:
         """Returns the capture of the step, with these options of the backend."""
         options |= {"target": self.target} if self.target is not None else {}
         return CaptureRequest(
@@ -76,5 +76,4 @@ class PlanRequest:
             options=options,
             compile_blocks=self.compile_blocks,
             mesh=self.mesh,
-            steps=steps,
         )

@@ -167,6 +167,8 @@ class BlockStep:
 
     runs: Sequence[GraphRun]
     """The graphs of the step, in their order."""
+    zero_stage: int | None = None
+    """The option of this name."""
 
     def limit_bytes(self, budget: str) -> int:
         """Returns the peak that a budget other than "auto" allows. A percentage counts from the

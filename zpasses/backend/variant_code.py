@@ -339,7 +339,7 @@ def _part(job: CompileJob, gm: fx.GraphModule, names: Sequence[str], kind: str) 
 
 
 def _plan_prefetch(job: CompileJob, runs: Sequence[GraphRun], groups: Sequence[str]) -> int:
-    options, step = job.options, BlockStep(runs)
+    options, step = job.options, BlockStep(runs, job.options.zero_stage)
     job.listeners.send(step)
     with job.listeners.report_errors("prefetch"):
         return agreed_prefetch(
