@@ -9,6 +9,8 @@ what the passes do for 512 ranks on a machine that has none of them.
         -o small-dump
     zpasses capture examples/capture_llama.py:mixture --world 1024 --target h100 \\
         --compile-blocks "model.layers.*" -o mixture-dump
+    zpasses plan examples/capture_llama.py:llama --arg seq=4096 --mesh dp=128,tp=8 --target h100 \\
+        --compile-blocks "model.layers.*,model.embed_tokens,lm_head" --memory 60GiB
     zpasses html llama-dump -o report.html
 
 A function to capture returns a model and its inputs. It runs on fake tensors, so nothing of the

@@ -23,6 +23,7 @@ from zpasses.testing import capture_graphs, fake_world
 from zpasses.tools.cli.main import cli
 from zpasses.tools.plan import plan_picture
 from zpasses.tools.plan.plan_picture import plan_figure, plan_page
+from zpasses.tools.plan.plan_request import PlanRequest
 from zpasses.tools.plan.plan_table import (
     GraphFigures,
     PlanPoint,
@@ -30,7 +31,7 @@ from zpasses.tools.plan.plan_table import (
     not_dominated,
     plan_view,
 )
-from zpasses.tools.plan.step_plans import PlanRequest, plan_step
+from zpasses.tools.plan.step_plans import plan_step
 
 HERE = "tests.tools.test_plan"
 WORLD = 4
@@ -155,7 +156,7 @@ def test_micro_batches_share_what_is_cached(table):
     fastest, alone = repeated.plans[-1], table.plans[-1]
     assert alone.cached_bytes == 0 < fastest.cached_bytes
     assert fastest.total_us < alone.total_us
-    assert fastest.forward.exposed_us < 0.9 * alone.forward.exposed_us
+    assert fastest.graphs["forward"].exposed_us < 0.9 * alone.graphs["forward"].exposed_us
     assert fastest.peak_bytes <= fastest.limit_bytes
     assert repeated.options["backwards_per_step"] == 4
     model, batch = blocks()
@@ -250,9 +251,8 @@ def test_page_that_cannot_be_written_is_an_error(tmp_path):
 # --- the page ------------------------------------------------------------------------------------
 def point_of(peak, total, name="plan", share=0.9):
     figures = GraphFigures(total / 2, total / 8, share * total / 2, peak, 3)
-    return PlanPoint(
-        name, f"{peak}B" if name == "plan" else None, peak, figures, figures, 0, 0, 1.0
-    )
+    graphs = {"forward": figures, "backward": figures}
+    return PlanPoint(name, f"{peak}B" if name == "plan" else None, peak, graphs, 0, 0, 1.0)
 
 
 def table_of(points, stages, memory=None, function="train.py:step"):

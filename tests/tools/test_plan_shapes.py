@@ -51,7 +51,7 @@ def test_what_cannot_be_divided_is_refused(text, world, message):
 
 def plan_of(total_us, peak_bytes, budget="1GiB"):
     half = GraphFigures(total_us / 2, 0.0, total_us / 2, peak_bytes, 1)
-    return PlanPoint("plan", budget, peak_bytes, half, half, 0, 0, 1.0)
+    return PlanPoint("plan", budget, peak_bytes, {"forward": half, "backward": half}, 0, 0, 1.0)
 
 
 def shapes_of(*points, **more):

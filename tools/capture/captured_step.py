@@ -29,7 +29,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,10 @@ from torch.distributed.tensor import DTensor
 
 import zpasses
 from zpasses import compat
+from zpasses.backend.per_block import find_blocks
 from zpasses.errors import OptionError, ShardingError, ZpassesError, suggestion
 from zpasses.garbage import no_garbage_collection
+from zpasses.graph.queries import nbytes
 from zpasses.sharding.module import ShardedModule
 from zpasses.testing.step_graphs import capture_step
 from zpasses.testing.worlds import fake_world
@@ -74,16 +76,21 @@ class CaptureRequest:
     """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype, reshard_after_forward."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the backend: zero_stage, pipeline, target, ..."""
+    more_options: Sequence[Mapping[str, Any]] = ()
+    """The model is compiled again with each of these in addition, which costs less than a capture.
+    """
     compile_blocks: str | None = None
     """Compile these modules one by one, as `zpasses.compile_blocks` does; None compiles the model.
     """
     mesh: MeshShape | None = None
     """Device mesh of the `world` ranks. None is one dimension, over which the model is sharded."""
+    steps: int = 1
+    """How often the step runs."""
 
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """The cost of a capture."""
+    """The cost of a capture, and the size of the model."""
 
     seconds: Mapping[str, float]
     """Seconds of "build", "shard" and "step" (Dynamo, tracing, passes, checks, dump), summed over
@@ -91,6 +98,11 @@ class CaptureReport:
     """
     peak_rss_bytes: int
     """Peak resident memory of this process since its start."""
+    shard_bytes: int
+    """Bytes of the last rank's shards of all parameters."""
+    uncompiled: Mapping[str, int]
+    """With `compile_blocks`: name of a module that has parameters outside of the blocks -> their
+    bytes, as in the unsharded model."""
 
 
 def run_capture(request: CaptureRequest) -> CaptureReport:
@@ -119,19 +131,22 @@ def run_capture(request: CaptureRequest) -> CaptureReport:
     options = dict(request.options)
     if request.out is not None:
         options |= {"dump": request.out, "dump_ranks": "all"}
-    zpasses.Options.parse(options)
+    every = [options, *({**options, **more} for more in request.more_options)]
+    for each in every:
+        zpasses.Options.parse(each)
     seconds = dict.fromkeys(("build", "shard", "step"), 0.0)
+    sizes: tuple[int, dict[str, int]] = 0, {}
     for number, rank in enumerate(request.ranks):
         if number:
             gc.collect()
         with no_garbage_collection():
-            compat.call_with_stack_room(
-                functools.partial(_capture_rank, request, function, rank, options, seconds)
+            sizes = compat.call_with_stack_room(
+                functools.partial(_capture_rank, request, function, rank, every, seconds)
             )
     if request.out is not None:
         _check_complete(Path(request.out))
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return CaptureReport(seconds, usage * (1 if sys.platform == "darwin" else 1024))
+    return CaptureReport(seconds, usage * (1 if sys.platform == "darwin" else 1024), *sizes)
 
 
 def _check_complete(out: Path) -> None:
@@ -233,9 +248,10 @@ def _capture_rank(
     request: CaptureRequest,
     function: Callable[..., Any],
     rank: int,
-    options: Mapping[str, Any],
+    every: Sequence[Mapping[str, Any]],
     seconds: dict[str, float],
-) -> None:
+) -> tuple[int, dict[str, int]]:
+    """Returns the sizes of a `CaptureReport`."""
     with contextlib.ExitStack() as stack:
         mesh = stack.enter_context(fake_world(request.world, rank))
         if request.mesh is not None:  # a mesh holds real tensors of ranks
@@ -257,23 +273,37 @@ def _capture_rank(
             model, inputs, loss = _unpacked(request.function, made)
         with _timed(seconds, "shard"):
             _shard(request, model, mesh)
-        with _timed(seconds, "step"):
-            try:
-                ends = capture_step(
-                    model,
-                    inputs,
-                    options=options,
-                    loss=loss or _own_loss,
-                    train=request.train,
-                    blocks=request.compile_blocks,
-                )
-            except Exception as error:
-                raise _unwrapped_error(error) from error
+        for options in every:
+            with _timed(seconds, "step"):
+                try:
+                    ends = capture_step(
+                        model,
+                        inputs,
+                        options=options,
+                        loss=loss or _own_loss,
+                        train=request.train,
+                        blocks=request.compile_blocks,
+                        steps=request.steps,
+                    )
+                except Exception as error:
+                    raise _unwrapped_error(error) from error
             if request.train and not ends:
                 raise CaptureError(
                     "no result of the model requires a gradient; return a loss function as third "
                     "value, or use --no-train."
                 )
+        return _sizes(model, request.compile_blocks)
+
+
+def _sizes(model: nn.Module, blocks: str | None) -> tuple[int, dict[str, int]]:
+    inside = () if blocks is None else tuple(f"{name}." for name in find_blocks(model, blocks))
+    shards, outside = 0, dict[str, int]()
+    for name, param in model.named_parameters():
+        shards += nbytes(compat.local_of(param) if isinstance(param, DTensor) else param)
+        if blocks is not None and not name.startswith(inside):
+            module = name.rpartition(".")[0]
+            outside[module] = outside.get(module, 0) + param.numel() * param.element_size()
+    return shards, outside
 
 
 def _own_loss(result: Any) -> Any:

@@ -44,6 +44,12 @@ from zpasses.tools.plan.shape_table import shape_view
     help="Micro-batches from one optimizer step to the next, as in the option of the backend.",
 )
 @click.option(
+    "--compile-blocks",
+    metavar="NAMES",
+    help="Plan a step whose modules of these names are compiled one by one, as "
+    "zpasses.compile_blocks does.",
+)
+@click.option(
     "--html",
     "picture",
     metavar="FILE",
@@ -58,6 +64,7 @@ def plan(
     memory: str | None,
     points: int,
     backwards_per_step: int,
+    compile_blocks: str | None,
     picture: Path | None,
     as_json: bool,
 ) -> None:
@@ -71,9 +78,16 @@ def plan(
     --memory, or its fastest that fits in a device together with the state of AdamW. The chosen
     shape is the fastest that fits.
 
+    With --compile-blocks, the table has one plan for each number of graphs ahead for which gathers
+    start, and the last line is the call that compiles the blocks.
+
     The exit status is 0, 1 if no plan fits, and 2 for an error.
     """
-    from zpasses.tools.plan.step_plans import PlanRequest, plan_shapes, plan_step
+    from zpasses.tools.plan.plan_request import PlanRequest
+    from zpasses.tools.plan.step_plans import plan_shapes, plan_step
+
+    if compile_blocks is not None:
+        _check_blocks(ctx, backwards_per_step)
 
     if picture is not None:
         check_matplotlib()
@@ -97,6 +111,7 @@ def plan(
         step.shard,
         backwards_per_step,
         None if isinstance(step.mesh, AutoMesh) else step.mesh,
+        compile_blocks,
     )
     if auto is not None:
         if picture is not None:
@@ -112,3 +127,18 @@ def plan(
     print_view(plan_view(found), as_json)
     if found.chosen is None:
         ctx.exit(1)
+
+
+def _check_blocks(ctx: click.Context, backwards_per_step: int) -> None:
+    """Refuses options that change nothing in a step of blocks."""
+    if ctx.get_parameter_source("points") is not click.core.ParameterSource.DEFAULT:
+        raise CommandError(
+            "--points does not go together with --compile-blocks, which makes one plan for each "
+            "number of graphs ahead; leave it out."
+        )
+    if backwards_per_step > 1:
+        raise CommandError(
+            f"--backwards-per-step {backwards_per_step} does not go together with "
+            "--compile-blocks, which plans each backward by itself when it ends; leave it out to "
+            "plan one that reduces its gradients."
+        )

@@ -79,7 +79,7 @@ def plan_figure(found: PlanTable) -> Any:
         axes.plot(*at(found.chosen), "o", color="C2", markersize=9, label="chosen plan")
     # Rings, because a stage may be equal to a plan.
     ring: dict[str, Any] = {"color": "C1", "fillstyle": "none", "markersize": 12}
-    for stage, marker in zip(found.stages, "sD", strict=True):
+    for stage, marker in zip(found.stages, "sDv", strict=False):
         axes.plot(*at(stage), marker, **ring, label=f"{stage.name}, no budget")
     axes.margins(0.08)
     low, high = axes.get_xlim()

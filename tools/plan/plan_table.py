@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from zpasses.inspect.units import bytes_text, time_text
@@ -14,7 +15,7 @@ from zpasses.inspect.view import Table, Text, View, table, text_of
 
 @dataclass(frozen=True)
 class GraphFigures:
-    """What the cost model says about forward or backward."""
+    """What the cost model says about forward, backward, or all graphs of a step."""
 
     total_us: float
     exposed_us: float
@@ -36,8 +37,8 @@ class PlanPoint:
     """Text of the option `memory_budget`; None for a stage without a budget."""
     limit_bytes: int | None
     """The peak that the budget allows."""
-    forward: GraphFigures
-    backward: GraphFigures
+    graphs: Mapping[str, GraphFigures]
+    """Of "forward" and "backward"; or of "step", if its blocks are compiled one by one."""
     kept_bytes: int
     """Bytes of the full parameters that are kept until backward or longer."""
     cached_bytes: int
@@ -45,34 +46,39 @@ class PlanPoint:
     activations: float
     """Fraction of the activations that forward saves, of those that the partitioner saves by
     default."""
+    ahead: int | None = None
+    """For how many graphs ahead gathers start; None if the step is one graph."""
 
     @property
     def total_us(self) -> float:
-        return self.forward.total_us + self.backward.total_us
+        return sum(each.total_us for each in self.graphs.values())
 
     @property
     def exposed_us(self) -> float:
-        return self.forward.exposed_us + self.backward.exposed_us
+        return sum(each.exposed_us for each in self.graphs.values())
 
     @property
     def bound_us(self) -> float:
-        return self.forward.bound_us + self.backward.bound_us
+        return sum(each.bound_us for each in self.graphs.values())
 
     @property
     def peak_bytes(self) -> int:
-        """The larger peak of the two graphs, above what rests between steps."""
-        return max(self.forward.peak_bytes, self.backward.peak_bytes)
+        """The largest peak of the graphs, above what rests between steps."""
+        return max(each.peak_bytes for each in self.graphs.values())
 
     @property
     def collectives(self) -> int:
-        return self.forward.collectives + self.backward.collectives
+        return sum(each.collectives for each in self.graphs.values())
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         sums = ("total_us", "exposed_us", "bound_us", "peak_bytes", "collectives")
         found = dataclasses.asdict(self)
         found["memory_budget"] = found.pop("budget")
-        return _rounded({**found, **{name: getattr(self, name) for name in sums}})
+        ahead = {} if self.ahead is None else {"ahead": found["ahead"]}
+        del found["ahead"]
+        graphs = found.pop("graphs")
+        return _rounded({**found, **ahead, **graphs, **{key: getattr(self, key) for key in sums}})
 
 
 def _rounded(values: dict[str, Any]) -> dict[str, Any]:
@@ -98,6 +104,8 @@ class StepTable:
     """The option `target`; None for this machine."""
     backwards_per_step: int
     """The option of this name: forwards from one optimizer step to the next."""
+    blocks: str | None = field(default=None, kw_only=True)
+    """Names of the modules that are compiled one by one; None if the step is one graph."""
 
     def options_of(self, point: PlanPoint) -> dict[str, str | int]:
         """The options of the backend that reproduce a plan."""
@@ -110,6 +118,14 @@ class StepTable:
             found["target"] = self.given_target
         return found
 
+    def call_of(self, point: PlanPoint) -> str:
+        """The options that reproduce a plan, as a program gives them."""
+        options = self.options_of(point)
+        if self.blocks is None:
+            return f"options={json.dumps(options)}"
+        given = "".join(f", {name}={json.dumps(value)}" for name, value in options.items())
+        return f"zpasses.compile_blocks(model, {json.dumps(self.blocks)}{given})"
+
     def view(self, shown: Table, result: Iterable[str | Text], legend: Sequence[str]) -> View:
         """The page of a table, its result and its legend."""
         title = f"{self.function}, {self.world} ranks, target {self.target}"
@@ -118,7 +134,8 @@ class StepTable:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {name: getattr(self, name) for name in ("function", "world", "target")}
+        found = {name: getattr(self, name) for name in ("function", "world", "target")}
+        return found if self.blocks is None else {**found, "compile_blocks": self.blocks}
 
 
 @dataclass(frozen=True)
@@ -143,6 +160,9 @@ class PlanTable(StepTable):
     """Bytes of this rank's shards of the parameters that the step reads."""
     routes: tuple[str, ...] = ()
     """Of stage 3 without a budget: each gather that a copy engine can run, its route and why."""
+    uncompiled: Mapping[str, int] = field(default_factory=dict)
+    """Module that has a notable part of the parameters, outside of the blocks -> their bytes in the
+    unsharded model."""
 
     @property
     def options(self) -> dict[str, str | int] | None:
@@ -194,6 +214,7 @@ class PlanTable(StepTable):
             "plans": [{**each.to_json(), "chosen": each is self.chosen} for each in self.plans],
             "stages": [each.to_json() for each in self.stages],
             "routes": list(self.routes),
+            **({} if self.blocks is None else {"uncompiled": dict(self.uncompiled)}),
             "options": self.options,
             "reason": self.reason,
             "seconds": round(self.seconds, 1),
@@ -212,11 +233,40 @@ def not_dominated(points: Iterable[PlanPoint]) -> list[PlanPoint]:
     return found
 
 
+def worth_showing(made: Iterable[PlanPoint], chosen: PlanPoint | None) -> list[PlanPoint]:
+    """Returns the plans that are not dominated, and the chosen one in any case, from the leanest to
+    the fastest.
+    """
+    points = not_dominated(each for each in made if chosen is None or each.graphs != chosen.graphs)
+    if chosen is not None:
+        points = [
+            each
+            for each in points
+            if each.peak_bytes < chosen.peak_bytes or each.total_us < chosen.total_us
+        ]
+        points.append(chosen)
+    return sorted(points, key=lambda each: (each.peak_bytes, -each.total_us))
+
+
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
+
+
+def budget_text(nbytes: int) -> str:
+    """Returns a short text of a size that is at least `nbytes`, as the option `memory_budget` takes
+    it.
+    """
+    unit, scale = next((each for each in _UNITS if nbytes >= each[1]), _UNITS[-1])
+    size = nbytes / scale
+    decimals = 0 if unit == "B" else 3 if size < 10 else 2 if size < 100 else 1
+    factor = 10**decimals
+    return f"{math.ceil(size * factor) / factor:g}{unit}" if size < 1e4 else f"{nbytes}B"
+
+
 # --- text -----------------------------------------------------------------------------------------
 NOTABLY = 0.999
 """Durations that differ by a factor nearer to 1 are equal."""
 _COLUMNS = (
-    *("plan", "memory_budget", "step", "exposed", "bound", "peak"),
+    *("plan", "memory_budget", "ahead", "step", "exposed", "bound", "peak"),
     *("collectives", "kept", "cached", "activations"),
 )
 _LEGEND = (
@@ -234,24 +284,48 @@ def plan_view(found: PlanTable) -> View:
         for number, each in enumerate(found.plans, 1)
     ]
     rows += [_row(f"{each.name}, no budget", each) for each in found.stages]
+    left_out = ("ahead",) if found.blocks is None else ("cached", "activations")
     shown = table(
-        _COLUMNS,
-        rows,
+        [name for name in _COLUMNS if name not in left_out],
+        [[row[name] for name in row if name not in left_out] for row in rows],
         right=_COLUMNS[2:],
         yields=("cached", "activations", "collectives", "kept"),
     )
     result: list[str | Text] = [text_of(f"No plan fits. {found.reason}")]
     if found.chosen is not None:
-        budget, graphs = found.chosen.budget, ("forward", "backward")
         result = [
-            f"Chosen: memory_budget={budget!r}. {found.reason}",
-            Text(tuple(_graph_line(name, getattr(found.chosen, name)) for name in graphs)),
-            Text((f"options={json.dumps(found.options)}",)),
+            f"Chosen: memory_budget={found.chosen.budget!r}. {found.reason}",
+            Text(tuple(_graph_line(*each) for each in found.chosen.graphs.items())),
+            Text((found.call_of(found.chosen),)),
         ]
     if found.routes:
         result.append(_routes_text(found.routes))
+    if found.blocks is not None:
+        return found.view(shown, result, _blocks_legend(found.blocks, found.uncompiled))
     kept = "kept: full parameters that stay until backward. cached: those that stay longer."
     return found.view(shown, result, (kept, "activations: share that forward saves."))
+
+
+_MOST_UNCOMPILED = 3
+
+
+def _blocks_legend(blocks: str, uncompiled: Mapping[str, int]) -> tuple[str, ...]:
+    ahead = (
+        "ahead: for how many graphs after the one that computes gathers have started. kept: full "
+        "parameters that stay until backward."
+    )
+    outside = "Not counted: what runs between the blocks, which is not compiled"
+    ranked = sorted(filter(None, uncompiled), key=uncompiled.__getitem__, reverse=True)
+    named = ranked[:_MOST_UNCOMPILED]
+    if not named:
+        return ahead, f"{outside}."
+    sizes = [f"{name} with {bytes_text(uncompiled[name])}" for name in named]
+    names = ",".join([blocks, *named])
+    return (
+        ahead,
+        f"{outside}, above all {', '.join(sizes)} of parameters.",
+        f'Name modules as blocks to count them: --compile-blocks "{names}"',
+    )
 
 
 _MOST_ROUTES = 10
@@ -265,10 +339,11 @@ def _routes_text(routes: Sequence[str]) -> Text:
     return Text((f"zero3: copy engines run {taken} of {len(routes)} gathers", *shown))
 
 
-def _row(mark: str, point: PlanPoint) -> tuple[str, ...]:
-    return (
+def _row(mark: str, point: PlanPoint) -> dict[str, str]:
+    cells = (
         mark,
         point.budget or "",
+        "" if point.ahead is None else str(point.ahead),
         time_text(point.total_us),
         time_text(point.exposed_us),
         time_text(point.bound_us),
@@ -278,6 +353,7 @@ def _row(mark: str, point: PlanPoint) -> tuple[str, ...]:
         f"{point.cached_bytes / (1 << 20):,.0f} MiB",
         f"{point.activations:.0%}",
     )
+    return dict(zip(_COLUMNS, cells, strict=True))
 
 
 def _graph_line(name: str, figures: GraphFigures) -> str:

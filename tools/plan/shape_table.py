@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,7 +155,8 @@ def shape_view(found: ShapeTable) -> View:
     )
     result: list[str | Text] = [text_of(f"None is chosen. {found.reason}")]
     if found.chosen is not None:
-        options = f"options={json.dumps(found.options)}"
+        assert found.chosen.plan is not None
+        options = found.call_of(found.chosen.plan)
         result = [f"Chosen: {found.chosen.mesh}. {found.reason}", Text((options,))]
     return found.view(shown, result, _LEGEND)
 

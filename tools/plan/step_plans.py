@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -29,11 +28,8 @@ from zpasses.backend.step_trials import (
 from zpasses.cost.plan.bound import schedule_bound
 from zpasses.cost.plan.kept_params import KeptParam
 from zpasses.cost.time.route_figures import planned_route
-from zpasses.cost.time.target import Target, current_target, use_target
-from zpasses.errors import OptionError
-from zpasses.graph.queries import nbytes, value_of
+from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.tags import tagged
-from zpasses.option_values import parse_budget
 from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.pipelines import ZERO2, ZERO3
 from zpasses.passes.schedule import Schedule
@@ -49,33 +45,19 @@ from zpasses.runtime.forward_variants import (
     param_slots,
 )
 from zpasses.testing.step_graphs import GraphProbe
-from zpasses.tools.capture.captured_step import CaptureError, CaptureRequest, run_capture
-from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
-from zpasses.tools.plan.plan_table import GraphFigures, PlanPoint, PlanTable, not_dominated
+from zpasses.tools.capture.captured_step import CaptureError, run_capture
+from zpasses.tools.capture.mesh_shapes import AutoMesh
+from zpasses.tools.plan.block_plans import plan_blocks
+from zpasses.tools.plan.plan_request import PlanRequest
+from zpasses.tools.plan.plan_table import (
+    GraphFigures,
+    PlanPoint,
+    PlanTable,
+    budget_text,
+    not_dominated,
+    worth_showing,
+)
 from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """Which step to plan, and for which ranks and hardware."""
-
-    function: str
-    """`MODULE:FUNCTION` or `FILE.py:FUNCTION`, as for `zpasses capture`."""
-    world: int = 8
-    target: str | None = None
-    """None plans for this machine."""
-    memory: str | None = None
-    """Budget whose plan is chosen, such as "70GiB"; None chooses the fastest plan."""
-    points: int = 8
-    """About how many plans to make."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the function."""
-    shard: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype, reshard_after_forward."""
-    backwards_per_step: int = 1
-    """Forwards, each with its backward, from one optimizer step to the next."""
-    mesh: MeshShape | None = None
-    """Device mesh of the ranks. None is one dimension, over which the model is sharded."""
 
 
 def plan_step(
@@ -88,11 +70,14 @@ def plan_step(
         progress: called with each plan that was made.
 
     Raises:
-        CaptureError: if the function or the model fails, or the step is not one graph.
+        CaptureError: if the function or the model fails, or the step is not one graph and has no
+            blocks.
         OptionError: for an unknown target or a budget that is no size.
     """
-    _check(request)
-    target = Target.parse(request.target) if request.target else current_target()
+    if request.compile_blocks is not None:
+        return plan_blocks(request, progress)
+    request.check()
+    target = request.parsed_target()
     probe = GraphProbe(Level.JOINT)
     tables: list[PlanTable] = []
     steps = 0
@@ -104,23 +89,13 @@ def plan_step(
             tables.append(_Planner(request, target, trials, probe.seen[-1], progress).run())
 
     joint = tuple(each for each in ZERO3 if each.level is Level.JOINT)
-    options = {
+    capture = request.capture(
         # With deferred reductions, because the compile warns of windows without them.
-        "pipeline": Pipeline((probe, *joint, DeferReduction())),
-        "target": request.target,
-        "backwards_per_step": request.backwards_per_step,
-    }
-    capture = CaptureRequest(
-        request.function,
-        None,
-        request.world,
-        arguments=request.arguments,
-        shard=request.shard,
-        options={key: value for key, value in options.items() if value is not None},
-        mesh=request.mesh,
+        pipeline=Pipeline((probe, *joint, DeferReduction())),
+        backwards_per_step=request.backwards_per_step,
     )
     with listen(StepTrials, observe):
-        run_capture(capture)
+        report = run_capture(capture)
     if steps != 1:
         raise CaptureError(
             f"{request.function}: the step was compiled as {steps} graphs with sharded parameters; "
@@ -129,7 +104,7 @@ def plan_step(
             else f"{request.function}: the step gathers no sharded parameters in forward and "
             "backward, so there is nothing to plan."
         )
-    return tables[0]
+    return replace(tables[0], shard_bytes=report.shard_bytes)
 
 
 _SHAPE_POINTS = 4
@@ -150,11 +125,11 @@ def plan_shapes(
         OptionError: if the ranks cannot be divided, and as `plan_step`.
         CaptureError, ShardingError: as `plan_step`.
     """
-    target = Target.parse(request.target) if request.target else current_target()
+    target = request.parsed_target()
     points = []
     for shape in auto.shapes(request.world):
         gc.collect()  # the graphs of the shape before
-        found = plan_step(replace(request, mesh=shape, points=_SHAPE_POINTS))
+        found = plan_step(replace(request, mesh=shape, points=_SHAPE_POINTS, stages=False))
         point = shape_point(str(shape), found, target.memory_bytes)
         progress(point)
         points.append(point)
@@ -167,23 +142,8 @@ def plan_shapes(
         request.memory,
         target.memory_bytes,
         tuple(points),
+        blocks=request.compile_blocks,
     )
-
-
-def _check(request: PlanRequest) -> None:
-    if request.memory is not None:
-        where = "--memory"
-        if request.memory == "auto":
-            raise OptionError(
-                f"{where}: got 'auto', which measures the device of a running job; expected a size "
-                "such as '70GiB'."
-            )
-        parse_budget(request.memory, where)
-    if request.world < 2:
-        raise OptionError(
-            f"--world: got {request.world}; expected at least 2 ranks, since one rank has no "
-            "collectives to plan."
-        )
 
 
 class _Planner:
@@ -200,16 +160,15 @@ class _Planner:
         self._graphs: dict[Any, Graphs] = {}
         self._made: dict[str, PlanPoint] = {}
         self._routes: list[str] = []
-        self._shard_bytes = sum(nbytes(value_of(node)) for node, _ in tagged(joint.graph, "shard"))
 
     def run(self) -> PlanTable:
         started, memory = time.perf_counter(), self._request.memory
         with use_target(self._target):
-            stages = (self._zero2(), *self._zero3())
+            stages = (self._zero2(), *self._zero3()) if self._request.stages else ()
             self._sweep()
             chosen, missing = self._chosen()
             limit = self._trials.limit_bytes(memory) if memory is not None else None
-        plans = self._shown(chosen)
+        plans = worth_showing(self._made.values(), chosen)
         return PlanTable(
             self._request.function,
             self._request.world,
@@ -223,8 +182,7 @@ class _Planner:
             chosen if chosen is not None or missing is not None else plans[-1],
             missing,
             time.perf_counter() - started,
-            self._shard_bytes,
-            tuple(self._routes),
+            routes=tuple(self._routes),
         )
 
     def _chosen(self) -> tuple[PlanPoint | None, str | None]:
@@ -237,25 +195,12 @@ class _Planner:
             return None, too_little_memory(budget, plan)
         return self._point(budget), None
 
-    def _shown(self, chosen: PlanPoint | None) -> list[PlanPoint]:
-        """Returns the plans that are worth showing, and the chosen one in any case."""
-        others = [each for each in self._made.values() if each is not chosen]
-        points = not_dominated(each for each in others if not _same(each, chosen))
-        if chosen is not None:
-            points = [
-                each
-                for each in points
-                if each.peak_bytes < chosen.peak_bytes or each.total_us < chosen.total_us
-            ]
-            points.append(chosen)
-        return sorted(points, key=lambda each: (each.peak_bytes, -each.total_us))
-
     # --- limits -----------------------------------------------------------------------------------
     def _sweep(self) -> None:
         """Makes plans from the leanest to the fastest, the more where more is to be gained."""
-        most = self._point(_size(self._trials.most_bytes()))
-        fastest = self._point(_size(most.peak_bytes))
-        leanest = self._point(_size(self._trials.least_bytes()))
+        most = self._point(budget_text(self._trials.most_bytes()))
+        fastest = self._point(budget_text(most.peak_bytes))
+        leanest = self._point(budget_text(self._trials.least_bytes()))
         made = [leanest, fastest]
         for _ in range(2 * self._request.points):
             if len(not_dominated(self._made.values())) >= self._request.points:
@@ -267,7 +212,7 @@ class _Planner:
             gap, lean, fast = max(gaps, key=lambda each: each[0], default=(0.0, leanest, leanest))
             if gap <= 0:
                 break
-            middle = self._point(_size((_limit(lean) + fast.peak_bytes) // 2))
+            middle = self._point(budget_text((_limit(lean) + fast.peak_bytes) // 2))
             made.insert(made.index(fast), middle)
 
     @staticmethod
@@ -354,8 +299,10 @@ class _Planner:
             name,
             budget,
             limit,
-            self._forward_figures(graphs[0], predictors[Level.FORWARD]),
-            self._figures(graphs[1], predictors[Level.BACKWARD]),
+            {
+                "forward": self._forward_figures(graphs[0], predictors[Level.FORWARD]),
+                "backward": self._figures(graphs[1], predictors[Level.BACKWARD]),
+            },
             kept_bytes,
             cached_bytes,
             activations,
@@ -434,21 +381,3 @@ def _bytes(*kept: KeptParam) -> int:
 
 def _limit(point: PlanPoint) -> int:
     return point.limit_bytes or 0
-
-
-def _same(point: PlanPoint, other: PlanPoint | None) -> bool:
-    return other is not None and (point.forward, point.backward) == (other.forward, other.backward)
-
-
-_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
-
-
-def _size(nbytes: int) -> str:
-    """Returns a short text of a size that is at least `nbytes`, as the option `memory_budget` takes
-    it.
-    """
-    unit, scale = next((each for each in _UNITS if nbytes >= each[1]), _UNITS[-1])
-    size = nbytes / scale
-    decimals = 0 if unit == "B" else 3 if size < 10 else 2 if size < 100 else 1
-    factor = 10**decimals
-    return f"{math.ceil(size * factor) / factor:g}{unit}" if size < 1e4 else f"{nbytes}B"

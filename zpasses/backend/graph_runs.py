@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, fx
 
@@ -92,7 +93,6 @@ def _reduce_us(reductions: ReductionPart, target: Target) -> float:
 def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
     """Describes one run of a graph."""
     body = hoisted.body.graph
-    parts = [body]
     gather_us = reduce_us = 0.0
     reduced_bytes = 0
     if hoisted.gathers is not None:
@@ -106,7 +106,10 @@ def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
         for node in returned_values(body)
         if isinstance(node, fx.Node) and node.op != "placeholder"
     }
-    live, compute_us = liveness(body), step_time(parts, target).total_us
+    gathers = [hoisted.gathers.graph] if hoisted.gathers is not None else []
+    reductions = hoisted.reductions
+    ends = [reductions.start, reductions.end] if reductions is not None else []
+    live, time = liveness(body), step_time([body], target)
     turn_us, turn_peak, peak = None, 0, live.peak_bytes
     for node in body.find_nodes(op="call_function", target=TURNING_POINT):
         at = live.nodes.index(node)
@@ -115,7 +118,7 @@ def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
     return GraphRun(
         name=kind,
         is_backward=kind == "backward",
-        compute_us=compute_us,
+        compute_us=time.total_us,
         gather_us=gather_us,
         reduce_us=reduce_us,
         gathered_bytes=nbytes(hoisted.extra_inputs),
@@ -125,7 +128,11 @@ def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
         turn_us=turn_us,
         turn_peak_bytes=turn_peak,
         gathers_at_turn=turn_us is not None
-        and (_orders_collectives(hoisted) or turn_us + _MARGIN * gather_us <= compute_us),
+        and (_orders_collectives(hoisted) or turn_us + _MARGIN * gather_us <= time.total_us),
+        waited_us=time.waited_us,
+        collectives=sum(
+            _starts(node) for part in (hoisted.body, *gathers, *ends) for node in part.graph.nodes
+        ),
     )
 
 
@@ -150,8 +157,46 @@ def turn_order(hoisted: HoistedGraph) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class BlockStep:
+    """A step of several graphs, for which the runtime plans how far ahead gathers start.
+
+    `zpasses.pipeline.events.listen(BlockStep, ...)` calls a function with each of them before it
+    is planned. A step of the same graphs as an earlier one is not planned again.
+    """
+
+    runs: Sequence[GraphRun]
+    """The graphs of the step, in their order."""
+    zero_stage: int | None = None
+    """The option of this name."""
+
+    def limit_bytes(self, budget: str) -> int:
+        """Returns the peak that a budget other than "auto" allows. A percentage counts from the
+        peak without gathers ahead.
+
+        Raises:
+            OptionError: for text that is no budget.
+        """
+        parsed = parse_budget(budget, "option 'memory_budget'")
+        return parsed.limit_bytes(step_cost(self.runs, 0).peak_bytes)
+
+    def too_little_memory(self, budget: str, limit_bytes: int) -> str:
+        """Returns why no number of graphs ahead fits a budget."""
+        least = plan_prefetch(self.runs, limit_bytes).peak_bytes
+        missing = least - limit_bytes
+        what = (
+            f"{missing / _MIB:,.1f} MiB are missing" if missing > 0 else "another rank needs more"
+        )
+        return (
+            f"memory_budget={budget!r}: the graphs of this step hold at least "
+            f"{least / _MIB:,.1f} MiB on this rank, even if nothing is gathered ahead, and "
+            f"{limit_bytes / _MIB:,.1f} MiB are allowed: {what}. Checkpoint the blocks, use more "
+            "ranks, smaller batches or a larger budget."
+        )
+
+
 def agreed_prefetch(
-    runs: Sequence[GraphRun],
+    step: BlockStep,
     budget: str | None,
     free_bytes: int | None,
     groups: Sequence[str],
@@ -160,7 +205,7 @@ def agreed_prefetch(
     """Plans for how many graphs ahead gathers start. All ranks take the smallest answer.
 
     Args:
-        runs: the graphs of a step.
+        step: the graphs of the step.
         budget: the option `memory_budget`.
         free_bytes: what the budget "auto" stands for.
         groups: process groups of the ranks.
@@ -169,37 +214,31 @@ def agreed_prefetch(
     Raises:
         MemoryBudgetError: on all ranks, if the step of one of them does not fit the budget.
     """
-    least = step_cost(runs, 0)
     limit = None
     if budget == "auto":
         limit = free_bytes
     elif budget is not None:
-        limit = parse_budget(budget, "option 'memory_budget'").limit_bytes(least.peak_bytes)
-    chosen = plan_prefetch(runs, limit)
+        limit = step.limit_bytes(budget)
+    chosen = plan_prefetch(step.runs, limit)
     fits = limit is None or chosen.peak_bytes <= limit
     ahead = chosen.ahead if fits else -1
     for group in groups:
         question = "for how many graphs ahead gathers start"
         ahead = exchange(group, question, ahead, timeout_s, merge=min)
     if ahead < 0:
-        raise MemoryBudgetError(
-            f"memory_budget={budget!r}: the graphs of this step hold at least "
-            f"{least.peak_bytes / _MIB:,.1f} MiB on this rank, even if nothing is gathered ahead, "
-            f"and {(limit or 0) / _MIB:,.1f} MiB are allowed. Checkpoint the blocks, use more "
-            "ranks, smaller batches or a larger budget."
-        )
-    runtime_note("prefetch", _note(runs, least, step_cost(runs, ahead), limit))
+        raise MemoryBudgetError(step.too_little_memory(str(budget), limit or 0))
+    runtime_note("prefetch", _note(step.runs, step_cost(step.runs, ahead), limit))
     return ahead
 
 
-def _note(runs: Sequence[GraphRun], least: StepCost, chosen: StepCost, limit: int | None) -> str:
+def _note(runs: Sequence[GraphRun], chosen: StepCost, limit: int | None) -> str:
     within = "" if limit is None else f" of {limit / _GIB:,.3f} allowed"
     backwards = sum(run.is_backward for run in runs)
     first, last = (run.name.partition(", sharded in")[0] for run in (runs[0], runs[-1]))
     return (
         f"a step runs {len(runs)} graphs, {backwards} of them backward, from {first} to {last}; "
         f"gathers start {chosen.ahead} graph(s) ahead: predicted {chosen.total_us / 1e3:,.2f} ms "
-        f"({least.total_us / 1e3:,.2f} ms with 0 ahead, "
+        f"({step_cost(runs, 0).total_us / 1e3:,.2f} ms with 0 ahead, "
         f"{sum(run.compute_us for run in runs) / 1e3:,.2f} ms without communication), peak "
         f"{chosen.peak_bytes / _GIB:,.3f} GiB{within}"
     )

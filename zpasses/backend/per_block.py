@@ -44,7 +44,7 @@ def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> li
         )
     if not isinstance(model, nn.Module):
         raise OptionError(f"compile_blocks: got {model!r}; expected a module.")
-    found = _find(model, blocks)
+    found = find_blocks(model, blocks)
     limits = compat.recompile_limit(_VARIANTS * _most_kinds(found.values()))
     for module in found.values():
         compat.compile_module(module, backend="zpasses", options=options, **limits)
@@ -86,8 +86,11 @@ def _most_kinds(modules: Iterable[nn.Module]) -> int:
     return max(map(len, kinds.values()), default=1)
 
 
-def _find(model: nn.Module, patterns: str) -> dict[str, nn.Module]:
+def find_blocks(model: nn.Module, patterns: str) -> dict[str, nn.Module]:
     """The blocks by name.
+
+    Args:
+        patterns: as the argument `blocks` of `compile_blocks`.
 
     Raises:
         OptionError: if a pattern matches no module.

@@ -22,6 +22,7 @@ from zpasses.backend.cache.entry import (
 )
 from zpasses.backend.compile_job import Codegen, Compiled, CompileJob
 from zpasses.backend.graph_runs import (
+    BlockStep,
     add_turning_point,
     agreed_prefetch,
     graph_cost,
@@ -338,10 +339,11 @@ def _part(job: CompileJob, gm: fx.GraphModule, names: Sequence[str], kind: str) 
 
 
 def _plan_prefetch(job: CompileJob, runs: Sequence[GraphRun], groups: Sequence[str]) -> int:
-    options = job.options
+    options, step = job.options, BlockStep(runs, job.options.zero_stage)
+    job.listeners.send(step)
     with job.listeners.report_errors("prefetch"):
         return agreed_prefetch(
-            runs, options.memory_budget, job.free_bytes, groups, options.agreement_timeout_s
+            step, options.memory_budget, job.free_bytes, groups, options.agreement_timeout_s
         )
 
 

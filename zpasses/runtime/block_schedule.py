@@ -15,11 +15,12 @@ or in the same run of the autograd engine.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -369,6 +370,19 @@ _schedule = BlockSchedule()
 def block_schedule() -> BlockSchedule:
     """The schedule of this process."""
     return _schedule
+
+
+@contextlib.contextmanager
+def own_block_schedule() -> Iterator[None]:
+    """Context whose graphs, which are compiled and run in it, have a schedule of their own. It
+    knows nothing of graphs before, whose parameters may have had the same addresses.
+    """
+    global _schedule
+    before, _schedule = _schedule, BlockSchedule()
+    try:
+        yield
+    finally:
+        _schedule = before
 
 
 # --- inside of a graph ----------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class ParamValue:
             full is not None
             and seen is not None
             and full.dtype == dtype
-            and seen.data_ptr() == shard.data_ptr()
+            and compat.address(seen) == compat.address(shard)
             and self.stamp is not None
             and stamp_of(param, shard) == self.stamp
         )

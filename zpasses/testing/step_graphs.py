@@ -25,6 +25,7 @@ from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.runner import PassRecord
 from zpasses.ranks.agree import simulated_answers
+from zpasses.runtime.block_schedule import own_block_schedule
 from zpasses.sharding.shard import shard as shard_model
 from zpasses.testing.worlds import fake_world
 
@@ -145,8 +146,9 @@ def capture_step(
     fullgraph: bool = False,
     dynamic: bool | None = None,
     blocks: str | None = None,
+    steps: int = 1,
 ) -> list[Tensor]:
-    """Compile a step with `backend="zpasses"` and run it once: forward, and backward of its result.
+    """Compile a step with `backend="zpasses"` and run it: forward, and backward of its result.
 
     Call it in `fake_world`, and under a fake tensor mode if it should allocate and compute nothing.
     No code is generated, and ranks do not compare their graphs. Whoever observes
@@ -161,6 +163,7 @@ def capture_step(
         fullgraph: as in torch.compile.
         dynamic: as in torch.compile.
         blocks: compile these modules one by one, as `zpasses.compile_blocks` does.
+        steps: how often to run the step. No optimizer runs between.
 
     Returns:
         The tensors that were differentiated: all that require gradients.
@@ -175,15 +178,20 @@ def capture_step(
         compiled = torch.compile(
             model, backend="zpasses", fullgraph=fullgraph, dynamic=dynamic, options=given
         )
-    with torch.set_grad_enabled(train):
-        if isinstance(inputs, Mapping):
-            result = compiled(**inputs)
-        else:
-            result = compiled(*([inputs] if isinstance(inputs, Tensor) else inputs))
-        leaves = compat.pytree.tree_leaves(result if loss is None or not train else loss(result))
-        ends = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if ends and train:
-            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+    ends: list[Tensor] = []
+    with torch.set_grad_enabled(train), own_block_schedule():
+        for number in range(steps):
+            if number and isinstance(model, nn.Module):
+                model.zero_grad(set_to_none=True)
+            if isinstance(inputs, Mapping):
+                result = compiled(**inputs)
+            else:
+                result = compiled(*([inputs] if isinstance(inputs, Tensor) else inputs))
+            given_loss = result if loss is None or not train else loss(result)
+            leaves = compat.pytree.tree_leaves(given_loss)
+            ends = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if ends and train:
+                torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
     torch.compiler.reset()
     return ends
 

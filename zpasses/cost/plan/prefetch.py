@@ -42,6 +42,10 @@ class GraphRun:
     """Most that it allocates itself until then."""
     gathers_at_turn: bool = False
     """Whether gathers of the next graphs start there, and not where the graph begins."""
+    waited_us: float = 0.0
+    """Part of `compute_us` in which only collectives that stay in it run."""
+    collectives: int = 0
+    """Number of its launches, of all kinds."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,25 @@ def step_cost(runs: Sequence[GraphRun], ahead: int) -> StepCost:
     return _Step(runs, ahead).cost()
 
 
+def step_bound_us(runs: Sequence[GraphRun]) -> float:
+    """Duration that no start of these collectives can beat, with a channel that runs one after
+    another.
+
+    Before a graph computes, its gathers and those of all graphs before it must have ended. After
+    it, its reductions and those of all graphs after it must still run. The bound is the largest
+    value over all pairs of a first and a last graph, between which only kernels count.
+    """
+    gathered, computed, reduced = 0.0, 0.0, sum(run.reduce_us for run in runs)
+    start, bound = 0.0, reduced + sum(run.gather_us for run in runs)
+    for run in runs:
+        gathered += run.gather_us
+        start = max(start, gathered - computed)
+        computed += run.compute_us - run.waited_us
+        bound = max(bound, start + computed + reduced)
+        reduced -= run.reduce_us
+    return bound
+
+
 class _Step:
     def __init__(self, runs: Sequence[GraphRun], ahead: int) -> None:
         self._runs, self._ahead = runs, ahead
@@ -120,6 +143,7 @@ class _Step:
             self._start_next(number)
         self._hold(number, run.peak_bytes)
         self._now += run.compute_us - turn_us
+        self._waited += run.waited_us
         if not run.is_backward:
             self._left.append(run.saved_bytes)
             self._saved += run.saved_bytes

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zpasses.cost.plan.prefetch import MOST_AHEAD, GraphRun, plan_prefetch, step_cost
+from zpasses.cost.plan.prefetch import (
+    MOST_AHEAD,
+    GraphRun,
+    plan_prefetch,
+    step_bound_us,
+    step_cost,
+)
 
 FORWARD = GraphRun("forward", False, 100.0, 60.0, 0.0, 10, 0, 5, 3)
 BACKWARD = GraphRun("backward", True, 200.0, 60.0, 50.0, 10, 8, 7, 0)
@@ -80,6 +86,24 @@ def test_reductions_are_waited_for_at_the_turning_point():
 sizes, no = st.integers(0, 100), st.just(0)
 kind = st.just("forward"), st.just(False)
 graphs = st.builds(GraphRun, *kind, sizes, sizes, no, sizes, no, sizes, sizes)
+
+
+@given(st.lists(graphs, min_size=1, max_size=6))
+def test_no_number_of_graphs_ahead_beats_the_bound(forwards):
+    runs = forwards + [
+        replace(each, is_backward=True, reduce_us=each.gather_us) for each in forwards[::-1]
+    ]
+    times = [step_cost(runs, ahead).total_us for ahead in range(MOST_AHEAD + 1)]
+    assert step_bound_us(runs) <= min(times) + 1e-9
+
+
+def test_the_bound_has_what_cannot_run_beside_compute():
+    assert step_bound_us(STEP) == step_cost(STEP, 1).total_us == 60 + 4 * 100 + 4 * 200 + 50
+    long = [replace(each, compute_us=1.0) for each in STEP]
+    assert step_bound_us(long) == 8 * 60 + 4 * 50  # the channel is never idle
+    inside = replace(FORWARD, waited_us=40.0)  # kernels may run beside what is awaited
+    assert step_bound_us([inside]) == 60 + 60
+    assert step_cost([inside], 0).waited_us == 60 + 40
 
 
 @given(st.lists(graphs, min_size=1, max_size=6), st.integers(0, 500))

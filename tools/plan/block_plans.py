@@ -1,0 +1,143 @@
+"""Plans of a step whose blocks are compiled one by one: one for each number of graphs ahead for
+which the runtime may start gathers.
+
+The step runs on fake tensors, and the backend sends the sequence of its graphs when it plans them,
+so the plans are made from what a training run plans from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from zpasses.backend.graph_runs import BlockStep
+from zpasses.cost.plan.prefetch import (
+    MOST_AHEAD,
+    GraphRun,
+    StepCost,
+    plan_prefetch,
+    step_bound_us,
+    step_cost,
+)
+from zpasses.pipeline.events import listen
+from zpasses.tools.capture.captured_step import CaptureError, CaptureReport, run_capture
+from zpasses.tools.plan.plan_request import PlanRequest
+from zpasses.tools.plan.plan_table import (
+    GraphFigures,
+    PlanPoint,
+    PlanTable,
+    budget_text,
+    worth_showing,
+)
+
+
+def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -> PlanTable:
+    """As `plan_step`, of a request with `compile_blocks`.
+
+    Raises:
+        CaptureError: if the function or the model fails, or no block gathers parameters.
+        OptionError: if no module matches the names of blocks, and as `plan_step`.
+    """
+    request.check()
+    started, memory, target = time.perf_counter(), request.memory, request.parsed_target()
+    steps, report = _captured(request)
+    step = steps[3]
+
+    def add(point: PlanPoint) -> PlanPoint:
+        progress(point)
+        return point
+
+    made: dict[int, PlanPoint] = {}
+    for peak_bytes in sorted(step_cost(step.runs, n).peak_bytes for n in range(MOST_AHEAD + 1)):
+        budget = budget_text(peak_bytes)
+        limit = step.limit_bytes(budget)
+        cost = plan_prefetch(step.runs, limit)
+        if cost.ahead not in made:
+            made[cost.ahead] = add(_point("plan", budget, limit, step.runs, cost))
+    chosen, limit_bytes, missing = None, None, None
+    if memory is not None:
+        limit_bytes = step.limit_bytes(memory)
+        cost = plan_prefetch(step.runs, limit_bytes)
+        if cost.peak_bytes <= limit_bytes:
+            chosen = _point("plan", memory, limit_bytes, step.runs, cost)
+        else:
+            missing = step.too_little_memory(memory, limit_bytes)
+    gathered = sum(run.gathered_bytes for run in step.runs if not run.is_backward)
+    uncompiled = {
+        name: size for name, size in report.uncompiled.items() if size > _NOTABLE * gathered
+    }
+    plans = worth_showing(made.values(), chosen)
+    stages: tuple[PlanPoint, ...] = ()
+    if 2 in steps:
+        whole = steps[2].runs
+        kept = sum(run.gathered_bytes for run in whole if not run.is_backward)
+        cost = plan_prefetch(whole, None)
+        stages = (
+            add(_point("zero2", None, None, whole, cost, kept)),
+            add(_point("zero3", None, None, step.runs, plan_prefetch(step.runs, None))),
+        )
+    return PlanTable(
+        request.function,
+        request.world,
+        target.name,
+        request.target,
+        1,
+        tuple(plans),
+        stages,
+        memory,
+        limit_bytes,
+        chosen if memory is not None else plans[-1],
+        missing,
+        time.perf_counter() - started,
+        report.shard_bytes,
+        uncompiled=uncompiled,
+        blocks=request.compile_blocks,
+    )
+
+
+_NOTABLE = 0.001
+"""Size of a module, as a share of all blocks, from which on it is named."""
+
+
+def _captured(request: PlanRequest) -> tuple[dict[int | None, BlockStep], CaptureReport]:
+    """Returns for each stage the graphs of a step that comes after others.
+
+    The second step is planned anew if it runs other graphs than the first one, such as those that
+    find parameters cached.
+    """
+    seen: dict[int | None, BlockStep] = {}
+    capture = replace(
+        request.capture(zero_stage=3),
+        steps=2,
+        more_options=[{"zero_stage": 2}] if request.stages else [],
+    )
+    with listen(BlockStep, lambda step: seen.__setitem__(step.zero_stage, step)):
+        report = run_capture(capture)
+    if 3 not in seen:
+        raise CaptureError(
+            f"{request.function}: the blocks {request.compile_blocks!r} gather no sharded "
+            "parameters in forward and backward, so there is nothing to plan. Name modules with "
+            "trained parameters with --compile-blocks."
+        )
+    return seen, report
+
+
+def _point(
+    name: str,
+    budget: str | None,
+    limit: int | None,
+    runs: Sequence[GraphRun],
+    cost: StepCost,
+    kept_bytes: int = 0,
+) -> PlanPoint:
+    figures = GraphFigures(
+        cost.total_us,
+        cost.waited_us,
+        step_bound_us(runs),
+        cost.peak_bytes,
+        sum(run.collectives for run in runs),
+    )
+    return PlanPoint(
+        name, budget, limit, {"step": figures}, kept_bytes, kept_bytes, 1.0, cost.ahead
+    )

@@ -1,0 +1,79 @@
+"""What to plan, and the capture for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zpasses.cost.time.target import Target, current_target
+from zpasses.errors import OptionError
+from zpasses.option_values import parse_budget
+from zpasses.tools.capture.captured_step import CaptureRequest
+from zpasses.tools.capture.mesh_shapes import MeshShape
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Which step to plan, and for which ranks and hardware."""
+
+    function: str
+    """`MODULE:FUNCTION` or `FILE.py:FUNCTION`, as for `zpasses capture`."""
+    world: int = 8
+    target: str | None = None
+    """None plans for this machine."""
+    memory: str | None = None
+    """Budget whose plan is chosen, such as "70GiB"; None chooses the fastest plan."""
+    points: int = 8
+    """About how many plans to make. A step of blocks has one for each number of graphs ahead."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+    shard: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype, reshard_after_forward."""
+    backwards_per_step: int = 1
+    """Forwards, each with its backward, from one optimizer step to the next; 1 with blocks."""
+    mesh: MeshShape | None = None
+    """Device mesh of the ranks. None is one dimension, over which the model is sharded."""
+    compile_blocks: str | None = None
+    """Modules that are compiled one by one, as `zpasses.compile_blocks` does; None makes the step
+    one graph."""
+    stages: bool = True
+    """Whether to plan stages 2 and 3 without a budget, too."""
+
+    def check(self) -> None:
+        """Raises OptionError for a budget that is no size, or too few ranks."""
+        if self.memory is not None:
+            where = "--memory"
+            if self.memory == "auto":
+                raise OptionError(
+                    f"{where}: got 'auto', which measures the device of a running job; expected a "
+                    "size such as '70GiB'."
+                )
+            parse_budget(self.memory, where)
+        if self.world < 2:
+            raise OptionError(
+                f"--world: got {self.world}; expected at least 2 ranks, since one rank has no "
+                "collectives to plan."
+            )
+
+    def parsed_target(self) -> Target:
+        """Returns the hardware to plan for.
+
+        Raises:
+            OptionError: for an unknown target.
+        """
+        return Target.parse(self.target) if self.target else current_target()
+
+    def capture(self, **options: Any) -> CaptureRequest:
+        """Returns the capture of the step, with these options of the backend."""
+        options |= {"target": self.target} if self.target is not None else {}
+        return CaptureRequest(
+            self.function,
+            None,
+            self.world,
+            arguments=self.arguments,
+            shard=self.shard,
+            options=options,
+            compile_blocks=self.compile_blocks,
+            mesh=self.mesh,
+        )
