@@ -353,10 +353,10 @@ class _Offload:
                     continue
                 if layout not in layouts:
                     return False
-                state.wait()
                 if stays is not None:
                     entries[key] = stays[key] = _on_device(value, param)
                 else:
+                    state.wait()
                     moves[key].host.copy_(local_part(value))
                     entries[key] = moves[key].rest_like(value)
         return True
