@@ -142,16 +142,23 @@ class _Options:
 
 @functools.cache
 def _install_hook() -> None:
-    register_optimizer_step_pre_hook(_step_after_other_hooks)
+    # Disabled for the compiler: a step that a program compiles runs as it is.
+    step: Any = torch.compiler.disable(_step)
+
+    def come_last(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Global hooks run before those of an optimizer. Move its own to the end of those."""
+        offload: _Offload | None = getattr(optimizer, OFFLOAD_ATTRIBUTE, None)
+        if offload is not None:
+            if offload.handle is not None:
+                offload.handle.remove()
+            offload.handle = optimizer.register_step_pre_hook(step)
+
+    register_optimizer_step_pre_hook(torch.compiler.disable(come_last))
 
 
-def _step_after_other_hooks(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Global hooks run before those of an optimizer. Move its own to the end of those."""
-    offload: _Offload | None = getattr(optimizer, OFFLOAD_ATTRIBUTE, None)
-    if offload is not None:
-        if offload.handle is not None:
-            offload.handle.remove()
-        offload.handle = optimizer.register_step_pre_hook(offload.step)
+def _step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Nothing but the optimizer holds what is offloaded, so the host memory goes when it does.
+    return getattr(optimizer, OFFLOAD_ATTRIBUTE).step(optimizer, args, kwargs)
 
 
 # --- states at rest -------------------------------------------------------------------------------
@@ -228,6 +235,8 @@ class _Value:
     rest: Any = None
     """What `optimizer.state` holds between steps: `host`, or a DTensor around it; None while the
     optimizer has no such value."""
+    placed: Any = None
+    """What it holds in a step."""
 
     def rest_like(self, value: Any) -> Any:
         """Returns what rests, once this value has been copied to `host`."""
@@ -312,7 +321,7 @@ class _Offload:
         params = list(layouts)
         members = [[params[at] for at in bucket] for bucket in plan.buckets]
         own = [sum(nbytes_of(layouts[param]) for param in bucket) for bucket in members]
-        arena = HostArena(sum(own), self._device)
+        arena = self.arena = HostArena(sum(own), self._device)
         starts = itertools.accumulate(own, initial=0)
         self.plan = plan
         self._layouts = layouts
@@ -510,7 +519,7 @@ class _Turn:
             self.ready.wait()
         for entries, key, value in self._values():
             if value.rest is not None and entries.get(key) is value.rest:
-                entries[key] = _wrapped(value.view(self.slot), value.rest)
+                entries[key] = value.placed = _wrapped(value.view(self.slot), value.rest)
 
     def go(self) -> None:
         """Put what the optimizer holds after the step into the slot, and give it the host tensors.
@@ -519,12 +528,13 @@ class _Turn:
         """
         for entries, key, value in self._values():
             found = entries.get(key)
-            if layout_of_value(key, found) != value.layout:
-                continue
-            there, local = value.view(self.slot), local_part(found)
-            if local.data_ptr() != there.data_ptr():
-                there.copy_(local)
-            entries[key] = value.rest_like(found)
+            if found is None or found is not value.placed:
+                if layout_of_value(key, found) != value.layout:
+                    continue
+                there, local = value.view(self.slot), local_part(found)
+                if local.data_ptr() != there.data_ptr():
+                    there.copy_(local)
+            entries[key], value.placed = value.rest_like(found), None
 
     def _values(self) -> Iterator[tuple[dict[Any, Any], Any, _Value]]:
         for param in self.params:

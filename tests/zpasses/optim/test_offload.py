@@ -6,6 +6,7 @@ import io
 import logging
 import pickle
 import warnings
+import weakref
 from collections import Counter, defaultdict
 
 import pytest
@@ -119,6 +120,18 @@ def test_a_closure_runs_once_and_its_loss_is_returned():
     assert optimizer.step() is None
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_a_compiled_step_has_the_same_bits():
+    model, optimizer, other, plain = pair("AdamW foreach")
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(3):
+        backward(model, number)
+        step()
+        optimizer.zero_grad()
+        train(other, plain, [number])
+    assert_same(model, optimizer, other, plain)
+
+
 # --- memory ---------------------------------------------------------------------------------------
 class Large(nn.Module):
     """Twelve equal matrices, whose states take 128 KiB each with AdamW."""
@@ -203,6 +216,22 @@ def test_host_memory_is_mapped_once_and_of_the_exact_size(monkeypatch):
     monkeypatch.setattr(offload, "HostArena", Arena)
     optimizer, _ = measured({"device_bytes": "128KiB", "bucket_bytes": "256KiB"})
     assert sizes == [11 * ONE] == [state_plan(optimizer).host_bytes]
+
+
+def test_host_memory_goes_when_the_optimizer_does():
+    optimizer, _ = measured({})
+    value = optimizer.state_dict()["state"][0]["exp_avg"]
+    mapped = weakref.ref(optimizer._zpasses_offload.arena._memory)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        del optimizer
+        assert mapped() is not None  # a value of a state dict keeps it
+        del value
+        assert mapped() is None
+    finally:
+        if collects:
+            gc.enable()
 
 
 # --- host memory is a budget ----------------------------------------------------------------------
