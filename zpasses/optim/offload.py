@@ -19,38 +19,43 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zpasses import compat
-from zpasses.cost.memory import device_memory
-from zpasses.errors import MemoryBudgetError, ZpassesError
+from zpasses.errors import ZpassesError
 from zpasses.optim.host_arena import HostArena
+from zpasses.optim.offload_budget import (
+    OffloadOptions,
+    agreed_sizes,
+    check_host_memory,
+    sharding_groups_of,
+)
+from zpasses.optim.partial_step import OFFLOAD_ATTRIBUTE, PartialStep, expected_layouts
+from zpasses.optim.resting_state import (
+    Bucket,
+    RestingState,
+    SameStream,
+    StateValue,
+    Turn,
+    on_device,
+    watched,
+)
 from zpasses.optim.state_plan import (
-    OFFLOAD_ATTRIBUTE,
-    PartialStep,
     StatePlan,
     ValueLayout,
-    expected_layouts,
     layout_of_value,
     local_part,
     nbytes_of,
     plan_states,
 )
 from zpasses.option_values import format_size, parse_size
-from zpasses.ranks.agree import exchange
-from zpasses.ranks.local_ranks import local_ranks
-from zpasses.runtime.layout import layout_of
-from zpasses.runtime.param_value import is_sharded_parameter
+from zpasses.ranks.failures import report_failure
 from zpasses.sdma.platform import SideStream, platform_of
 
 log = logging.getLogger("zpasses")
@@ -93,7 +98,7 @@ def offload_optimizer(
         OptionError: for an option that is no size.
         AgreementError: if another rank does not call it in time.
     """
-    options = _Options(
+    options = OffloadOptions(
         parse_size(device_bytes, "offload_optimizer, device_bytes"),
         parse_size(bucket_bytes, "offload_optimizer, bucket_bytes"),
         None if host_bytes is None else parse_size(host_bytes, "offload_optimizer, host_bytes"),
@@ -133,13 +138,6 @@ def state_plan(optimizer: Optimizer) -> StatePlan:
     return offload.plan
 
 
-@dataclass(frozen=True)
-class _Options:
-    device_bytes: int
-    bucket_bytes: int
-    host_bytes: int | None
-
-
 @functools.cache
 def _install_hook() -> None:
     # Disabled for the compiler: a step that a program compiles runs as it is.
@@ -161,124 +159,6 @@ def _step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return getattr(optimizer, OFFLOAD_ATTRIBUTE).step(optimizer, args, kwargs)
 
 
-# --- states at rest -------------------------------------------------------------------------------
-class RestingState(defaultdict[Any, Any]):
-    """`optimizer.state` whose values may still be on their way to the host. Looking one up waits
-    for that.
-    """
-
-    on_the_way: SideStream | None = None
-
-    def raw(self, param: Tensor) -> dict[Any, Any]:
-        """Returns what the optimizer holds for a parameter, without waiting."""
-        found: dict[Any, Any] = defaultdict.get(self, param) or {}
-        return found
-
-    def wait(self) -> None:
-        """Make the host wait until all values are there."""
-        if self.on_the_way is not None:
-            self.on_the_way.synchronize()
-            self.on_the_way = None
-
-    def __reduce__(self) -> Any:
-        """A copy has no hooks, so it is a plain dict of states on the device."""
-        moved = (
-            (param, {key: _on_device(value, param) for key, value in entries.items()})
-            if isinstance(param, Tensor) and isinstance(entries, dict)
-            else (param, entries)
-            for param, entries in self.items()
-        )
-        return defaultdict, (dict,), None, None, moved
-
-
-def _waits(name: str) -> Callable[..., Any]:
-    method = getattr(defaultdict, name)
-
-    @functools.wraps(method)
-    def call(self: RestingState, *args: Any) -> Any:
-        self.wait()
-        return method(self, *args)
-
-    return call
-
-
-for _name in ("__getitem__", "__iter__", "copy", "get", "items", "pop", "popitem", "values"):
-    setattr(RestingState, _name, _waits(_name))
-
-
-def _watched(optimizer: Optimizer) -> RestingState:
-    """Returns `optimizer.state`, which torch and programs may have replaced."""
-    if not isinstance(optimizer.state, RestingState):
-        optimizer.state = RestingState(dict, optimizer.state)
-    return optimizer.state
-
-
-def _on_device(value: Any, param: Tensor) -> Any:
-    """Returns a state at rest where the optimizer would have it."""
-    if layout_of_value(None, value) is None:
-        return value
-    return _wrapped(local_part(value).to(local_part(param).device), value)
-
-
-def _wrapped(local: Tensor, like: Any) -> Any:
-    return compat.wrap_local(local, compat.spec_of(like)) if isinstance(like, DTensor) else local
-
-
-@dataclass
-class _Value:
-    """A value that rests on the host."""
-
-    layout: ValueLayout
-    offset: int
-    """Of the value in its bucket, in bytes."""
-    host: Tensor
-    rest: Any = None
-    """What `optimizer.state` holds between steps: `host`, or a DTensor around it; None while the
-    optimizer has no such value."""
-    placed: Any = None
-    """What it holds in a step."""
-
-    def rest_like(self, value: Any) -> Any:
-        """Returns what rests, once this value has been copied to `host`."""
-        if self.rest is None:
-            self.rest = _wrapped(self.host, value)
-        return self.rest
-
-    def view(self, slot: Tensor) -> Tensor:
-        """Returns the value in a bucket on the device."""
-        layout = self.layout
-        part = slot.narrow(0, self.offset, layout.nbytes).view(layout.dtype)
-        return part.as_strided(layout.shape, layout.stride, part.storage_offset())
-
-
-@dataclass
-class _Bucket:
-    """Parameters whose states come and go together. They lie in the arena as on the device."""
-
-    values: dict[Tensor, dict[Any, _Value]]
-    host: Tensor
-    """uint8[bytes of the bucket]: its part of the arena."""
-
-    @classmethod
-    def of(
-        cls, layouts: Mapping[Tensor, Sequence[ValueLayout]], arena: HostArena, start: int
-    ) -> _Bucket:
-        """A bucket that begins at this byte of the arena."""
-        values: dict[Tensor, dict[Any, _Value]] = {}
-        end = start
-        for param, own in layouts.items():
-            values[param] = {}
-            for each in own:
-                host = arena.tensor(end, each.dtype, each.shape, each.stride)
-                values[param][each.key] = _Value(each, end - start, host)
-                end += each.nbytes
-        return cls(values, arena.bytes.narrow(0, start, end - start))
-
-    def exists(self) -> bool:
-        """Whether one of its values is on the host."""
-        return any(each.rest is not None for own in self.values.values() for each in own.values())
-
-
 @dataclass(frozen=True)
 class _Hidden:
     """A tensor that torch's `load_state_dict` does not see."""
@@ -286,7 +166,7 @@ class _Hidden:
     value: Tensor
 
 
-def _rest(value: _Value | None) -> Any:
+def _rest(value: StateValue | None) -> Any:
     return None if value is None else value.rest
 
 
@@ -294,7 +174,7 @@ def _rest(value: _Value | None) -> Any:
 class _Offload:
     """The offloaded states of one optimizer."""
 
-    def __init__(self, optimizer: Optimizer, options: _Options) -> None:
+    def __init__(self, optimizer: Optimizer, options: OffloadOptions) -> None:
         self.handle: Any = None
         self._options = options
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -307,31 +187,41 @@ class _Offload:
                 "own, and call to_empty for those on meta first."
             )
         platform = platform_of(self._device.type)
-        new: Callable[[], SideStream] = _SameStream if platform is None else platform.side_stream
+        new: Callable[[], SideStream] = SameStream if platform is None else platform.side_stream
         self._inward, self._outward = new(), new()
         self._place(optimizer)
 
     def _place(self, optimizer: Optimizer) -> None:
         """Decide where each state rests, and bring it there."""
-        _watched(optimizer).wait()
-        options, layouts = self._options, expected_layouts(optimizer)
-        sizes, available = _agreed_sizes(optimizer, layouts, options)
-        plan = plan_states(sizes, options.device_bytes, options.bucket_bytes)
-        _check_host_memory(plan.host_bytes, available, options.host_bytes)
+        watched(optimizer)
+        self._outward.synchronize()
+        options, error = self._options, None
+        layouts: Mapping[Tensor, Sequence[ValueLayout]] = {}
+        try:
+            layouts = expected_layouts(optimizer)
+        except ZpassesError as raised:
+            error = str(raised)
+        sizes = [nbytes_of(each) for each in layouts.values()]
+        most, available = agreed_sizes(optimizer, options, sizes, error)
+        plan = plan_states(most, options.device_bytes, options.bucket_bytes)
+        check_host_memory(plan.host_bytes, available, options.host_bytes)
         params = list(layouts)
-        members = [[params[at] for at in bucket] for bucket in plan.buckets]
-        own = [sum(nbytes_of(layouts[param]) for param in bucket) for bucket in members]
-        arena = self.arena = HostArena(sum(own), self._device)
-        starts = itertools.accumulate(own, initial=0)
-        self.plan = plan
-        self._layouts = layouts
+        own = [sum(sizes[at] for at in bucket) for bucket in plan.buckets]
+        try:
+            self.arena = HostArena(sum(own), self._device)
+        except (OSError, RuntimeError) as raised:
+            report_failure(sharding_groups_of(optimizer), "", raised, doing="offloading states")
+            raise
+        self.plan, self._layouts = plan, layouts
         self._buckets = [
-            _Bucket.of({param: layouts[param] for param in bucket}, arena, start)
-            for bucket, start in zip(members, starts, strict=False)
+            Bucket.of({params[at]: layouts[params[at]] for at in bucket}, self.arena, start)
+            for bucket, start in zip(
+                plan.buckets, itertools.accumulate(own, initial=0), strict=False
+            )
         ]
         self._values = {param: own for each in self._buckets for param, own in each.values.items()}
         self._seen: dict[Tensor, dict[Any, Any]] = {params[at]: {} for at in plan.resident}
-        self._adopt(optimizer, layouts)
+        self._adopt(optimizer, params)
         log.info(
             "%s: %s of states on the host, %s on the device, and up to %s more in a step",
             type(optimizer).__name__,
@@ -347,7 +237,7 @@ class _Offload:
         Returns:
             Whether all values of these parameters are as planned.
         """
-        state = _watched(optimizer)
+        state = watched(optimizer)
         for param in params:
             layouts = self._layouts.get(param)
             if layouts is None:
@@ -363,15 +253,16 @@ class _Offload:
                 if layout not in layouts:
                     return False
                 if stays is not None:
-                    entries[key] = stays[key] = _on_device(value, param)
+                    entries[key] = stays[key] = on_device(value, param)
                 else:
-                    state.wait()
+                    self._outward.synchronize()
                     moves[key].host.copy_(local_part(value))
                     entries[key] = moves[key].rest_like(value)
         return True
 
     def before_load(self, optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
         """Hide values from `load_state_dict`, which would bring all of them to the device."""
+        watched(optimizer).wait()  # they may be values of this optimizer
         hidden = {
             index: {
                 key: value if layout_of_value(key, value) is None else _Hidden(value)
@@ -390,7 +281,7 @@ class _Offload:
                 if isinstance(value, _Hidden):
                     floats = isinstance(param, Tensor) and param.is_floating_point()
                     entries[key] = value.value.to(param.dtype) if floats else value.value
-        _watched(optimizer)
+        watched(optimizer)
 
     # --- one step ---------------------------------------------------------------------------------
     def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -400,7 +291,7 @@ class _Offload:
             Arguments with which the `step` of its class has nothing left to do.
         """
         args, kwargs = _with_evaluated_closure(args, kwargs)
-        groups = {
+        groups: dict[Tensor, int] = {
             param: number
             for number, group in enumerate(optimizer.param_groups)
             for param in group["params"]
@@ -416,7 +307,7 @@ class _Offload:
                 part.setdefault(groups[param], []).append(param)
             stepped.run(part, args[1:], kwargs)
 
-        state = _watched(optimizer)
+        state = watched(optimizer)
         state.on_the_way = None  # what follows waits on the device
         try:
             self._stream(state, groups, run)
@@ -435,7 +326,7 @@ class _Offload:
         staying = [param for param in params if param in self._seen]
         chosen = [[param for param in each.values if param in params] for each in self._buckets]
         turns = [
-            _Turn(bucket, own, state)
+            Turn(bucket, own, state)
             for bucket, own in zip(self._buckets, chosen, strict=True)
             if own
         ]
@@ -466,7 +357,7 @@ class _Offload:
             log.warning(
                 "an optimizer's step raised in part %d of %d. Parameters of earlier parts have "
                 "stepped, those of this one as far as it came, and others have not. All states are "
-                "on the host as they were left; gradients are as they were.",
+                "at rest as they were left, so a state dict has them.",
                 steps + bool(staying),
                 len(turns) + bool(staying),
             )
@@ -476,7 +367,7 @@ class _Offload:
                 self._inward.keep(turn.slot)
                 self._outward.keep(turn.slot)
 
-    def _fetch(self, turns: Sequence[_Turn], at: int) -> None:
+    def _fetch(self, turns: Sequence[Turn], at: int) -> None:
         """Start to bring a bucket in, once the one before it in the same memory has gone out."""
         if at >= len(turns):
             return
@@ -487,83 +378,6 @@ class _Offload:
             self._inward.run(turn.copy_in)
             free = self._inward.record()
         turn.ready = free
-
-
-@dataclass
-class _Turn:
-    """A bucket in one step."""
-
-    bucket: _Bucket
-    params: list[Tensor]
-    """Those that step."""
-    state: RestingState
-    slot: Tensor = field(init=False)
-    """uint8, at least as long as the bucket, on the device."""
-    ready: Any = None
-    """The event after which the current stream may use the slot."""
-    gone: Any = None
-    """The event after which the slot is free again."""
-
-    def copy_in(self) -> None:
-        self._part().copy_(self.bucket.host, non_blocking=True)
-
-    def copy_out(self) -> None:
-        self.bucket.host.copy_(self._part(), non_blocking=True)
-
-    def _part(self) -> Tensor:
-        return self.slot.narrow(0, 0, self.bucket.host.numel())
-
-    def come(self) -> None:
-        """Give the optimizer its states on the device."""
-        if self.ready is not None:
-            self.ready.wait()
-        for entries, key, value in self._values():
-            if value.rest is not None and entries.get(key) is value.rest:
-                entries[key] = value.placed = _wrapped(value.view(self.slot), value.rest)
-
-    def go(self) -> None:
-        """Put what the optimizer holds after the step into the slot, and give it the host tensors.
-
-        A value with another layout than planned stays; the next step plans again.
-        """
-        for entries, key, value in self._values():
-            found = entries.get(key)
-            if found is None or found is not value.placed:
-                if layout_of_value(key, found) != value.layout:
-                    continue
-                there, local = value.view(self.slot), local_part(found)
-                if local.data_ptr() != there.data_ptr():
-                    there.copy_(local)
-            entries[key], value.placed = value.rest_like(found), None
-
-    def _values(self) -> Iterator[tuple[dict[Any, Any], Any, _Value]]:
-        for param in self.params:
-            entries = self.state.raw(param)
-            for key, value in self.bucket.values[param].items():
-                yield entries, key, value
-
-
-class _SameStream:
-    """The streams of a device that has no others: what it is given is done when it returns."""
-
-    handle = 0
-
-    def follow_current(self) -> None: ...
-
-    def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def run(self, work: Callable[[], Any]) -> None:
-        work()
-
-    def record(self) -> _SameStream:
-        return self
-
-    def wait(self) -> None: ...
-
-    def keep(self, tensor: Tensor) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 def _with_evaluated_closure(
@@ -582,59 +396,3 @@ def _with_evaluated_closure(
     if len(args) > 1:
         return (args[0], known, *args[2:]), kwargs
     return args, {**kwargs, "closure": known}
-
-
-# --- what ranks agree on --------------------------------------------------------------------------
-def _agreed_sizes(
-    optimizer: Optimizer, layouts: Mapping[Tensor, Sequence[ValueLayout]], options: _Options
-) -> tuple[list[int], int]:
-    """Returns the bytes of each parameter's states on the rank that holds most of them, so that all
-    ranks have the same buckets, and the least share of host memory of a rank.
-    """
-    groups = {
-        group
-        for param in layouts
-        if isinstance(param, DTensor) and is_sharded_parameter(param)
-        for group in layout_of(param).sharding_groups
-    }
-    free = device_memory.free_bytes(torch.device("cpu"))
-    agreed: dict[str, Any] = {
-        "what": [type(optimizer).__name__, len(layouts), *astuple(options)],
-        "sizes": [nbytes_of(each) for each in layouts.values()],
-        "available": sys.maxsize if free is None else free // local_ranks(),
-        "error": None,
-    }
-    for group in sorted(groups):
-        agreed = exchange(group, "the states of an optimizer to offload", agreed, merge=_merged)
-    if agreed["error"] is not None:
-        raise ZpassesError(agreed["error"])
-    return agreed["sizes"], agreed["available"]
-
-
-def _merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    first = answers[0]
-    error = next((each["error"] for each in answers if each["error"] is not None), None)
-    other = next((each["what"] for each in answers if each["what"] != first["what"]), None)
-    if error is not None or other is not None:
-        return {
-            **first,
-            "error": error
-            or f"offload_optimizer: ranks differ in the optimizer, the number of its parameters, "
-            f"device_bytes, bucket_bytes or host_bytes: {first['what']} on one rank, {other} on "
-            "another. Call it alike on every rank.",
-        }
-    sizes = [max(each) for each in zip(*(each["sizes"] for each in answers), strict=True)]
-    return {**first, "sizes": sizes, "available": min(each["available"] for each in answers)}
-
-
-def _check_host_memory(needed: int, available: int, given: int | None) -> None:
-    least = available if given is None else min(given, available)
-    if needed and (needed > least or (given is not None and given > available)):
-        raise MemoryBudgetError(
-            f"offload_optimizer: the states that do not stay on the device need "
-            f"{format_size(needed)} of host memory on a rank. Given: host_bytes="
-            f"{'None' if given is None else format_size(given)}. Available: "
-            f"{format_size(available)}, the least share of a rank in what its machine has free. "
-            "Let more states stay (device_bytes), shard over more ranks, or give a budget that the "
-            "machine has."
-        )

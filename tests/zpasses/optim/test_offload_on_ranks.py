@@ -25,7 +25,7 @@ from tests.zpasses.optim.offloading import (
 )
 from zpasses.cost.memory import device_memory
 from zpasses.errors import AgreementError, MemoryBudgetError, ZpassesError
-from zpasses.optim import state_plan
+from zpasses.optim import offload, state_plan
 from zpasses.testing import world_mesh
 
 SHARDED = [each for each in OPTIMIZERS if each not in ("Muon", "Adafactor", "SGD fused")]
@@ -208,6 +208,30 @@ def test_ranks_that_give_other_options_get_one_error():
     optimizer = optimizer_of(model, "AdamW")
     with pytest.raises(ZpassesError, match="ranks differ in the optimizer"):
         zpasses.offload_optimizer(optimizer, bucket_bytes=f"{1 + dist.get_rank()}KiB")
+
+
+@on_ranks(2)
+def test_what_fails_on_one_rank_is_an_error_on_all():
+    model = zpasses.shard(Net(), mesh=world_mesh())
+    optimizer = optimizer_of(model, "AdamW")
+    if dist.get_rank() == 1:
+        for group in optimizer.param_groups:
+            group["betas"] = None
+    with pytest.raises(ZpassesError, match="AdamW cannot step a parameter by itself"):
+        zpasses.offload_optimizer(optimizer)
+    for group in optimizer.param_groups:
+        group["betas"] = (0.9, 0.999)
+    if dist.get_rank() == 1:
+        refused = RuntimeError("the driver does not lock")
+        with (
+            mock.patch.object(offload, "HostArena", side_effect=refused),
+            pytest.raises(RuntimeError, match="does not lock"),
+        ):
+            zpasses.offload_optimizer(optimizer)
+    else:
+        zpasses.offload_optimizer(optimizer)
+        with pytest.raises(AgreementError, match=r"rank 1 failed while offloading .* not lock"):
+            train(model, optimizer, [0])
 
 
 @on_ranks(2)

@@ -1,0 +1,134 @@
+"""The step of an optimizer on a part of its parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zpasses.errors import ZpassesError
+from zpasses.optim.state_plan import ValueLayout, layouts_of, local_part
+
+Part = Mapping[int, Sequence[Tensor]]
+"""Number of a parameter group -> those of its parameters that step."""
+
+OFFLOAD_ATTRIBUTE = "_zpasses_offload"
+
+
+class PartialStep:
+    """The step of an optimizer on a part of its parameters, without its hooks.
+
+    It runs on a stand-in that has the same state, so nothing of the optimizer changes if a step
+    raises. Settings and attributes are as they were when this was made, and what the last part
+    wrote to them is written to the optimizer by `finish`: a counter counts one step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._attributes = dict(vars(optimizer))
+        self._last: Optimizer | None = None
+
+    def on(self, part: Part, state: Any = None) -> Optimizer:
+        """Returns a stand-in that holds only these parameters.
+
+        Args:
+            state: the state of the parameters; None takes that of the optimizer.
+        """
+        made = object.__new__(type(self._optimizer))
+        groups = [
+            _group_of(group, part.get(number, ()))
+            for number, group in enumerate(self._optimizer.param_groups)
+        ]
+        made.__dict__ = {**self._attributes, **_replaced(groups)}
+        if state is not None:
+            made.state = state
+        self._last = made
+        return made
+
+    def run(self, part: Part, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}) -> None:
+        """Step these parameters."""
+        _body(self.on(part), *args, **kwargs)
+
+    def finish(self) -> None:
+        """Give the optimizer the settings that the last part has."""
+        if self._last is None:
+            return
+        replaced = _replaced([])
+        for name, value in vars(self._last).items():
+            if name not in replaced and self._attributes.get(name, replaced) is not value:
+                setattr(self._optimizer, name, value)
+        for group, last in zip(self._optimizer.param_groups, self._last.param_groups, strict=True):
+            group.update({name: last[name] for name in last if name not in _MEMBERS})
+
+
+_MEMBERS = ("params", "param_names")
+
+
+def _group_of(group: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:
+    made = {**group, "params": list(params)}
+    if "param_names" in group:
+        names = dict(zip(map(id, group["params"]), group["param_names"], strict=True))
+        made["param_names"] = [names.get(id(param)) for param in params]
+    return made
+
+
+def _replaced(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a stand-in has of its own. It has no hooks: a step inside of the step runs none."""
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return {"param_groups": groups, OFFLOAD_ATTRIBUTE: None, **{name: {} for name in hooks}}
+
+
+def _body(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    """The step as its class defines it, below the wrapper of torch that runs hooks."""
+    step: Any = type(optimizer).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    step(optimizer, *args, **kwargs)
+
+
+# --- before there is state ------------------------------------------------------------------------
+def expected_layouts(optimizer: Optimizer) -> dict[Tensor, tuple[ValueLayout, ...]]:
+    """Returns the layouts of what the optimizer holds, or will hold, for each of its parameters
+    that is trained or has state.
+
+    Only the optimizer knows what it makes. So it steps a parameter of zeros, once for each shape.
+
+    Raises:
+        ZpassesError: if it cannot step a parameter by itself.
+    """
+    found: dict[Tensor, tuple[ValueLayout, ...]] = {}
+    tried: dict[Any, tuple[ValueLayout, ...]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            entries = optimizer.state.get(param)
+            if entries:
+                found[param] = layouts_of(entries)
+            elif param.requires_grad or param.grad is not None:
+                local = local_part(param.detach())
+                key = (number, local.shape, local.stride(), local.dtype)
+                if key not in tried:
+                    tried[key] = _layouts_after_step(optimizer, number, local)
+                found[param] = tried[key]
+    return found
+
+
+def _layouts_after_step(
+    optimizer: Optimizer, number: int, local: Tensor
+) -> tuple[ValueLayout, ...]:
+    param = nn.Parameter(torch.zeros_like(local))
+    param.grad = torch.zeros_like(local)
+    alone = PartialStep(optimizer).on({number: [param]}, defaultdict(dict))
+    devices = [local.device] if local.device.type != "cpu" else []
+    try:
+        with torch.random.fork_rng(devices, device_type=local.device.type):
+            _body(alone)
+    except Exception as error:
+        raise ZpassesError(
+            f"{type(optimizer).__name__} cannot step a parameter by itself, which offloading its "
+            f"states needs ({type(error).__name__}: {error}). Offload the states of optimizers "
+            "whose state is per parameter, such as AdamW."
+        ) from error
+    return layouts_of(alone.state[param])
