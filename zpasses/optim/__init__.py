@@ -10,5 +10,6 @@ from zpasses.optim.adafactor import Adafactor
 from zpasses.optim.muon import Muon
 from zpasses.optim.offload import state_plan
 from zpasses.optim.rprop import Rprop
+from zpasses.optim.state_buckets import StatePlan
 
-__all__ = ["Adafactor", "Muon", "Rprop", "state_plan"]
+__all__ = ["Adafactor", "Muon", "Rprop", "StatePlan", "state_plan"]

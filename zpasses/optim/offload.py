@@ -46,7 +46,7 @@ from zpasses.optim.resting_state import (
     on_device,
     watched,
 )
-from zpasses.optim.state_plan import (
+from zpasses.optim.state_buckets import (
     StatePlan,
     ValueLayout,
     layout_of_value,

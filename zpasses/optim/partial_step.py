@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zpasses.errors import ZpassesError
-from zpasses.optim.state_plan import ValueLayout, layouts_of, local_part
+from zpasses.optim.state_buckets import ValueLayout, layouts_of, local_part
 
 Part = Mapping[int, Sequence[Tensor]]
 """Number of a parameter group -> those of its parameters that step."""
@@ -23,14 +23,14 @@ class PartialStep:
     """The step of an optimizer on a part of its parameters, without its hooks.
 
     It runs on a stand-in that has the same state, so nothing of the optimizer changes if a step
-    raises. Settings and attributes are as they were when this was made, and what the last part
-    wrote to them is written to the optimizer by `finish`: a counter counts one step.
+    raises. Settings and attributes are as they were when this was made. What the parts wrote to
+    them is equal, and is written to the optimizer by `finish`: a counter counts one step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._attributes = dict(vars(optimizer))
-        self._last: Optimizer | None = None
+        self._changed: dict[tuple[int | None, str], Any] | None = None
 
     def on(self, part: Part, state: Any = None) -> Optimizer:
         """Returns a stand-in that holds only these parameters.
@@ -46,23 +46,54 @@ class PartialStep:
         made.__dict__ = {**self._attributes, **_replaced(groups)}
         if state is not None:
             made.state = state
-        self._last = made
         return made
 
     def run(self, part: Part, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}) -> None:
-        """Step these parameters."""
-        _body(self.on(part), *args, **kwargs)
+        """Step these parameters.
+
+        Raises:
+            ZpassesError: if the optimizer writes to its settings what it computes from parameters:
+                each part has others.
+        """
+        made = self.on(part)
+        _body(made, *args, **kwargs)
+        changed = self._changes(made)
+        before, self._changed = self._changed, changed
+        if before is None:
+            return
+        for key in {**before, **changed}:
+            one, other = before.get(key), changed.get(key)
+            if not isinstance(one, Tensor) and one != other:
+                raise ZpassesError(
+                    f"{type(self._optimizer).__name__} computes {key[1]!r} from all parameters "
+                    f"together: it is {one!r} for one part of them and {other!r} for another. Such "
+                    "an optimizer cannot step in parts, so its states cannot be offloaded. These "
+                    "parts have stepped already: start again without offload_optimizer."
+                )
 
     def finish(self) -> None:
-        """Give the optimizer the settings that the last part has."""
-        if self._last is None:
-            return
-        replaced = _replaced([])
-        for name, value in vars(self._last).items():
-            if name not in replaced and self._attributes.get(name, replaced) is not value:
+        """Give the optimizer the settings and attributes that the parts have written."""
+        for (number, name), value in (self._changed or {}).items():
+            if number is None:
                 setattr(self._optimizer, name, value)
-        for group, last in zip(self._optimizer.param_groups, self._last.param_groups, strict=True):
-            group.update({name: last[name] for name in last if name not in _MEMBERS})
+            else:
+                self._optimizer.param_groups[number][name] = value
+
+    def _changes(self, made: Optimizer) -> dict[tuple[int | None, str], Any]:
+        """Returns what a part has written: number of the group or None, and name -> value."""
+        replaced = _replaced([])
+        owners: list[tuple[int | None, dict[str, Any], dict[str, Any]]] = [
+            (None, self._attributes, {k: v for k, v in vars(made).items() if k not in replaced})
+        ]
+        pairs = zip(self._optimizer.param_groups, made.param_groups, strict=True)
+        for number, (group, own) in enumerate(pairs):
+            owners.append((number, group, {k: v for k, v in own.items() if k not in _MEMBERS}))
+        return {
+            (number, name): value
+            for number, before, after in owners
+            for name, value in after.items()
+            if before.get(name, replaced) is not value
+        }
 
 
 _MEMBERS = ("params", "param_names")

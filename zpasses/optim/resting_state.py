@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zpasses import compat
 from zpasses.optim.host_arena import HostArena
-from zpasses.optim.state_plan import ValueLayout, layout_of_value, local_part
+from zpasses.optim.state_buckets import ValueLayout, layout_of_value, local_part
 from zpasses.sdma.platform import SideStream
 
 

@@ -498,6 +498,14 @@ def test_a_step_that_raises_says_how_far_it_came_and_leaves_states_that_can_be_u
     assert_same(model, optimizer, other, plain)
 
 
+def test_an_optimizer_of_all_parameters_together_is_refused_in_its_first_steps():
+    prodigy = pytest.importorskip("prodigyopt").Prodigy
+    model = Net()
+    optimizer = zpasses.offload_optimizer(prodigy(model.layers.parameters()), bucket_bytes="1KiB")
+    with pytest.raises(ZpassesError, match=r"Prodigy computes .* from all parameters together"):
+        train(model, optimizer, range(3))
+
+
 def test_wrong_calls_are_refused():
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -11,7 +11,7 @@ from torch import nn
 import zpasses
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.optim.partial_step import PartialStep, expected_layouts
-from zpasses.optim.state_plan import nbytes_of, plan_states
+from zpasses.optim.state_buckets import nbytes_of, plan_states
 from zpasses.option_values import format_size, parse_size
 
 
