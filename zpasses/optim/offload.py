@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zpasses import compat
 from zpasses.errors import ZpassesError
 from zpasses.optim.host_arena import HostArena
 from zpasses.optim.offload_budget import (
@@ -36,7 +37,7 @@ from zpasses.optim.offload_budget import (
     check_host_memory,
     sharding_groups_of,
 )
-from zpasses.optim.partial_step import OFFLOAD_ATTRIBUTE, PartialStep, expected_layouts
+from zpasses.optim.partial_step import PartialStep, expected_layouts
 from zpasses.optim.resting_state import (
     Bucket,
     RestingState,
@@ -56,6 +57,7 @@ from zpasses.optim.state_buckets import (
 )
 from zpasses.option_values import format_size, parse_size
 from zpasses.ranks.failures import report_failure
+from zpasses.runtime.offloaded import OFFLOAD_ATTRIBUTE, is_offloaded
 from zpasses.sdma.platform import SideStream, platform_of
 
 log = logging.getLogger("zpasses")
@@ -103,12 +105,12 @@ def offload_optimizer(
         parse_size(bucket_bytes, "offload_optimizer, bucket_bytes"),
         None if host_bytes is None else parse_size(host_bytes, "offload_optimizer, host_bytes"),
     )
-    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, compat.STEP_HOOKS[0]):
         raise ZpassesError(
             f"offload_optimizer: got {type(optimizer).__name__}; expected a torch.optim.Optimizer. "
             "Pass the optimizer itself, before a trainer wraps it."
         )
-    if getattr(optimizer, OFFLOAD_ATTRIBUTE, None) is not None:
+    if is_offloaded(optimizer):
         raise ZpassesError(
             f"offload_optimizer: the states of this {type(optimizer).__name__} are offloaded "
             "already. Call it once per optimizer."

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zpasses import compat
 from zpasses.errors import ZpassesError
 from zpasses.optim.state_buckets import ValueLayout, layouts_of, local_part
+from zpasses.runtime.offloaded import OFFLOAD_ATTRIBUTE
 
 Part = Mapping[int, Sequence[Tensor]]
 """Number of a parameter group -> those of its parameters that step."""
-
-OFFLOAD_ATTRIBUTE = "_zpasses_offload"
 
 
 class PartialStep:
@@ -56,7 +56,7 @@ class PartialStep:
                 each part has others.
         """
         made = self.on(part)
-        _body(made, *args, **kwargs)
+        compat.step_without_hooks(made, *args, **kwargs)
         changed = self._changes(made)
         before, self._changed = self._changed, changed
         if before is None:
@@ -109,15 +109,8 @@ def _group_of(group: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]
 
 def _replaced(groups: list[dict[str, Any]]) -> dict[str, Any]:
     """What a stand-in has of its own. It has no hooks: a step inside of the step runs none."""
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return {"param_groups": groups, OFFLOAD_ATTRIBUTE: None, **{name: {} for name in hooks}}
-
-
-def _body(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-    """The step as its class defines it, below the wrapper of torch that runs hooks."""
-    step: Any = type(optimizer).step
-    step = step.__wrapped__ if getattr(step, "hooked", False) else step
-    step(optimizer, *args, **kwargs)
+    hooks = dict[str, Any]((name, {}) for name in compat.STEP_HOOKS)
+    return {"param_groups": groups, OFFLOAD_ATTRIBUTE: None, **hooks}
 
 
 # --- before there is state ------------------------------------------------------------------------
@@ -155,7 +148,7 @@ def _layouts_after_step(
     devices = [local.device] if local.device.type != "cpu" else []
     try:
         with torch.random.fork_rng(devices, device_type=local.device.type):
-            _body(alone)
+            compat.step_without_hooks(alone)
     except Exception as error:
         raise ZpassesError(
             f"{type(optimizer).__name__} cannot step a parameter by itself, which offloading its "
