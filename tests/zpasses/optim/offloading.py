@@ -1,16 +1,18 @@
 """Models and optimizers for tests of offloaded states, and comparisons of them."""
 
 import copy
+import gc
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import zpasses
 from zpasses import compat
 from zpasses.simulate.equality import bits
 
-__all__ = ["OPTIMIZERS", "SMALL", "Lion", "Net", "assert_bits", "assert_same", "backward"]
-__all__ += ["optimizer_of", "train"]
+__all__ = ["ONE", "OPTIMIZERS", "SMALL", "Large", "Lion", "Net", "assert_bits", "assert_same"]
+__all__ += ["backward", "measured", "optimizer_of", "train"]
 
 
 def assert_bits(ours, theirs):
@@ -120,3 +122,51 @@ def assert_same(model, optimizer, other, plain):
     ours, theirs = optimizer.state_dict(), plain.state_dict()
     assert ours["param_groups"] == theirs["param_groups"]
     assert_bits(dict(sorted(ours["state"].items())), dict(sorted(theirs["state"].items())))
+
+
+# --- memory ---------------------------------------------------------------------------------------
+class Large(nn.Module):
+    """Twelve equal matrices, whose states take 128 KiB each with AdamW."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = nn.ParameterList(torch.ones(64, 256) for _ in range(12))
+
+
+ONE = 2 * 64 * 256 * 4
+
+
+def measured(options, steps=3, prepare=lambda model: model):
+    """Steps a model. Returns its optimizer, and per step the bytes of the device (which are those
+    of torch's allocator: the host's are mapped) at rest before it, and the peak above them.
+
+    Args:
+        prepare: shards the model, for example.
+    """
+    model = prepare(Large())
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        if options is not None:
+            zpasses.offload_optimizer(optimizer, **options)
+        for number in range(steps):
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            gc.collect()
+            with record_function(f"step {number}"):
+                optimizer.step()
+    events = profiled.profiler.kineto_results.events()
+    found = []
+    for number in range(steps):
+        (mark,) = (each for each in events if each.name() == f"step {number}")
+        live = rest = peak = 0
+        for each in sorted(
+            (each for each in events if each.name() == "[memory]"), key=lambda each: each.start_ns()
+        ):
+            live += each.nbytes()
+            if each.start_ns() < mark.start_ns():
+                rest = peak = live
+            elif each.start_ns() <= mark.start_ns() + mark.duration_ns():
+                peak = max(peak, live)
+        found.append((rest, peak - rest))
+    return optimizer, found

@@ -14,17 +14,19 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.profiler import ProfilerActivity, profile, record_function
 
 import zpasses
 from tests.zpasses.optim.offloading import (
+    ONE,
     OPTIMIZERS,
     SMALL,
+    Large,
     Lion,
     Net,
     assert_bits,
     assert_same,
     backward,
+    measured,
     optimizer_of,
     train,
 )
@@ -133,49 +135,6 @@ def test_a_compiled_step_has_the_same_bits():
 
 
 # --- memory ---------------------------------------------------------------------------------------
-class Large(nn.Module):
-    """Twelve equal matrices, whose states take 128 KiB each with AdamW."""
-
-    def __init__(self):
-        super().__init__()
-        self.matrices = nn.ParameterList(torch.ones(64, 256) for _ in range(12))
-
-
-ONE = 2 * 64 * 256 * 4
-
-
-def measured(options, steps=3):
-    """Steps a model. Returns its optimizer, and per step the bytes of the device (which are those
-    of torch's allocator: the host's are mapped) at rest before it, and the peak above them.
-    """
-    model = Large()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        if options is not None:
-            zpasses.offload_optimizer(optimizer, **options)
-        for number in range(steps):
-            for param in model.parameters():
-                param.grad = torch.ones_like(param)
-            gc.collect()
-            with record_function(f"step {number}"):
-                optimizer.step()
-    events = profiled.profiler.kineto_results.events()
-    found = []
-    for number in range(steps):
-        (mark,) = (each for each in events if each.name() == f"step {number}")
-        live = rest = peak = 0
-        for each in sorted(
-            (each for each in events if each.name() == "[memory]"), key=lambda each: each.start_ns()
-        ):
-            live += each.nbytes()
-            if each.start_ns() < mark.start_ns():
-                rest = peak = live
-            elif each.start_ns() <= mark.start_ns() + mark.duration_ns():
-                peak = max(peak, live)
-        found.append((rest, peak - rest))
-    return optimizer, found
-
-
 @pytest.mark.parametrize(
     ("options", "stays", "flies"),
     [

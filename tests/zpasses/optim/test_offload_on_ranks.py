@@ -15,11 +15,13 @@ import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
 from tests.zpasses.optim.offloading import (
+    ONE,
     OPTIMIZERS,
     SMALL,
     Net,
     assert_bits,
     backward,
+    measured,
     optimizer_of,
     train,
 )
@@ -90,6 +92,26 @@ def test_replicas_of_shards():
     train(model, optimizer, range(3))
     train(other, plain, range(3))
     assert_same_rows(optimizer, plain)
+
+
+@on_ranks(2)
+def test_the_device_holds_what_the_plan_says():
+    def prepare(model):
+        return zpasses.shard(model, mesh=world_mesh())
+
+    _, plain = measured(None, prepare=prepare)
+    for options, stays, flies in (
+        ({"bucket_bytes": "128KiB"}, 0, 4),
+        ({"bucket_bytes": "128KiB", "device_bytes": "320KiB"}, 5, 4),
+        ({"device_bytes": "768KiB"}, 12, 0),
+        ({}, 0, 12),
+    ):
+        optimizer, found = measured(options, prepare=prepare)
+        plan, half = state_plan(optimizer), ONE // 2
+        assert (plan.device_bytes, plan.in_flight_bytes) == (stays * half, flies * half)
+        for (rest, peak), (all_rest, usual) in zip(found[1:], plain[1:], strict=True):
+            assert all_rest - rest == pytest.approx(plan.host_bytes, rel=0.02, abs=1024)
+            assert peak - usual == pytest.approx(plan.in_flight_bytes, rel=0.02, abs=1024)
 
 
 # --- compiled training ----------------------------------------------------------------------------
