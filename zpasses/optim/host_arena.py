@@ -3,7 +3,9 @@
 torch's own pinned memory comes from an allocator that rounds each block up to a power of two, so an
 optimizer's 36 GiB would take 64. It also asks the driver once per tensor, which waits for the
 device each time. Here, the process maps the memory by itself and registers the whole of it once.
-The pages come from the NUMA node of the process that first touches them, which is the rank.
+The pages come from the NUMA node of the process that first touches them, which is the rank. The
+mapping is shared with forked processes, such as data loaders: after a fork, writes to a private one
+would go to other pages than those that the device reads.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class HostArena:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._memory = _Mapping(-1, max(nbytes, 1))
+        self._memory = _Mapping(-1, max(nbytes, 1))  # anonymous and shared, Python's default
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8, count=max(nbytes, 1))
         if device.type == "cuda" and nbytes:
             self._memory.lock(self.bytes.data_ptr(), device)
