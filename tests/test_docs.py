@@ -394,6 +394,7 @@ def test_every_argument_is_documented():
         ("sharding.md", zpasses.shard),
         ("accumulation.md", zpasses.coalesce_grad_reduction),
         ("copy-engines.md", zpasses.sdma.init),
+        ("fit-a-larger-model.md", zpasses.offload_optimizer),
     ):
         text = (DOCS / page).read_text()
         for argument in inspect.signature(function).parameters:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ShardingError,
         ZpassesError,
     )
+    from zpasses.optim.offload import offload_optimizer
     from zpasses.pipeline import Facts, Level, Options, Pass, PassRecord, Pipeline
     from zpasses.ranks.device_mesh import init_device_mesh
     from zpasses.sharding.clipping import clip_grad_norm_
@@ -58,6 +59,7 @@ __all__ = [
     "load_safetensors",
     "load_training_state",
     "local_shards",
+    "offload_optimizer",
     "pack_parameters",
     "pack_shards",
     "save_safetensors",
@@ -88,6 +90,7 @@ _HOMES = {
     "invalidate": "zpasses.sharding.shard",
     "load_safetensors": "zpasses.checkpoint.safetensors_reader",
     "load_training_state": "zpasses.checkpoint.training_state",
+    "offload_optimizer": "zpasses.optim.offload",
     "pack_parameters": "zpasses.sharding.flat_buffers",
     "pack_shards": "zpasses.sharding.shard",
     "save_safetensors": "zpasses.checkpoint.safetensors_writer",

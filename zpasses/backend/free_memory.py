@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from zpasses.cost.memory import device_memory
 from zpasses.errors import OptionError
 from zpasses.ranks.agree import exchange
+from zpasses.ranks.local_ranks import local_ranks
 
 _USED_SHARE = 0.9
 """Part of the free memory that a step may use. The rest is for fragmentation and kernels' scratch.
@@ -43,7 +42,4 @@ def _own_free_bytes(device: torch.device) -> int | None:
     free = device_memory.free_bytes(device)
     if free is None or device.type != "cpu":
         return free
-    ranks = os.environ.get("LOCAL_WORLD_SIZE") or (
-        dist.get_world_size() if dist.is_initialized() else 1
-    )
-    return free // max(1, int(ranks))
+    return free // local_ranks()

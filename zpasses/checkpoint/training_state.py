@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor as dtensor
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
@@ -46,7 +45,7 @@ from zpasses.checkpoint.model_tensors import (
 from zpasses.checkpoint.random_states import packed_random_states, restore_random_states
 from zpasses.errors import ShardingError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
-from zpasses.runtime.watched import plain_dtensor
+from zpasses.runtime.offloaded import is_offloaded
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
 
 LIKE_PARAMETER, REPLICATED, PLAIN = "like the parameter", "replicated", "plain"
@@ -449,12 +448,13 @@ class _Target:
         """
         self._read_groups(read)
         wanted: dict[str, Any] = {}
+        on_host = is_offloaded(self._optimizer)
         for value in self._values:
             known = self._metadata.state_dict_metadata.get(value.key)
             if known is not None and not isinstance(known, BytesStorageMetadata):
                 param = self._params[value.param]
                 wanted[value.key] = _destination(
-                    param, torch.Size(known.size), known.properties.dtype, value
+                    param, torch.Size(known.size), known.properties.dtype, value, on_host
                 )
         return wanted
 
@@ -546,17 +546,22 @@ class _Target:
         self._values = [each for each in self._values if each.param in self._params]
 
 
-def _destination(param: Tensor, size: torch.Size, dtype: torch.dtype, value: _Value) -> Tensor:
+def _destination(
+    param: Tensor, size: torch.Size, dtype: torch.dtype, value: _Value, on_host: bool
+) -> Tensor:
     layout = value.layout or _guessed(param, size, value.path)
+    device = torch.device("cpu") if on_host else param.device
     if layout == PLAIN or not isinstance(param, DTensor):
         # A step that is not captured is read on the host. torch moves it where it is.
-        return torch.empty(size, dtype=dtype, device=param.device if size else "cpu")
+        return torch.empty(size, dtype=dtype, device=device if size else "cpu")
+    mesh, placements = param.device_mesh, param.placements
     if layout == LIKE_PARAMETER and size == param.shape:
-        return torch.empty_like(plain_dtensor(param), dtype=dtype)
-    placements = param.placements
+        like = torch.empty_like(compat.local_of(param), dtype=dtype, device=device)
+        return compat.make_dtensor(like, mesh, placements, size)
     if layout == REPLICATED:
-        placements = (Replicate(),) * param.device_mesh.ndim
-    return dtensor.empty(size, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
+        placements = (Replicate(),) * mesh.ndim
+    own = [length for _, length in compat.local_range(size, mesh, placements)]
+    return compat.make_dtensor(torch.empty(own, dtype=dtype, device=device), mesh, placements, size)
 
 
 def _guessed(param: Tensor, size: torch.Size, path: Sequence[Any]) -> str:

@@ -1,5 +1,5 @@
-"""Optimizers: the parts of torch's Muon, norms of many tensors, and a hook for the end of
-`load_state_dict`.
+"""Optimizers: the parts of torch's Muon, norms of many tensors, a hook for the end of
+`load_state_dict`, and steps without hooks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,26 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["adjusted_muon_lr", "call_after_optimizer_load", "foreach_norm", "newton_schulz"]
+__all__ = [
+    "STEP_HOOKS",
+    "adjusted_muon_lr",
+    "call_after_optimizer_load",
+    "foreach_norm",
+    "newton_schulz",
+    "step_without_hooks",
+]
+
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes of an optimizer that hold the hooks of its steps, each a dict."""
+
+
+def step_without_hooks(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Call the `step` that the class of an optimizer defines, below the wrapper of torch that runs
+    hooks, and what programs have put around it.
+    """
+    step: Any = type(optimizer).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return step(optimizer, *args, **kwargs)
 
 
 def call_after_optimizer_load(check: Callable[[Optimizer], None]) -> None:

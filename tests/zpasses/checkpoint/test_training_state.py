@@ -9,12 +9,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.tensor import DTensor
 
 import zpasses
 from tests.on_ranks import on_ranks
 from tests.zpasses.models import integers
+from zpasses.checkpoint import training_state
 from zpasses.checkpoint.random_states import packed_random_states, restore_random_states
-from zpasses.testing import run_on_ranks, world_mesh
+from zpasses.testing import fake_world, run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
 
@@ -175,6 +177,30 @@ def test_state_of_other_kinds_comes_back_as_it_was(tmp_path):
     assert got["nested"][7]["half"].full_tensor().eq(2).all()
     assert loaded.param_groups[0]["initial_lr"] == 0.75
     assert torch.equal(loaded.param_groups[1]["lr"], torch.tensor(0.125))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (training_state.LIKE_PARAMETER, (7, 3)),
+        (training_state.LIKE_PARAMETER, (7, 1)),
+        (training_state.REPLICATED, (1, 3)),
+        (training_state.PLAIN, (5,)),
+    ],
+)
+def test_states_that_rest_on_the_host_are_read_there(kind, shape):
+    """As if meta were the device."""
+    with fake_world(2, rank=1) as mesh, torch.device("meta"):
+        param = zpasses.shard(nn.Linear(3, 7), mesh=mesh).get_parameter("weight")
+        value = training_state._Value("", "weight", ("exp_avg",), kind)
+        for on_host, device in ((False, "meta"), (True, "cpu")):
+            made = training_state._destination(
+                param, torch.Size(shape), torch.float32, value, on_host
+            )
+            local = made.to_local() if isinstance(made, DTensor) else made
+            assert made.shape == shape
+            assert local.device.type == device
+            assert local.shape == ((3, shape[1]) if shape[0] == 7 else shape)
 
 
 @on_ranks(2)

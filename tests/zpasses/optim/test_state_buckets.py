@@ -1,0 +1,157 @@
+"""Which states stay on the device, and in which buckets the others travel."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import zpasses
+from zpasses.errors import OptionError, ZpassesError
+from zpasses.optim.partial_step import PartialStep, expected_layouts
+from zpasses.optim.state_buckets import nbytes_of, plan_states
+from zpasses.option_values import format_size, parse_size
+
+
+def test_states_stay_in_the_order_of_the_parameters_while_they_fit():
+    plan = plan_states([100, 300, 100, 50], device_bytes=210, bucket_bytes=1000)
+    assert plan.resident == (0, 2)
+    assert plan.buckets == ((1, 3),)
+    assert (plan.device_bytes, plan.host_bytes, plan.total_bytes) == (200, 350, 550)
+
+
+def test_a_parameter_that_is_larger_than_a_bucket_has_one_of_its_own():
+    plan = plan_states([10, 500, 10, 10], device_bytes=0, bucket_bytes=25)
+    assert plan.buckets == ((0,), (1,), (2, 3))
+    assert plan.in_flight_bytes == 500 + 20
+
+
+sizes = st.lists(st.integers(0, 1000), max_size=30)
+
+
+@given(sizes, st.integers(0, 5000), st.integers(1, 3000))
+def test_every_parameter_is_in_one_place_and_no_limit_is_exceeded(sizes, device, bucket):
+    plan = plan_states(sizes, device, bucket)
+    members = [*plan.resident, *(at for each in plan.buckets for at in each)]
+    assert sorted(members) == list(range(len(sizes)))
+    assert plan.device_bytes == sum(sizes[at] for at in plan.resident) <= device
+    assert plan.host_bytes + plan.device_bytes == plan.total_bytes == sum(sizes)
+    totals = [sum(sizes[at] for at in each) for each in plan.buckets]
+    assert all(
+        total <= bucket or len(each) == 1 for total, each in zip(totals, plan.buckets, strict=True)
+    )
+    pairs = [a + b for a, b in itertools.pairwise(totals)] or totals or [0]
+    assert max(pairs) <= plan.in_flight_bytes <= 2 * max(totals, default=0)
+
+
+# --- what an optimizer will hold ------------------------------------------------------------------
+def parameters():
+    return [
+        {"params": [nn.Parameter(torch.ones(6, 5)), nn.Parameter(torch.ones(6, 5))]},
+        {"params": [nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(()))]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "vectors"),
+    [
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
+        (lambda p: torch.optim.AdamW(p, fused=True), 2),
+        (lambda p: torch.optim.SGD(p, lr=1.0), 0),
+        (lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), 1),
+        (lambda p: torch.optim.Adagrad(p), 1),  # which makes its state when it is built
+    ],
+    ids=["amsgrad", "fused", "SGD", "momentum", "Adagrad"],
+)
+def test_the_optimizer_says_what_it_will_hold_and_nothing_of_it_changes(make, vectors):
+    optimizer = make(parameters())
+    before = torch.get_rng_state(), len(optimizer.state)
+    layouts = expected_layouts(optimizer)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert len(optimizer.state) == before[1]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    assert all(torch.equal(param, torch.ones_like(param)) for param in params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert layouts == expected_layouts(optimizer)
+    assert [len(layouts[param]) for param in params] == [vectors] * 3 + [0]
+    assert nbytes_of(layouts[params[0]]) == vectors * 128  # 6 * 5 * 4 bytes, in steps of 64
+
+
+def test_frozen_parameters_need_nothing():
+    frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+    optimizer = torch.optim.AdamW([frozen, nn.Parameter(torch.ones(4))])
+    assert frozen not in expected_layouts(optimizer)
+
+
+def test_an_optimizer_that_cannot_step_one_parameter_is_refused():
+    optimizer = torch.optim.LBFGS([nn.Parameter(torch.ones(4))])
+    with pytest.raises(ZpassesError, match="LBFGS cannot step a parameter by itself"):
+        zpasses.offload_optimizer(optimizer)
+
+
+# --- steps of a part ------------------------------------------------------------------------------
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in a group and in an attribute, as schedule-free optimizers do."""
+
+    steps = 0
+
+    def __init__(self, params):
+        super().__init__(params, {"count": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in group["params"]:
+                param.add_(param.grad, alpha=group["count"] + self.steps)
+
+
+def test_a_step_in_parts_counts_once_and_every_part_sees_the_same_count():
+    optimizer = Counting(parameters())
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    for _ in range(2):
+        parts = PartialStep(optimizer)
+        parts.run({0: params[:1]})
+        parts.run({0: params[1:2], 1: params[2:3]})
+        parts.finish()
+    assert optimizer.steps == 2
+    assert [group["count"] for group in optimizer.param_groups] == [2, 2]
+    assert [float(param.detach().max()) for param in params] == [7, 7, 7, 1]
+
+
+def test_a_part_has_the_names_of_its_parameters():
+    named = [("a", nn.Parameter(torch.ones(2))), ("b", nn.Parameter(torch.ones(2)))]
+    optimizer = torch.optim.SGD(named, lr=1.0)
+    part = PartialStep(optimizer).on({0: [named[1][1]]})
+    assert part.param_groups[0]["param_names"] == ["b"]
+    assert optimizer.param_groups[0]["param_names"] == ["a", "b"]
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+def test_sizes_are_read_and_written():
+    assert [parse_size(text, "") for text in ("0B", "2KiB", "1.5 MiB", "3GiB")] == [
+        0,
+        2 << 10,
+        3 << 19,
+        3 << 30,
+    ]
+    assert [format_size(n) for n in (0, 512, 1536, 5 << 20, 3 << 40)] == [
+        "0 B",
+        "512 B",
+        "1.5 KiB",
+        "5 MiB",
+        "3072 GiB",
+    ]
+
+
+@pytest.mark.parametrize("text", ["5%", "+1GiB", "2GB", "", "GiB", 1024, None])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(OptionError, match=r"here: got .*expected a size such as '2GiB'"):
+        parse_size(text, "here")

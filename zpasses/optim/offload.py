@@ -1,0 +1,400 @@
+"""States of optimizers on the host: they come to the device bucket by bucket, only for the step.
+
+    compute   | stays  | bucket 0 | bucket 1 | bucket 2 | next forward
+    in        | 0        1          2 ...
+    out                           0          1          2
+
+The hook that runs last before `optimizer.step` does the whole step: it runs the step of the
+optimizer's class on one bucket after another, and what torch then calls finds no parameter left.
+So hooks, schedulers and other wrappers of `step` see one step.
+
+Two blocks of device memory take turns. Each is written by the stream `in`, used by the current
+stream, and read by the stream `out`, and an event stands between each of the three and the next.
+`SideStream.keep` delays the reuse of both after the step, while the last buckets go out. The host
+waits for these only where it reads a state (`RestingState`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zpasses import compat
+from zpasses.errors import ZpassesError
+from zpasses.optim.host_arena import HostArena
+from zpasses.optim.offload_budget import (
+    OffloadOptions,
+    agreed_sizes,
+    check_host_memory,
+    sharding_groups_of,
+)
+from zpasses.optim.partial_step import PartialStep, expected_layouts
+from zpasses.optim.resting_state import (
+    Bucket,
+    RestingState,
+    SameStream,
+    StateValue,
+    Turn,
+    on_device,
+    watched,
+)
+from zpasses.optim.state_buckets import (
+    StatePlan,
+    ValueLayout,
+    layout_of_value,
+    local_part,
+    nbytes_of,
+    plan_states,
+)
+from zpasses.option_values import format_size, parse_size
+from zpasses.ranks.failures import report_failure
+from zpasses.runtime.offloaded import OFFLOAD_ATTRIBUTE, is_offloaded
+from zpasses.sdma.platform import SideStream, platform_of
+
+log = logging.getLogger("zpasses")
+
+O = TypeVar("O", bound=Optimizer)  # noqa: E741
+
+
+def offload_optimizer(
+    optimizer: O,
+    *,
+    device_bytes: str = "0B",
+    bucket_bytes: str = "256MiB",
+    host_bytes: str | None = None,
+) -> O:
+    """Let the states of an optimizer rest on the host, in place, and return the optimizer.
+
+    `optimizer.step()` brings them to the device bucket by bucket, steps there, and sends them back
+    while the program goes on. The results have the same bits. State dicts, checkpoints, schedulers,
+    gradient scaling, clipping and hooks work as before; `optimizer.state` holds host tensors. Call
+    it on every rank, before or after the first step. On CPUs, the host is another allocation.
+
+    It serves optimizers that step each parameter by itself, from state that they hold for it. What
+    has no dimensions, such as counts of steps, stays where the optimizer makes it. So do values
+    that are not plain tensors, such as quantized ones. Copies of the optimizer (`copy.deepcopy`,
+    `pickle`) have their states on the device.
+
+    Args:
+        optimizer: the optimizer, whose parameters have their final device and are sharded.
+        device_bytes: how many bytes of states stay on the device, on each rank.
+        bucket_bytes: bytes of the states that come and go together. Two buckets are on the device
+            at a time, and three in the step that makes the states. A parameter whose states are
+            larger has a bucket of its own.
+        host_bytes: the most that a rank may take of the host; None allows its share of what the
+            machine has available. The memory is taken at once, and locked for accelerators.
+
+    Raises:
+        MemoryBudgetError: on every rank, if the host memory of one of them does not suffice. When
+            parameters were added to the optimizer, its next step raises it.
+        ZpassesError: for an optimizer that cannot be offloaded, or if ranks give other options.
+        OptionError: for an option that is no size.
+        AgreementError: if another rank does not call it in time.
+    """
+    options = OffloadOptions(
+        parse_size(device_bytes, "offload_optimizer, device_bytes"),
+        parse_size(bucket_bytes, "offload_optimizer, bucket_bytes"),
+        None if host_bytes is None else parse_size(host_bytes, "offload_optimizer, host_bytes"),
+    )
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, compat.STEP_HOOKS[0]):
+        raise ZpassesError(
+            f"offload_optimizer: got {type(optimizer).__name__}; expected a torch.optim.Optimizer. "
+            "Pass the optimizer itself, before a trainer wraps it."
+        )
+    if is_offloaded(optimizer):
+        raise ZpassesError(
+            f"offload_optimizer: the states of this {type(optimizer).__name__} are offloaded "
+            "already. Call it once per optimizer."
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ZpassesError("offload_optimizer: differentiable=True needs all states on the device.")
+    offload = _Offload(optimizer, options)
+    setattr(optimizer, OFFLOAD_ATTRIBUTE, offload)
+    optimizer.register_load_state_dict_pre_hook(offload.before_load)
+    optimizer.register_load_state_dict_post_hook(offload.after_load)
+    _install_hook()
+    return optimizer
+
+
+def state_plan(optimizer: Optimizer) -> StatePlan:
+    """Returns where the states of an offloaded optimizer rest, in bytes.
+
+    Raises:
+        ZpassesError: if they are not offloaded.
+    """
+    offload: _Offload | None = getattr(optimizer, OFFLOAD_ATTRIBUTE, None)
+    if offload is None:
+        raise ZpassesError(
+            f"state_plan: the states of this {type(optimizer).__name__} are not offloaded. Call "
+            "zpasses.offload_optimizer(optimizer) first."
+        )
+    return offload.plan
+
+
+@functools.cache
+def _install_hook() -> None:
+    # Disabled for the compiler: a step that a program compiles runs as it is.
+    step: Any = torch.compiler.disable(_step)
+
+    def come_last(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Global hooks run before those of an optimizer. Move its own to the end of those."""
+        offload: _Offload | None = getattr(optimizer, OFFLOAD_ATTRIBUTE, None)
+        if offload is not None:
+            if offload.handle is not None:
+                offload.handle.remove()
+            offload.handle = optimizer.register_step_pre_hook(step)
+
+    register_optimizer_step_pre_hook(torch.compiler.disable(come_last))
+
+
+def _step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Nothing but the optimizer holds what is offloaded, so the host memory goes when it does.
+    return getattr(optimizer, OFFLOAD_ATTRIBUTE).step(optimizer, args, kwargs)
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """A tensor that torch's `load_state_dict` does not see."""
+
+    value: Tensor
+
+
+def _rest(value: StateValue | None) -> Any:
+    return None if value is None else value.rest
+
+
+# --- the step -------------------------------------------------------------------------------------
+class _Offload:
+    """The offloaded states of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, options: OffloadOptions) -> None:
+        self.handle: Any = None
+        self._options = options
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        devices = {local_part(param.detach()).device for param in params}
+        self._device = next(iter(devices))
+        if len(devices) > 1 or self._device.type == "meta":
+            raise ZpassesError(
+                f"offload_optimizer: parameters are on {', '.join(map(str, devices))}; expected "
+                "one device with memory. Give the parameters of each device an optimizer of their "
+                "own, and call to_empty for those on meta first."
+            )
+        platform = platform_of(self._device.type)
+        new: Callable[[], SideStream] = SameStream if platform is None else platform.side_stream
+        self._inward, self._outward = new(), new()
+        self._place(optimizer)
+
+    def _place(self, optimizer: Optimizer) -> None:
+        """Decide where each state rests, and bring it there."""
+        watched(optimizer)
+        self._outward.synchronize()
+        options, error = self._options, None
+        layouts: Mapping[Tensor, Sequence[ValueLayout]] = {}
+        try:
+            layouts = expected_layouts(optimizer)
+        except ZpassesError as raised:
+            error = str(raised)
+        sizes = [nbytes_of(each) for each in layouts.values()]
+        most, available = agreed_sizes(optimizer, options, sizes, error)
+        plan = plan_states(most, options.device_bytes, options.bucket_bytes)
+        check_host_memory(plan.host_bytes, available, options.host_bytes)
+        params = list(layouts)
+        own = [sum(sizes[at] for at in bucket) for bucket in plan.buckets]
+        try:
+            self.arena = HostArena(sum(own), self._device)
+        except (OSError, RuntimeError) as raised:
+            report_failure(sharding_groups_of(optimizer), "", raised, doing="offloading states")
+            raise
+        self.plan, self._layouts = plan, layouts
+        self._buckets = [
+            Bucket.of({params[at]: layouts[params[at]] for at in bucket}, self.arena, start)
+            for bucket, start in zip(
+                plan.buckets, itertools.accumulate(own, initial=0), strict=False
+            )
+        ]
+        self._values = {param: own for each in self._buckets for param, own in each.values.items()}
+        self._seen: dict[Tensor, dict[Any, Any]] = {params[at]: {} for at in plan.resident}
+        self._adopt(optimizer, params)
+        log.info(
+            "%s: %s of states on the host, %s on the device, and up to %s more in a step",
+            type(optimizer).__name__,
+            format_size(plan.host_bytes),
+            format_size(plan.device_bytes),
+            format_size(plan.in_flight_bytes),
+        )
+
+    # --- new values -------------------------------------------------------------------------------
+    def _adopt(self, optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
+        """Bring values that are not where they rest there, such as those that were loaded.
+
+        Returns:
+            Whether all values of these parameters are as planned.
+        """
+        state = watched(optimizer)
+        for param in params:
+            layouts = self._layouts.get(param)
+            if layouts is None:
+                return False
+            moves, stays = self._values.get(param, {}), self._seen.get(param)
+            entries = state.raw(param)
+            for key, value in entries.items():
+                if value is (stays.get(key) if stays is not None else _rest(moves.get(key))):
+                    continue
+                layout = layout_of_value(key, value)
+                if layout is None:
+                    continue
+                if layout not in layouts:
+                    return False
+                if stays is not None:
+                    entries[key] = stays[key] = on_device(value, param)
+                else:
+                    self._outward.synchronize()
+                    moves[key].host.copy_(local_part(value))
+                    entries[key] = moves[key].rest_like(value)
+        return True
+
+    def before_load(self, optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        """Hide values from `load_state_dict`, which would bring all of them to the device."""
+        watched(optimizer).wait()  # they may be values of this optimizer
+        hidden = {
+            index: {
+                key: value if layout_of_value(key, value) is None else _Hidden(value)
+                for key, value in entries.items()
+            }
+            if isinstance(entries, dict)
+            else entries
+            for index, entries in loaded["state"].items()
+        }
+        return {**loaded, "state": hidden}
+
+    def after_load(self, optimizer: Optimizer) -> None:
+        """Uncover them, in the dtypes that torch gives them. The next step brings them to rest."""
+        for param, entries in optimizer.state.items():
+            for key, value in entries.items() if isinstance(entries, dict) else ():
+                if isinstance(value, _Hidden):
+                    floats = isinstance(param, Tensor) and param.is_floating_point()
+                    entries[key] = value.value.to(param.dtype) if floats else value.value
+        watched(optimizer)
+
+    # --- one step ---------------------------------------------------------------------------------
+    def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do the step of the optimizer.
+
+        Returns:
+            Arguments with which the `step` of its class has nothing left to do.
+        """
+        args, kwargs = _with_evaluated_closure(args, kwargs)
+        groups: dict[Tensor, int] = {
+            param: number
+            for number, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+            if param.grad is not None
+        }
+        if not self._adopt(optimizer, groups):
+            self._place(optimizer)
+        stepped = PartialStep(optimizer)
+
+        def run(params: Iterable[Tensor]) -> None:
+            part: dict[int, list[Tensor]] = {}
+            for param in params:
+                part.setdefault(groups[param], []).append(param)
+            stepped.run(part, args[1:], kwargs)
+
+        state = watched(optimizer)
+        state.on_the_way = None  # what follows waits on the device
+        try:
+            self._stream(state, groups, run)
+        finally:
+            state.on_the_way = self._outward
+        stepped.finish()
+        return (PartialStep(optimizer).on({}), *args[1:]), kwargs
+
+    def _stream(
+        self,
+        state: RestingState,
+        params: Collection[Tensor],
+        run: Callable[[Iterable[Tensor]], None],
+    ) -> None:
+        """Step parameters whose states stay, and then the others, bucket by bucket."""
+        staying = [param for param in params if param in self._seen]
+        chosen = [[param for param in each.values if param in params] for each in self._buckets]
+        turns = [
+            Turn(bucket, own, state)
+            for bucket, own in zip(self._buckets, chosen, strict=True)
+            if own
+        ]
+        for at in range(min(2, len(turns))):
+            nbytes = max(turn.bucket.host.numel() for turn in turns[at::2])
+            slot = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            for turn in turns[at::2]:
+                turn.slot = slot
+        self._inward.follow_current()  # earlier work may have used the memory of the slots
+        self._inward.run(self._outward.record().wait)  # of the step before
+        steps = 0
+        try:
+            self._fetch(turns, 0)
+            if staying or not turns:
+                run(staying)
+            for at, turn in enumerate(turns):
+                steps = at + 1
+                self._fetch(turns, at + 1)
+                turn.come()
+                try:
+                    run(turn.params)
+                finally:
+                    turn.go()
+                    self._outward.follow_current()
+                    self._outward.run(turn.copy_out)
+                    turn.gone = self._outward.record()
+        except BaseException:
+            log.warning(
+                "an optimizer's step raised in part %d of %d. Parameters of earlier parts have "
+                "stepped, those of this one as far as it came, and others have not. All states are "
+                "at rest as they were left, so a state dict has them.",
+                steps + bool(staying),
+                len(turns) + bool(staying),
+            )
+            raise
+        finally:
+            for turn in turns[:2]:
+                self._inward.keep(turn.slot)
+                self._outward.keep(turn.slot)
+
+    def _fetch(self, turns: Sequence[Turn], at: int) -> None:
+        """Start to bring a bucket in, once the one before it in the same memory has gone out."""
+        if at >= len(turns):
+            return
+        turn, free = turns[at], turns[at - 2].gone if at >= 2 else None
+        if turn.bucket.exists():
+            if free is not None:
+                self._inward.run(free.wait)
+            self._inward.run(turn.copy_in)
+            free = self._inward.record()
+        turn.ready = free
+
+
+def _with_evaluated_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call the closure of a step once, and hand on what it returned."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+
+    def known() -> Any:
+        return loss
+
+    if len(args) > 1:
+        return (args[0], known, *args[2:]), kwargs
+    return args, {**kwargs, "closure": known}

@@ -1,0 +1,117 @@
+"""What an optimizer holds for its parameters, where it rests, and in which order it is used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zpasses import compat
+
+_ALIGN = 64
+"""Values start at multiples of so many bytes, which suits the vector instructions of any kernel."""
+
+
+@dataclass(frozen=True)
+class ValueLayout:
+    """A value that an optimizer holds for a parameter: a tensor without gaps, on this rank."""
+
+    key: Any
+    """Its key in `optimizer.state[param]`."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes, up to where the next value may start."""
+        return -(-math.prod(self.shape) * self.dtype.itemsize // _ALIGN) * _ALIGN
+
+
+def local_part(value: Any) -> Any:
+    """Returns the rows of a DTensor that this rank holds, and other values as they are."""
+    return compat.local_of(value) if isinstance(value, DTensor) else value
+
+
+def layout_of_value(key: Any, value: Any) -> ValueLayout | None:
+    """Returns the layout of a value; None for what stays where it is: numbers, counts of steps,
+    lists, and tensors that have gaps or are of a subclass, such as quantized ones.
+    """
+    local = local_part(value)
+    if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided:
+        return None
+    if not local.dim():
+        return None
+    shape, stride = tuple(local.shape), tuple(local.stride())
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    dense = not local.numel() or extent == local.numel()
+    return ValueLayout(key, local.dtype, shape, stride) if dense else None
+
+
+def layouts_of(entries: Mapping[Any, Any]) -> tuple[ValueLayout, ...]:
+    """Returns the layouts of the values that an optimizer holds for a parameter."""
+    found = (layout_of_value(key, value) for key, value in entries.items())
+    return tuple(each for each in found if each is not None)
+
+
+def nbytes_of(layouts: Sequence[ValueLayout]) -> int:
+    """Returns the bytes of all values together."""
+    return sum(each.nbytes for each in layouts)
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """Where the states of an optimizer rest. Bytes are those of the rank that holds most."""
+
+    total_bytes: int
+    """Of all states."""
+    device_bytes: int
+    """Of the states that stay on the device between steps."""
+    host_bytes: int
+    """Of those that rest on the host."""
+    in_flight_bytes: int
+    """The most that a step holds on the device beside `device_bytes`: two buckets. The step that
+    makes the states holds those of a third one."""
+    resident: tuple[int, ...]
+    """Positions of the parameters whose states stay, in the order of the optimizer."""
+    buckets: tuple[tuple[int, ...], ...]
+    """Positions of the other parameters, bucket by bucket."""
+
+
+def plan_states(sizes: Sequence[int], device_bytes: int, bucket_bytes: int) -> StatePlan:
+    """Returns which states stay on the device, and the buckets of the others.
+
+    Those stay that fit, in the order of the parameters. They step first, while the first bucket
+    comes in.
+
+    Args:
+        sizes: bytes of the states of each parameter.
+        device_bytes: the most that may stay.
+        bucket_bytes: the most of a bucket. A parameter with more has a bucket of its own.
+    """
+    resident, buckets, room, left = list[int](), list[list[int]](), device_bytes, 0
+    for at, size in enumerate(sizes):
+        if size <= room:
+            resident.append(at)
+            room -= size
+        elif buckets and size <= left:
+            buckets[-1].append(at)
+            left -= size
+        else:
+            buckets.append([at])
+            left = bucket_bytes - size
+    totals = [sum(sizes[at] for at in bucket) for bucket in buckets]
+    slots = (max(totals[0::2], default=0), max(totals[1::2], default=0))
+    return StatePlan(
+        total_bytes=sum(sizes),
+        device_bytes=device_bytes - room,
+        host_bytes=sum(totals),
+        in_flight_bytes=sum(slots),
+        resident=tuple(resident),
+        buckets=tuple(map(tuple, buckets)),
+    )
