@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.step_time import step_time
 from zpasses.cost.time.target import Target
@@ -19,6 +20,7 @@ from zpasses.graph.queries import collective_of
 from zpasses.graph.tags import tagged
 from zpasses.inspect.escape import one_line
 from zpasses.inspect.view import Table
+from zpasses.pipeline.events import listen
 from zpasses.testing import capture_graphs, fake_world
 from zpasses.tools.cli.main import cli
 from zpasses.tools.plan import plan_picture
@@ -58,8 +60,12 @@ def blocks(rows=1024, layers=4):
 
 def test_the_plan_shows_what_copy_engines_gain_and_why():
     target = "mi300x,launch_us=0.01,hop_us=0.01,link_gb_s=2"
-    request = PlanRequest(f"{HERE}:blocks", WORLD, target, points=2)
-    found = plan_step(request)
+    request, trials = PlanRequest(f"{HERE}:blocks", WORLD, target, points=2), []
+    with listen(StepTrials, trials.append):
+        found = plan_step(request)
+    # They weigh what a run weighs; a slow test compares the graphs.
+    assert trials[0]._copy_engines
+    assert trials[0]._fallback_cost is not None
     _, without, stage3 = found.stages
     assert (without.name, stage3.name) == ("zero3, no copy engines", "zero3")
     assert stage3.total_us < without.total_us
