@@ -308,9 +308,9 @@ class _BucketWriter:
 
     def _tag(self, node: fx.Node, role: Role, sent_bytes: int = 0) -> None:
         whole = nbytes(value_of(node)) if role == "gather_input" else 0
-        add_tag(
-            node, Tag(role, self.params, sent_bytes, self._number, self._origin, block_bytes=whole)
-        )
+        tag = Tag(role, self.params, sent_bytes, self._number, self._origin, block_bytes=whole)
+        encoding = self.items[0].tag.encoding if role in ("gather", "reduce") else ""
+        add_tag(node, replace(tag, encoding=encoding))
 
 
 _WRITERS: dict[tuple[bool, str], Any] = {

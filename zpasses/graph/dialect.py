@@ -1,7 +1,7 @@
 """The dialect: operators that state that a parameter is gathered and its gradient reduced.
 
-    zpasses::unshard(shard, rows, param_dtype, reduce_dtype, group, replicate_group, reshard_group)
-        -> full parameter
+    zpasses::unshard(shard, rows, param_dtype, reduce_dtype, group, replicate_group, reshard_group,
+                     encoding) -> full parameter
     zpasses::reduce_grad(grad, rows, shard_rows, dtype, reduce_dtype, group) -> shard's gradient
     zpasses::average_grad(grad, dtype, group) -> shard's gradient, averaged over replicas
 
@@ -18,6 +18,7 @@ group on: its backward is `reduce_grad` within the replica, then `average_grad` 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,12 +29,13 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from zpasses import compat
+from zpasses.graph.encoding import Encoding, decode, encode
 from zpasses.graph.tags import Reduction
 
 _library = torch.library.Library("zpasses", "DEF")
 _library.define(
     "unshard(Tensor shard, SymInt rows, ScalarType? param_dtype, ScalarType? reduce_dtype, str "
-    "group_name, str? replicate_group=None, str? reshard_group=None) -> Tensor",
+    "group_name, str? replicate_group=None, str? reshard_group=None, str? encoding=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -152,6 +154,7 @@ def _unshard(
     group_name: str,
     replicate_group: str | None = None,
     reshard_group: str | None = None,
+    encoding: str | None = None,
 ) -> Tensor:
     """Gathers a parameter.
 
@@ -167,6 +170,8 @@ def _unshard(
         reshard_group: process group of consecutive ranks of the group, from which the pass
             `reshard-after-forward` gathers the parameter again; None for the whole group. Only the
             pass reads it.
+        encoding: each rank's block is gathered as `zpasses.graph.encoding` encodes it; None gathers
+            exact values. Passes set it. The gradient is that of the decoded parameter.
 
     Returns:
         The full parameter, [rows, ...], in `param_dtype`; never an alias of `shard`.
@@ -177,11 +182,19 @@ def _unshard(
             return shard.to(dtype, copy=True)
         return shard.new_empty((rows, *shard.shape[1:]), dtype=dtype)
     size = group_size(group_name)
-    block = padded(shard, rows_per_rank(rows, size), dtype)
+    if encoding is None:
+        block = padded(shard, rows_per_rank(rows, size), dtype)
+    else:
+        how = Encoding.parse(encoding)
+        block = encode(shard, rows_per_rank(rows, size) * math.prod(shard.shape[1:]), 1, how)
     with _collectives.guard("all_gather", block, group_name):
         started = _collectives.all_gather(block, size, group_name)
         full: Tensor = compat.functional.wait_tensor(started)
-    return full[:rows]
+    return (
+        full[:rows]
+        if encoding is None
+        else decode(full, [rows, *shard.shape[1:]], size, dtype, how)
+    )
 
 
 def _unshard_fake(
@@ -255,7 +268,7 @@ def _average_grad_fake(grad: Tensor, dtype: torch.dtype, group_name: str) -> Ten
 
 
 def _unshard_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, rows, _, reduce_dtype, group_name, replicate_group, _ = inputs
+    shard, rows, _, reduce_dtype, group_name, replicate_group, *_ = inputs
     state: Any = ctx
     state.call = (rows, shard.shape[0] if shard.dim() else 0, shard.dtype, reduce_dtype, group_name)
     state.replicate_group = replicate_group
@@ -291,7 +304,7 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if value is not None:
         for operator, arguments in reduction_calls(how, shard_rows, grad.dtype):
             value = operator(value, *arguments)
-    return value, None, None, None, None, None, None
+    return (value, *[None] * 7)
 
 
 def reduction_calls(

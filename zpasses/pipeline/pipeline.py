@@ -129,6 +129,14 @@ class Pipeline(compat.CustomGraphPass):
         found = (cost_of(graph, limit_bytes) for cost_of in known if cost_of is not None)
         return next((cost for cost in found if cost is not None), None)
 
+    def changes_values(self, graph: fx.Graph) -> None:
+        """Rewrite the dialect of a graph to what the passes make of its values, if they change any;
+        see `Facts.changes_values`.
+        """
+        for each in self.passes:
+            if (change := each.facts.changes_values) is not None:
+                change(graph)
+
     def __call__(self, graph: fx.Graph) -> None:
         run_passes(graph, self.passes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD, padded, padded_grad, rows_per_rank
+from zpasses.graph.encoding import Encoding, decode, encode
 
 Semantics = Callable[[Sequence[Tensor], Sequence[Mapping[str, Any]]], Sequence[Tensor]]
 """(one input per rank, each rank's call arguments by name) -> one output per rank. No output
@@ -65,8 +67,14 @@ def _all_to_all(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) ->
 # --- the dialect ----------------------------------------------------------------------------------
 def _unshard(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     rows, dtype = calls[0]["rows"], calls[0]["param_dtype"]
-    block = rows_per_rank(rows, len(inputs))
-    full = torch.cat([padded(shard, block, dtype or shard.dtype) for shard in inputs])[:rows]
+    block, (shard, *_) = rows_per_rank(rows, len(inputs)), inputs
+    if encoding := calls[0].get("encoding"):
+        how, count = Encoding.parse(encoding), block * math.prod(shard.shape[1:])
+        records = torch.cat([encode(each, count, 1, how) for each in inputs])
+        shape = [rows, *shard.shape[1:]]
+        full = decode(records, shape, len(inputs), dtype or shard.dtype, how)
+    else:
+        full = torch.cat([padded(each, block, dtype or each.dtype) for each in inputs])[:rows]
     return [full.clone() for _ in inputs]
 
 

@@ -55,7 +55,7 @@ def gloo_ranks(group: str) -> int:
 
 def compatibility_key(item: SchedulableCollective) -> tuple[Any, ...]:
     """Returns what members of one bucket have in common: operator, group, dtypes, reduce operator,
-    device.
+    encoding, device.
     """
     collective = collective_of(item.started)
     assert collective is not None
@@ -64,6 +64,7 @@ def compatibility_key(item: SchedulableCollective) -> tuple[Any, ...]:
         collective.group,
         collective.dtypes,
         collective.reduce_op,
+        collective.encoding,
         value_of(item.source).device,
     )
 
