@@ -362,7 +362,7 @@ def _expand(node: fx.Node) -> None:
     fake = source.meta["val"]
     run = functools.partial(_apply, _REFERENCES[node.target], rest)  # type: ignore[index]
     with compat.fake_mode_of([fake]) or contextlib.nullcontext():
-        traced = make_fx(run)(fake).graph
+        traced = make_fx(run, dict(compat.inductor_decompositions()))(fake).graph
     made: dict[fx.Node, fx.Node] = {}
     for each in traced.nodes:
         if each.op == "placeholder":
