@@ -2,7 +2,8 @@
 
     zpasses::unshard(shard, rows, param_dtype, reduce_dtype, group, replicate_group, reshard_group,
                      encoding) -> full parameter
-    zpasses::reduce_grad(grad, rows, shard_rows, dtype, reduce_dtype, group) -> shard's gradient
+    zpasses::reduce_grad(grad, rows, shard_rows, dtype, reduce_dtype, group, encoding)
+        -> shard's gradient
     zpasses::average_grad(grad, dtype, group) -> shard's gradient, averaged over replicas
 
 Passes lower them to collectives. Their eager implementations are the reference: every lowered graph
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from zpasses import compat
-from zpasses.graph.encoding import Encoding, decode, encode
+from zpasses.graph.encoding import Encoding, decode, decode_mean, encode
 from zpasses.graph.tags import Reduction
 
 _library = torch.library.Library("zpasses", "DEF")
@@ -40,7 +41,7 @@ _library.define(
 )
 _library.define(
     "reduce_grad(Tensor grad, SymInt rows, SymInt shard_rows, ScalarType dtype, ScalarType? "
-    "reduce_dtype, str group_name) -> Tensor",
+    "reduce_dtype, str group_name, str? encoding=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -211,6 +212,7 @@ def _reduce_grad(
     dtype: torch.dtype,
     reduce_dtype: torch.dtype | None,
     group_name: str,
+    encoding: str | None = None,
 ) -> Tensor:
     """Averages a gradient over the group and returns this rank's rows.
 
@@ -221,6 +223,9 @@ def _reduce_grad(
         dtype: dtype of the result, the shard's.
         reduce_dtype: dtype of the communication and of the sum; None keeps the gradient's.
         group_name: process group to average over.
+        encoding: each rank sends its blocks as `zpasses.graph.encoding` encodes them, and receivers
+            sum what they decode in fp32, in the order of ranks; None sends exact values. Passes set
+            it.
 
     Returns:
         The gradient of the shard, [shard_rows, ...], in `dtype`.
@@ -231,12 +236,27 @@ def _reduce_grad(
     if grad.dim() == 0:
         return _averaged(grad.to(between), group_name).to(dtype, copy=True)
     size = group_size(group_name)
+    if encoding is not None:
+        return _reduce_encoded(grad, rows, shard_rows, dtype, group_name, Encoding.parse(encoding))
     blocks = padded_grad(grad, rows, size, between)
     with _collectives.guard("reduce_scatter", blocks, group_name):
         mine: Tensor = compat.functional.wait_tensor(
             _collectives.reduce_scatter(blocks, "avg", size, group_name)
         )
     return mine[:shard_rows].to(dtype, copy=True)
+
+
+def _reduce_encoded(
+    grad: Tensor, rows: int, shard_rows: int, dtype: torch.dtype, group_name: str, how: Encoding
+) -> Tensor:
+    size, shape = group_size(group_name), [shard_rows, *grad.shape[1:]]
+    count = rows_per_rank(rows, size) * math.prod(shape[1:])
+    records, splits = encode(grad, count, size, how), [how.record_bytes(count)] * size
+    with _collectives.guard("all_to_all", records, group_name):
+        arrived: Tensor = compat.functional.wait_tensor(
+            compat.functional.all_to_all_single(records, splits, splits, group_name)
+        )
+    return decode_mean(arrived, shape, count, size, dtype, how)
 
 
 def _reduce_grad_fake(
@@ -332,7 +352,7 @@ def reduction_calls(
 
 
 def _reduce_grad_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grad, rows, _, _, reduce_dtype, group_name = inputs
+    grad, rows, _, _, reduce_dtype, group_name, _ = inputs
     state: Any = ctx
     state.call = (rows, grad.dtype, reduce_dtype, group_name)
 
@@ -342,7 +362,7 @@ def _reduce_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     # its gradient is 1/N of the value's gradient.
     rows, dtype, reduce_dtype, group_name = ctx.call
     full = torch.ops.zpasses.unshard(grad, rows, dtype, reduce_dtype, group_name)
-    return full / group_size(group_name), None, None, None, None, None
+    return (full / group_size(group_name), *[None] * 6)
 
 
 def _average_grad_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:

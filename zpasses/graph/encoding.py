@@ -154,7 +154,24 @@ def _scaled(how: Encoding, blocks: Tensor, largest: Tensor, lost: Tensor) -> tup
     usable = torch.where(lost | (scale == 0), 1.0, scale)
     scale = torch.where(lost, torch.nan, scale)
     # A quotient exceeds the largest code by its rounding, or where the scale is denormal.
-    return scale.view(torch.uint8), (blocks / usable[:, :, None]).clamp(-most, most)
+    return _as_bytes(scale), (blocks / usable[:, :, None]).clamp(-most, most)
+
+
+# A view in a dtype of another size would do, but Inductor copies what it views, and frees the copy
+# before the view is read (torch 2.13).
+def _as_bytes(scale: Tensor) -> Tensor:
+    """Returns positive numbers of fp32, [parts, n], as uint8[parts, 4 * n], lowest byte first."""
+    bits = scale.view(torch.int32)
+    several = torch.stack([(bits >> shift) & 255 for shift in (0, 8, 16, 24)], 2)
+    return several.to(torch.uint8).view(scale.shape[0], -1)
+
+
+def _from_bytes(several: Tensor) -> Tensor:
+    """Returns what `_as_bytes` was given, [parts, n], of uint8[parts, n, 4]."""
+    lowest, *others = several.to(torch.int32).unbind(2)
+    for number, each in enumerate(others, 1):
+        lowest = lowest | (each << 8 * number)
+    return lowest.view(torch.float32)
 
 
 def _scaled_by_powers(
@@ -177,7 +194,7 @@ def _decoded_blocks(records: Tensor, layout: _Layout, parts: int) -> Tensor:
         bits = torch.where(bits == 0, 0x400000, torch.where(bits == 255, 0x7FC00000, bits << 23))
         scale = bits.view(torch.float32)
     else:
-        scale = scales.view(torch.float32)
+        scale = _from_bytes(scales.view(parts, layout.blocks, 4))
     codes = rows[:, layout.scale_bytes : layout.scale_bytes + layout.codes]
     codes = codes.view(torch.int8 if layout.encoding.format == "int8" else torch.float8_e4m3fn)
     values = codes.to(torch.float32).view(parts, layout.blocks, layout.width)
