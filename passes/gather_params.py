@@ -80,7 +80,9 @@ class GatherParams(Pass):
     def _choose_encodings(self, graph: fx.Graph) -> None:
         """Gives the reads that are to be encoded the argument that says so."""
         options = self._options()
-        for read in calls(graph, UNSHARD) if options else ():
+        if options is None:
+            return
+        for read in calls(graph, UNSHARD):
             shard, rows, dtype, _, group, *_ = arguments = _arguments(read)
             value = value_of(shard)
             encoding = options.chosen(value, rows, dtype or value.dtype, group)

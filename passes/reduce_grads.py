@@ -90,7 +90,9 @@ class ReduceGrads(Pass):
     def _choose_encodings(self, graph: fx.Graph) -> None:
         """Gives the reductions that are to be encoded the argument that says so."""
         options = self._options()
-        for node in calls(graph, REDUCE_GRAD) if options else ():
+        if options is None:
+            return
+        for node in calls(graph, REDUCE_GRAD):
             grad, rows, _, _, reduce_dtype, group, encoding = arguments = _arguments(node)
             value = value_of(grad)
             chosen = options.chosen(value, rows, reduce_dtype or value.dtype, group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ class EncodeOptions:
     @classmethod
     def of(
         cls, name: str, encode: Format | None, block: int | None, exact_below_kib: float
-    ) -> Self | None:
+    ) -> EncodeOptions | None:
         """Returns what the options of a pass say; None if it encodes nothing.
 
         Raises:

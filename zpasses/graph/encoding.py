@@ -284,9 +284,8 @@ _REFERENCES: dict[compat.OpOverload, Callable[..., Tensor]] = {
     DECODE: _decoded,
     DECODE_MEAN: _decoded_mean,
 }
-for (_op, _reference), _fake in zip(
-    _REFERENCES.items(), (_encode_fake, _decode_fake, _decode_mean_fake), strict=True
-):
+_FAKES: tuple[Callable[..., Tensor], ...] = (_encode_fake, _decode_fake, _decode_mean_fake)
+for (_op, _reference), _fake in zip(_REFERENCES.items(), _FAKES, strict=True):
     _library.impl(_op, _reference, "CompositeExplicitAutograd")
     torch.library.register_fake(_op, _fake, lib=_library)
 

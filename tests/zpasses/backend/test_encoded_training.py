@@ -16,10 +16,15 @@ from zpasses.testing import world_mesh
 STAGE3 = "zero3{gather-params.encode=int8,gather-params.exact_below_kib=0}"
 STAGE2 = STAGE3.replace("zero3", "zero2").replace("int8", "mxfp8")
 BOTH = STAGE3[:-1] + ",reduce-grads.encode=int8,reduce-grads.exact_below_kib=0}"
+HOISTED = (
+    "gather-params{encode=fp8,exact_below_kib=0},reduce-grads{encode=fp8,exact_below_kib=0},"
+    "reshard-after-forward,defer-reduction"
+)
 CASES = [
     ({"pipeline": BOTH}, 1),
     ({"pipeline": STAGE2}, 1),
     ({"pipeline": BOTH.replace("zero3", "zero2"), "backwards_per_step": 2}, 2),
+    ({"pipeline": HOISTED, "prefetch": "auto", "codegen": "eager"}, 1),
 ]
 
 
