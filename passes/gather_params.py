@@ -3,12 +3,12 @@
 Before
   full = zpasses.unshard(shard, 10, bf16, ...)
   y = mm(x, full)
-After
-  cast = _to_copy(shard, dtype=bf16)
-  padded = constant_pad_nd(cast, [0, 0, 0, 1])
-  started = all_gather_into_tensor(padded, 4, group)
-  gathered = wait_tensor(started)
-  full = slice(gathered, 0, 0, 10)
+After                                          After, encode=int8
+  cast = _to_copy(shard, dtype=bf16)             record = zpasses.encode(shard, 24, 1, "int8/128")
+  padded = constant_pad_nd(cast, [0, 0, 0, 1])   started = all_gather_into_tensor(record, 4, group)
+  started = all_gather_into_tensor(padded, ...)  gathered = wait_tensor(started)
+  gathered = wait_tensor(started)                full = zpasses.decode(gathered, [10, 8], ...)
+  full = slice(gathered, 0, 0, 10)               y = mm(x, full)
   y = mm(x, full)
 
 Contract: each rank holds a block of ceil(rows / ranks) rows; the last ranks may hold fewer. The
@@ -16,21 +16,36 @@ cast exists only if the dtype changes. It precedes the gather, so bf16 moves hal
 padding exists only on ranks whose block is not full. The slice exists only if the number of rows is
 not divisible by the number of ranks. Otherwise the collective reads the shard itself and its output
 is the parameter, without copies.
+
+With `encode`, the parameter that the model reads is rounded to codes of one byte
+(zpasses.graph.encoding): one record of codes and scales per rank and parameter moves in one launch.
+The graph equals, bit for bit, the one whose `unshard` has the argument `encoding`. Gradients are
+exact, and are those of the rounded parameter.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph.dialect import UNSHARD, group_size, rows_per_rank
-from zpasses.graph.queries import Editor, calls, nbytes, replace_node, value_of
+from zpasses.graph.dialect import UNSHARD, group_size, is_local_call, rows_per_rank
+from zpasses.graph.encoding import DECODE, ENCODE, Encoding
+from zpasses.graph.queries import (
+    Editor,
+    calls,
+    named_arguments,
+    nbytes,
+    replace_node,
+    value_of,
+)
 from zpasses.graph.tags import Tag, add_tag, tag_of
+from zpasses.passes.writers.encode_options import EncodeOptions
+from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass
 
 aten = torch.ops.aten
@@ -43,75 +58,135 @@ class GatherParams(Pass):
     name: ClassVar[str] = "gather-params"
     level: ClassVar[Level] = Level.JOINT
 
+    encode: Literal["int8", "fp8", "mxfp8"] | None = None
+    """Gather codes of one byte per value instead of exact values: integers, `float8_e4m3fn`, or
+    these with scales that are powers of two. Scalars and vectors, such as norms and biases, and
+    small parameters stay exact. See docs/encoding.md."""
+    block: int | None = None
+    """Most values that share one scale; `none` takes 128, or 32 of mxfp8. Needs `encode`."""
+    exact_below_kib: float = 16.0
+    """Parameters that are smaller than this in full, in KiB, stay exact."""
+
+    def __post_init__(self) -> None:
+        self._options()
+
+    def _options(self) -> EncodeOptions | None:
+        return EncodeOptions.of(self.name, self.encode, self.block, self.exact_below_kib)
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(changes_values=self._choose_encodings if self.encode else None)
+
+    def _choose_encodings(self, graph: fx.Graph) -> None:
+        """Gives the reads that are to be encoded the argument that says so."""
+        options = self._options()
+        if options is None:
+            return
+        for read in calls(graph, UNSHARD):
+            shard, rows, dtype, _, group, *_ = arguments = _arguments(read)
+            value = value_of(shard)
+            encoding = options.chosen(value, rows, dtype or value.dtype, group)
+            if encoding is not None and arguments[-1] is None:
+                read.args, read.kwargs = (*arguments[:-1], str(encoding)), {}
+
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of reads lowered."""
+        self._choose_encodings(graph)
         reads = calls(graph, UNSHARD)
         for read in reads:
             self._lower(graph, read)
         return len(reads)
 
     def _lower(self, graph: fx.Graph, read: fx.Node) -> None:
-        shard: Any = read.args[0]
-        rows, dtype, group = read.args[1], read.args[2], read.args[4]
-        again = read.args[6] if len(read.args) > 6 else None
+        shard, rows, dtype, _, group, _, again, encoding = _arguments(read)
         tag = tag_of(read)
         params = tag.params if tag else (shard.name,)
-        edit = Editor(graph, before=read)
-        full = self._gather(edit, shard, rows, dtype, group, again, params)
+        dtype = dtype or value_of(shard).dtype
+        gather = _Gather(Editor(graph, before=read), params, self.name, group, again)
+        value = value_of(shard)
+        if value.dim() == 0 or (gather.size == 1 and encoding is None):
+            full = gather.copy(shard, dtype)
+        elif is_local_call(UNSHARD, value, rows):
+            shape = [rows, *value.shape[1:]]
+            full = gather.edit.call(
+                aten.empty.memory_format, shape, dtype=dtype, device=value.device
+            )
+        elif encoding is None:
+            full = gather.exact(shard, rows, dtype)
+        else:
+            full = gather.encoded(shard, rows, dtype, Encoding.parse(encoding))
         add_tag(full, Tag("full", params, origin=self.name))
         replace_node(read, full)
 
-    def _gather(
-        self,
-        edit: Editor,
-        shard: fx.Node,
-        rows: Any,
-        dtype: Any,
-        group: Any,
-        again: Any,
-        params: tuple[str, ...],
-    ) -> fx.Node:
+
+def _arguments(read: fx.Node) -> tuple[Any, ...]:
+    """Returns the arguments of an `unshard`, with the defaults of those that it leaves out."""
+    given = named_arguments(read, UNSHARD)
+    return tuple(given.get(each.name) for each in UNSHARD._schema.arguments)
+
+
+@dataclass
+class _Gather:
+    """Inserts the nodes that gather one parameter."""
+
+    edit: Editor
+    params: tuple[str, ...]
+    origin: str
+    group: str
+    reshard_group: str | None
+
+    @property
+    def size(self) -> int:
+        return group_size(self.group)
+
+    def copy(self, shard: fx.Node, dtype: torch.dtype) -> fx.Node:
         value = value_of(shard)
-        size = group_size(group)
-        if value.dim() == 0 or size == 1:
-            strides = {} if value.is_contiguous() else {"memory_format": torch.contiguous_format}
-            return (
-                edit.call(aten._to_copy.default, shard, dtype=dtype or value.dtype, **strides)
-                if dtype
-                else edit.call(aten.clone.default, shard, **strides)
-            )
-        block = rows_per_rank(rows, size)
-        if block == 0 or 0 in value.shape[1:]:
-            return edit.call(
-                aten.empty.memory_format,
-                [rows, *value.shape[1:]],
-                dtype=dtype or value.dtype,
-                device=value.device,
-            )
-        source = shard
+        strides = {} if value.is_contiguous() else {"memory_format": torch.contiguous_format}
+        if dtype != value.dtype:
+            return self.edit.call(aten._to_copy.default, shard, dtype=dtype, **strides)
+        return self.edit.call(aten.clone.default, shard, **strides)
+
+    def exact(self, shard: fx.Node, rows: Any, dtype: torch.dtype) -> fx.Node:
+        value, source = value_of(shard), shard
+        block = rows_per_rank(rows, self.size)
         # Ranks may need different steps to prepare the input. The tag on the last step holds the
         # size, because the collective reads that node on every rank.
         whole, padded = 0, value.shape[0] < block
-        if dtype is not None and dtype != value.dtype:
-            source = edit.call(aten._to_copy.default, source, dtype=dtype)
-            whole = (
-                block
-                * math.prod(compat.size_hint(size) for size in value.shape[1:])
-                * dtype.itemsize
-            )
-            add_tag(
-                source,
-                Tag("gather_input", params, origin=self.name, block_bytes=0 if padded else whole),
-            )
+        if dtype != value.dtype:
+            source = self.edit.call(aten._to_copy.default, source, dtype=dtype)
+            widths = (compat.size_hint(size) for size in value.shape[1:])
+            whole = block * math.prod(widths) * dtype.itemsize
+            self._prepared(source, 0 if padded else whole)
         if padded:
             padding = [0, 0] * (value.dim() - 1) + [0, block - value.shape[0]]
-            source = edit.call(aten.constant_pad_nd.default, source, padding, 0.0)
-            add_tag(source, Tag("gather_input", params, origin=self.name, block_bytes=whole))
-        started = edit.call(compat.functional.all_gather_into_tensor.default, source, size, group)
-        sent = nbytes(value_of(source))
-        add_tag(started, Tag("gather", params, sent, origin=self.name, reshard_group=again))
-        full = edit.call(compat.functional.wait_tensor.default, started)
-        if block * size != rows:
-            add_tag(full, Tag("gathered", params, origin=self.name))
-            full = edit.call(aten.slice.Tensor, full, 0, 0, rows)
+            source = self.edit.call(aten.constant_pad_nd.default, source, padding, 0.0)
+            self._prepared(source, whole)
+        full = self._gathered(source)
+        if block * self.size != rows:
+            add_tag(full, Tag("gathered", self.params, origin=self.origin))
+            full = self.edit.call(aten.slice.Tensor, full, 0, 0, rows)
         return full
+
+    def encoded(self, shard: fx.Node, rows: Any, dtype: torch.dtype, how: Encoding) -> fx.Node:
+        value = value_of(shard)
+        count = rows_per_rank(rows, self.size) * math.prod(value.shape[1:])
+        record = self.edit.call(ENCODE, shard, count, 1, str(how))
+        self._prepared(record, nbytes(value_of(record)))
+        records = self._gathered(record, str(how))
+        add_tag(records, Tag("gathered", self.params, origin=self.origin))
+        shape = [rows, *value.shape[1:]]
+        full = self.edit.call(DECODE, records, shape, self.size, dtype, str(how))
+        # Memory holds a byte per value until backward, and backward decodes again.
+        compat.mark_recompute(full)
+        return full
+
+    def _prepared(self, source: fx.Node, block_bytes: int) -> None:
+        tag = Tag("gather_input", self.params, origin=self.origin, block_bytes=block_bytes)
+        add_tag(source, tag)
+
+    def _gathered(self, source: fx.Node, encoding: str = "") -> fx.Node:
+        gather, group = compat.functional.all_gather_into_tensor.default, self.group
+        started = self.edit.call(gather, source, self.size, group)
+        tag = Tag("gather", self.params, nbytes(value_of(source)), origin=self.origin)
+        add_tag(started, replace(tag, reshard_group=self.reshard_group, encoding=encoding))
+        return self.edit.call(compat.functional.wait_tensor.default, started)

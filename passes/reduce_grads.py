@@ -8,14 +8,25 @@ After, form=reduce_scatter                  After, form=all_reduce
   started = reduce_scatter_tensor(padded)     total = wait_tensor(started)
   block = wait_tensor(started)                mine = slice_copy(total, 0, 3, 6)
   mine = slice_copy(block, 0, 0, 3)
+After, encode=int8
+  records = zpasses.encode(grad, 24, 4, "int8/128")
+  started = all_to_all_single(records, ...)
+  arrived = wait_tensor(started)
+  mine = zpasses.decode_mean(arrived, [3, 8], ...)
 
 Contract: the result has the shard's rows and dtype, and owns its memory. A result that is a slice
 of a larger tensor is copied, so the larger tensor can be freed. Casts, padding and slices exist
 only if they change something.
+
+With `encode`, every rank rounds its gradient to codes of one byte (zpasses.graph.encoding), sends
+each rank the codes of its rows, and sums what it decodes in fp32, in the order of ranks. The graph
+equals, bit for bit, the one whose `reduce_grad` has the argument `encoding`. A window of gradient
+accumulation adds up exact gradients, and encodes their sum.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -23,9 +34,20 @@ import torch
 from torch import fx
 
 from zpasses import compat
+from zpasses.errors import OptionError
 from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, group_size, rows_per_rank
-from zpasses.graph.queries import Editor, calls, nbytes, replace_node, value_of
+from zpasses.graph.encoding import DECODE_MEAN, ENCODE, Encoding
+from zpasses.graph.queries import (
+    Editor,
+    calls,
+    named_arguments,
+    nbytes,
+    replace_node,
+    value_of,
+)
 from zpasses.graph.tags import Reduction, Tag, add_tag, retag, tag_of
+from zpasses.passes.writers.encode_options import EncodeOptions
+from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass
 
 aten = torch.ops.aten
@@ -42,17 +64,51 @@ class ReduceGrads(Pass):
     """`reduce_scatter` moves the fewest bytes. `all_reduce` moves twice as many, and needs no
     padding. It is for backends without a reduce-scatter.
     """
+    encode: Literal["int8", "fp8"] | None = None
+    """Exchange codes of one byte per value instead of exact values: integers or `float8_e4m3fn`.
+    Scalars and vectors, such as gradients of norms and biases, and small ones stay exact. Averages
+    over replicas do, too. See docs/encoding.md."""
+    block: int | None = None
+    """Most values that share one scale; `none` takes 128. Needs `encode`."""
+    exact_below_kib: float = 16.0
+    """Gradients that are smaller than this in full, in KiB, stay exact."""
+
+    def __post_init__(self) -> None:
+        if self._options() is not None and self.form == "all_reduce":
+            raise OptionError(
+                f"pass {self.name!r}: encode={self.encode} and form=all_reduce exclude each other, "
+                "because an all-reduce cannot add codes. Leave form out."
+            )
+
+    def _options(self) -> EncodeOptions | None:
+        return EncodeOptions.of(self.name, self.encode, self.block, self.exact_below_kib)
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(changes_values=self._choose_encodings if self.encode else None)
+
+    def _choose_encodings(self, graph: fx.Graph) -> None:
+        """Gives the reductions that are to be encoded the argument that says so."""
+        options = self._options()
+        if options is None:
+            return
+        for node in calls(graph, REDUCE_GRAD):
+            grad, rows, _, _, reduce_dtype, group, encoding = arguments = _arguments(node)
+            value = value_of(grad)
+            chosen = options.chosen(value, rows, reduce_dtype or value.dtype, group)
+            if chosen is not None and encoding is None:
+                node.args, node.kwargs = (*arguments[:-1], str(chosen)), {}
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of reductions lowered."""
+        self._choose_encodings(graph)
         found = calls(graph, REDUCE_GRAD)
         for node in found:
             self._lower(graph, node)
         return len(found)
 
     def _lower(self, graph: fx.Graph, node: fx.Node) -> None:
-        arguments: Any = node.args
-        grad, rows, shard_rows, dtype, reduce_dtype, group = arguments
+        grad, rows, shard_rows, dtype, reduce_dtype, group, encoding = _arguments(node)
         tag = tag_of(node)
         lowering = _Lowering(
             Editor(graph, before=node),
@@ -68,6 +124,9 @@ class ReduceGrads(Pass):
             )
         elif value.dim() == 0:
             mine = lowering.all_reduce(lowering.cast(grad))
+        elif encoding is not None:
+            how = Encoding.parse(encoding)
+            mine = lowering.exchange(grad, rows, shard_rows, dtype, how)
         elif lowering.size == 1:
             mine = lowering.cast(grad)
         elif self.form == "all_reduce":
@@ -92,6 +151,12 @@ class ReduceGrads(Pass):
             _complete_tag(average, reduction, whole)
         add_tag(mine, done)
         replace_node(node, mine)
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Returns the arguments of a `reduce_grad`, with the default of the last."""
+    given = named_arguments(node, REDUCE_GRAD)
+    return tuple(given.get(each.name) for each in REDUCE_GRAD._schema.arguments)
 
 
 @dataclass
@@ -141,6 +206,19 @@ class _Lowering:
         mine = self._await(started, source)
         return mine if shard_rows == block else self._owning_slice(mine, 0, shard_rows, dtype)
 
+    def exchange(
+        self, grad: fx.Node, rows: Any, shard_rows: Any, dtype: torch.dtype, how: Encoding
+    ) -> fx.Node:
+        size, shape = self.size, [shard_rows, *value_of(grad).shape[1:]]
+        count = rows_per_rank(rows, size) * math.prod(shape[1:])
+        records = self._prepare(self.edit.call(ENCODE, grad, count, size, str(how)))
+        splits = [how.record_bytes(count)] * size
+        started = self.edit.call(
+            compat.functional.all_to_all_single.default, records, splits, splits, self.group
+        )
+        arrived = self._await(started, records, str(how))
+        return self.edit.call(DECODE_MEAN, arrived, shape, count, size, dtype, str(how))
+
     def _owning_slice(self, whole: fx.Node, start: Any, end: Any, dtype: torch.dtype) -> fx.Node:
         # A slice and a clone would not do: Inductor drops the clone, so the larger tensor could not
         # be freed. A cast copies in any case.
@@ -162,8 +240,9 @@ class _Lowering:
         add_tag(node, Tag("reduce_input", self.params, origin=self.origin))
         return node
 
-    def _await(self, started: fx.Node, source: fx.Node) -> fx.Node:
-        add_tag(started, Tag("reduce", self.params, nbytes(value_of(source)), origin=self.origin))
+    def _await(self, started: fx.Node, source: fx.Node, encoding: str = "") -> fx.Node:
+        tag = Tag("reduce", self.params, nbytes(value_of(source)), origin=self.origin)
+        add_tag(started, replace(tag, encoding=encoding))
         done = self.edit.call(compat.functional.wait_tensor.default, started)
         add_tag(done, Tag("reduced", self.params, origin=self.origin))
         return done

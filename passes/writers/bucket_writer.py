@@ -172,11 +172,11 @@ class _BucketWriter:
 
     def reduce_flat(self) -> None:
         edit = self._reduce_at()
-        (
-            self._reduce_flat_all_reduce
-            if self._op == "all_reduce"
-            else self._reduce_flat_reduce_scatter
-        )(edit)
+        {
+            "all_reduce": self._reduce_flat_all_reduce,
+            "all_to_all_single": self._reduce_flat_records,
+            "reduce_scatter_tensor": self._reduce_flat_reduce_scatter,
+        }[self._op](edit)
 
     def _reduce_flat_all_reduce(self, edit: Editor) -> None:
         sources = [item.source for item in self.items]
@@ -214,14 +214,7 @@ class _BucketWriter:
         """Pack the bucket so that each rank's block consists of its block of every gradient. The
         reduced block then splits into views.
         """
-        packed = edit.call(
-            aten.cat.default,
-            [self._reshaped(edit, item, [self.ranks, -1]) for item in self.items],
-            1,
-        )
-        flat = edit.call(aten.view.default, packed, [-1])
-        for node in (packed, flat):
-            self._tag(node, "reduce_input")
+        flat = self._packed_by_rank(edit)
         started = edit.call(
             compat.functional.reduce_scatter_tensor.default,
             flat,
@@ -237,6 +230,34 @@ class _BucketWriter:
             self._replace_result(edit.call(aten.view.default, part, list(value.shape)), item)
             offset += value.numel()
         self._erase_members()
+
+    def _reduce_flat_records(self, edit: Editor) -> None:
+        """As `_reduce_flat_reduce_scatter`, for records that ranks exchange: what arrives is one
+        block of each rank.
+        """
+        flat = self._packed_by_rank(edit)
+        splits = [value_of(flat).numel() // self.ranks] * self.ranks
+        started = edit.call(
+            compat.functional.all_to_all_single.default, flat, splits, splits, self._group
+        )
+        by_rank = edit.call(aten.view.default, self._await(edit, started), [self.ranks, -1])
+        offset = 0
+        for item in self.items:
+            size = value_of(item.wait).numel() // self.ranks
+            part = edit.call(aten.slice.Tensor, by_rank, 1, offset, offset + size)
+            part = edit.call(aten.clone.default, part, memory_format=torch.contiguous_format)
+            add_tag(part, Tag("reduced", item.tag.params, 0, self._number, self._origin))
+            self._replace_result(edit.call(aten.view.default, part, [-1]), item)
+            offset += size
+        self._erase_members()
+
+    def _packed_by_rank(self, edit: Editor) -> fx.Node:
+        parts = [self._reshaped(edit, item, [self.ranks, -1]) for item in self.items]
+        packed = edit.call(aten.cat.default, parts, 1)
+        flat = edit.call(aten.view.default, packed, [-1])
+        for node in (packed, flat):
+            self._tag(node, "reduce_input")
+        return flat
 
     def _contiguous(self, edit: Editor, item: SchedulableCollective) -> fx.Node:
         """The member's input with the strides of its result: the fake all_reduce returns contiguous
@@ -308,9 +329,9 @@ class _BucketWriter:
 
     def _tag(self, node: fx.Node, role: Role, sent_bytes: int = 0) -> None:
         whole = nbytes(value_of(node)) if role == "gather_input" else 0
-        add_tag(
-            node, Tag(role, self.params, sent_bytes, self._number, self._origin, block_bytes=whole)
-        )
+        tag = Tag(role, self.params, sent_bytes, self._number, self._origin, block_bytes=whole)
+        encoding = self.items[0].tag.encoding if role in ("gather", "reduce") else ""
+        add_tag(node, replace(tag, encoding=encoding))
 
 
 _WRITERS: dict[tuple[bool, str], Any] = {

@@ -28,6 +28,7 @@ from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.kept_params import Repetition
 from zpasses.cost.time.target import current_target
 from zpasses.errors import MemoryBudgetError
+from zpasses.graph.encoding import records_of
 from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.tags import params_of
 from zpasses.pipeline.events import Events
@@ -177,7 +178,7 @@ class _Partitioner:
         parts = []
         for nodes, until in ((kept, "until backward"), (cached, "until the parameters change")):
             if nodes:
-                held = sum(nbytes(value_of(node)) for node in nodes)
+                held = sum(nbytes(value_of(records_of(node) or node)) for node in nodes)
                 names = ", ".join(name for node in nodes[:3] for name in params_of(node))
                 more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
                 parts.append(f"keeps {held / _MIB:.1f} MiB {until}: {names}{more}")

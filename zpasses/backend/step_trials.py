@@ -27,6 +27,7 @@ from zpasses.cost.plan.schedule_evaluation import Cost
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import single_plan
 from zpasses.cost.time.target import current_target
+from zpasses.graph.encoding import records_of
 from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.regathers import drop_unread_parts, remove_regathers
 from zpasses.graph.tags import GATHER_ROLES, retag, tag_of, tagged
@@ -334,10 +335,12 @@ def _mark_as_partitioned(joint: fx.Graph, graphs: Graphs) -> None:
 
 
 def _mark_kept(full: fx.Node) -> None:
-    """Have the partitioner save a full parameter instead of gathering it again."""
-    compat.mark_saved(full)
-    retag(full, kept=True)
-    queue = list(full.all_input_nodes)
+    """Have the partitioner save a full parameter, or its codes, instead of gathering it again."""
+    held = records_of(full) or full
+    compat.mark_saved(held)
+    for node in (held, full):
+        retag(node, kept=True)
+    queue = list(held.all_input_nodes)
     while queue:
         node = queue.pop()
         tag = tag_of(node)
@@ -347,5 +350,10 @@ def _mark_kept(full: fx.Node) -> None:
 
 
 def full_params(gm: fx.GraphModule) -> list[tuple[fx.Node, tuple[str, ...], int]]:
-    """Returns the full parameters of a joint graph: node, names and bytes."""
-    return [(node, tag.params, nbytes(value_of(node))) for node, tag in tagged(gm.graph, "full")]
+    """Returns the full parameters of a joint graph: node, names and the bytes that it holds if it
+    stays.
+    """
+    return [
+        (node, tag.params, nbytes(value_of(records_of(node) or node)))
+        for node, tag in tagged(gm.graph, "full")
+    ]

@@ -31,6 +31,7 @@ from zpasses.backend.graph_runs import (
 )
 from zpasses.backend.split import inductor_patches
 from zpasses.cost.plan.prefetch import GraphRun
+from zpasses.graph.encoding import expand_encodings
 from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
 from zpasses.graph.queries import returned_values
 from zpasses.pipeline.events import VariantBuilt
@@ -217,13 +218,13 @@ def _variant(
     inputs = [*template.inputs(), *extra]
     events = run_events(gm.graph, f"{job.name} {template.kind}")
     hoisted = _hoist(job, gm, template.kind)
-    whole = replace_gloo_collectives(gm)
+    whole = expand_encodings(replace_gloo_collectives(gm))
     strides: list[tuple[int, ...] | None] = []
     with template.state.restored(strides), job.listeners.report_errors(what):
         if hoisted is None:
             code = template.codegen(whole, inputs)
         else:
-            body = replace_gloo_collectives(hoisted.body)
+            body = expand_encodings(replace_gloo_collectives(hoisted.body))
             code = template.codegen(body, [*inputs, *hoisted.extra_inputs])
     _keep_output_strides(job, template, strides)
     names = collective_names(gm.graph)

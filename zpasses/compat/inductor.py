@@ -24,6 +24,7 @@ __all__ = [
     "inductor_codegen_standalone",
     "inductor_compile",
     "inductor_config_patches",
+    "inductor_decompositions",
     "inductor_option_names",
     "is_inductor_lowering_loaded",
     "pin_output_strides",
@@ -48,6 +49,13 @@ _CONFIG_PATCHES = {
     # Moves waits for the sake of memory, which undoes overlap with compute.
     "reorder_for_peak_memory": False,
 }
+
+
+def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Returns the decompositions that Inductor expects to be done in the graphs that it lowers."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return cast(Mapping[Any, Callable[..., Any]], select_decomp_table())
 
 
 def inductor_config_patches(

@@ -1,8 +1,9 @@
 """The dialect: operators that state that a parameter is gathered and its gradient reduced.
 
-    zpasses::unshard(shard, rows, param_dtype, reduce_dtype, group, replicate_group, reshard_group)
-        -> full parameter
-    zpasses::reduce_grad(grad, rows, shard_rows, dtype, reduce_dtype, group) -> shard's gradient
+    zpasses::unshard(shard, rows, param_dtype, reduce_dtype, group, replicate_group, reshard_group,
+                     encoding) -> full parameter
+    zpasses::reduce_grad(grad, rows, shard_rows, dtype, reduce_dtype, group, encoding)
+        -> shard's gradient
     zpasses::average_grad(grad, dtype, group) -> shard's gradient, averaged over replicas
 
 Passes lower them to collectives. Their eager implementations are the reference: every lowered graph
@@ -18,6 +19,7 @@ group on: its backward is `reduce_grad` within the replica, then `average_grad` 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,17 +30,18 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from zpasses import compat
+from zpasses.graph.encoding import Encoding, decode, decode_mean, encode
 from zpasses.graph.tags import Reduction
 
 _library = torch.library.Library("zpasses", "DEF")
 _library.define(
     "unshard(Tensor shard, SymInt rows, ScalarType? param_dtype, ScalarType? reduce_dtype, str "
-    "group_name, str? replicate_group=None, str? reshard_group=None) -> Tensor",
+    "group_name, str? replicate_group=None, str? reshard_group=None, str? encoding=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "reduce_grad(Tensor grad, SymInt rows, SymInt shard_rows, ScalarType dtype, ScalarType? "
-    "reduce_dtype, str group_name) -> Tensor",
+    "reduce_dtype, str group_name, str? encoding=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -152,6 +155,7 @@ def _unshard(
     group_name: str,
     replicate_group: str | None = None,
     reshard_group: str | None = None,
+    encoding: str | None = None,
 ) -> Tensor:
     """Gathers a parameter.
 
@@ -167,6 +171,8 @@ def _unshard(
         reshard_group: process group of consecutive ranks of the group, from which the pass
             `reshard-after-forward` gathers the parameter again; None for the whole group. Only the
             pass reads it.
+        encoding: each rank's block is gathered as `zpasses.graph.encoding` encodes it; None gathers
+            exact values. Passes set it. The gradient is that of the decoded parameter.
 
     Returns:
         The full parameter, [rows, ...], in `param_dtype`; never an alias of `shard`.
@@ -177,11 +183,19 @@ def _unshard(
             return shard.to(dtype, copy=True)
         return shard.new_empty((rows, *shard.shape[1:]), dtype=dtype)
     size = group_size(group_name)
-    block = padded(shard, rows_per_rank(rows, size), dtype)
+    if encoding is None:
+        block = padded(shard, rows_per_rank(rows, size), dtype)
+    else:
+        how = Encoding.parse(encoding)
+        block = encode(shard, rows_per_rank(rows, size) * math.prod(shard.shape[1:]), 1, how)
     with _collectives.guard("all_gather", block, group_name):
         started = _collectives.all_gather(block, size, group_name)
         full: Tensor = compat.functional.wait_tensor(started)
-    return full[:rows]
+    return (
+        full[:rows]
+        if encoding is None
+        else decode(full, [rows, *shard.shape[1:]], size, dtype, how)
+    )
 
 
 def _unshard_fake(
@@ -198,6 +212,7 @@ def _reduce_grad(
     dtype: torch.dtype,
     reduce_dtype: torch.dtype | None,
     group_name: str,
+    encoding: str | None = None,
 ) -> Tensor:
     """Averages a gradient over the group and returns this rank's rows.
 
@@ -208,6 +223,9 @@ def _reduce_grad(
         dtype: dtype of the result, the shard's.
         reduce_dtype: dtype of the communication and of the sum; None keeps the gradient's.
         group_name: process group to average over.
+        encoding: each rank sends its blocks as `zpasses.graph.encoding` encodes them, and receivers
+            sum what they decode in fp32, in the order of ranks; None sends exact values. Passes set
+            it.
 
     Returns:
         The gradient of the shard, [shard_rows, ...], in `dtype`.
@@ -218,12 +236,27 @@ def _reduce_grad(
     if grad.dim() == 0:
         return _averaged(grad.to(between), group_name).to(dtype, copy=True)
     size = group_size(group_name)
+    if encoding is not None:
+        return _reduce_encoded(grad, rows, shard_rows, dtype, group_name, Encoding.parse(encoding))
     blocks = padded_grad(grad, rows, size, between)
     with _collectives.guard("reduce_scatter", blocks, group_name):
         mine: Tensor = compat.functional.wait_tensor(
             _collectives.reduce_scatter(blocks, "avg", size, group_name)
         )
     return mine[:shard_rows].to(dtype, copy=True)
+
+
+def _reduce_encoded(
+    grad: Tensor, rows: int, shard_rows: int, dtype: torch.dtype, group_name: str, how: Encoding
+) -> Tensor:
+    size, shape = group_size(group_name), [shard_rows, *grad.shape[1:]]
+    count = rows_per_rank(rows, size) * math.prod(shape[1:])
+    records, splits = encode(grad, count, size, how), [how.record_bytes(count)] * size
+    with _collectives.guard("all_to_all", records, group_name):
+        arrived: Tensor = compat.functional.wait_tensor(
+            compat.functional.all_to_all_single(records, splits, splits, group_name)
+        )
+    return decode_mean(arrived, shape, count, size, dtype, how)
 
 
 def _reduce_grad_fake(
@@ -255,7 +288,7 @@ def _average_grad_fake(grad: Tensor, dtype: torch.dtype, group_name: str) -> Ten
 
 
 def _unshard_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, rows, _, reduce_dtype, group_name, replicate_group, _ = inputs
+    shard, rows, _, reduce_dtype, group_name, replicate_group, *_ = inputs
     state: Any = ctx
     state.call = (rows, shard.shape[0] if shard.dim() else 0, shard.dtype, reduce_dtype, group_name)
     state.replicate_group = replicate_group
@@ -291,7 +324,7 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if value is not None:
         for operator, arguments in reduction_calls(how, shard_rows, grad.dtype):
             value = operator(value, *arguments)
-    return value, None, None, None, None, None, None
+    return (value, *[None] * 7)
 
 
 def reduction_calls(
@@ -319,7 +352,7 @@ def reduction_calls(
 
 
 def _reduce_grad_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grad, rows, _, _, reduce_dtype, group_name = inputs
+    grad, rows, _, _, reduce_dtype, group_name, _ = inputs
     state: Any = ctx
     state.call = (rows, grad.dtype, reduce_dtype, group_name)
 
@@ -329,7 +362,7 @@ def _reduce_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     # its gradient is 1/N of the value's gradient.
     rows, dtype, reduce_dtype, group_name = ctx.call
     full = torch.ops.zpasses.unshard(grad, rows, dtype, reduce_dtype, group_name)
-    return full / group_size(group_name), None, None, None, None, None
+    return (full / group_size(group_name), *[None] * 6)
 
 
 def _average_grad_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:

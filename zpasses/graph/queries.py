@@ -90,6 +90,8 @@ class Collective:
 
     Ranks may hold different numbers of rows. `input_nbytes` returns the bytes of this rank's rows.
     """
+    encoding: str = ""
+    """How the values are encoded (`zpasses.graph.encoding`); "" for exact values."""
 
 
 def collective_of(node: fx.Node) -> Collective | None:
@@ -108,7 +110,7 @@ def collective_of(node: fx.Node) -> Collective | None:
         if isinstance(item, fx.Node)
     ]
     tensors = [value for value in inputs if isinstance(value, Tensor)]
-    reduce_op = arguments.get("reduce_op")
+    reduce_op, tag = arguments.get("reduce_op"), tag_of(node)
     return Collective(
         op=compat.op_name(target),
         group=compat.group_name(arguments["group_name"]),
@@ -119,6 +121,7 @@ def collective_of(node: fx.Node) -> Collective | None:
         dtypes=tuple(str(value.dtype).removeprefix("torch.") for value in tensors),
         reduce_op=reduce_op if isinstance(reduce_op, str) else None,
         nbytes=nbytes(tensors),
+        encoding=arguments.get("encoding") or (tag.encoding if tag is not None else ""),
     )
 
 

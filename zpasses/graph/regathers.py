@@ -39,7 +39,8 @@ def insert_regathers(graph: fx.Graph, origin: str) -> set[fx.Node]:
         add_tag(kept, Tag("part", tag.params, origin=origin))
         compat.mark_saved(kept)
         again = edit.call(compat.functional.all_gather_into_tensor.default, kept, size, group)
-        add_tag(again, Tag("gather", tag.params, nbytes(value_of(kept)), origin=origin))
+        sent = nbytes(value_of(kept))
+        add_tag(again, Tag("gather", tag.params, sent, origin=origin, encoding=tag.encoding))
         full = edit.call(compat.functional.wait_tensor.default, again)
         for reader in [each for each in wait.users if each is not part]:
             reader.replace_input_with(wait, full)

@@ -95,6 +95,9 @@ class Tag:
     """On a shard_grad: how to reduce a gradient that this graph leaves unreduced."""
     deferrable: bool = False
     """On a shard_grad: the reduction may be deferred to a later call."""
+    encoding: str = ""
+    """On a gather or reduction of records: how their values are encoded
+    (`zpasses.graph.encoding`), equally on all ranks."""
     reshard_group: str | None = None
     """On a gather: process group of some of its ranks, from which backward gathers again."""
     defers_average: bool = False

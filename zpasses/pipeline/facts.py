@@ -24,6 +24,10 @@ class Facts:
     reorders_sums: bool = False
     """Floating-point sums may be added up in another order, which changes their rounding.
     `verify="simulate"` then compares with a tolerance."""
+    changes_values: Callable[[fx.Graph], object] | None = None
+    """Rewrites a copy of the graph before the pass to one that says which values the pass changes,
+    such as arguments of the dialect that round. `verify="simulate"` and the checks of
+    `zpasses.testing` compare the pass with that graph, bit for bit. None if it changes none."""
     warn_if_unchanged: bool = False
     """Log a warning when the pass changes nothing."""
     votes: bool = False

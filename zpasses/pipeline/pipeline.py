@@ -36,6 +36,7 @@ _FACTS = (
 @dataclass(frozen=True)
 class Pipeline(compat.CustomGraphPass):
     """Passes in the order in which they run; as text, `merge-reads,reduce-grads{form=all_reduce}`.
+    A named pipeline takes options of its passes: `zero3{gather-params.encode=int8}`.
 
     Calling a pipeline on a graph runs all its passes on that graph, regardless of level. The
     backend runs each pass at its own level.
@@ -88,12 +89,7 @@ class Pipeline(compat.CustomGraphPass):
             if entry is None:
                 raise OptionError(f"pipeline {text!r}: {unknown_pass(name)}")
             if isinstance(entry, Pipeline):
-                if options:
-                    raise OptionError(
-                        f"pipeline {text!r}: {name!r} is a named pipeline, which takes no options; "
-                        f"name its passes: {entry}."
-                    )
-                passes.extend(entry.passes)
+                passes.extend(_with_options(entry, options, f"pipeline {text!r}: {name!r}"))
             else:
                 passes.append(build_dataclass(entry, options, f"pass {name!r}"))
         return cls(tuple(passes))
@@ -129,6 +125,14 @@ class Pipeline(compat.CustomGraphPass):
         found = (cost_of(graph, limit_bytes) for cost_of in known if cost_of is not None)
         return next((cost for cost in found if cost is not None), None)
 
+    def changes_values(self, graph: fx.Graph) -> None:
+        """Rewrite the dialect of a graph to what the passes make of its values, if they change any;
+        see `Facts.changes_values`.
+        """
+        for each in self.passes:
+            if (change := each.facts.changes_values) is not None:
+                change(graph)
+
     def __call__(self, graph: fx.Graph) -> None:
         run_passes(graph, self.passes)
 
@@ -150,9 +154,28 @@ class Pipeline(compat.CustomGraphPass):
         return iter(self.passes)
 
 
+def _with_options(named: Pipeline, options: dict[str, str], where: str) -> list[Pass]:
+    """The passes of a named pipeline with options such as `gather-params.encode`."""
+    of_pass: dict[str, dict[str, Any]] = {}
+    for key, value in options.items():
+        name, _, option = key.partition(".")
+        if not option or name not in [each.name for each in named]:
+            raise OptionError(
+                f"{where} is a named pipeline, which has no option {key!r}; give options of its "
+                f"passes, such as {named.passes[0].name}.option=value. It is {named}."
+            )
+        of_pass.setdefault(name, {})[option] = value
+    changed = []
+    for each in named:
+        given = {field.name: getattr(each, field.name) for field in fields(each) if field.init}  # type: ignore[arg-type]
+        given |= of_pass.get(each.name, {})
+        changed.append(build_dataclass(type(each), given, f"pass {each.name!r}"))
+    return changed
+
+
 # --- text -----------------------------------------------------------------------------------------
 _ITEM = re.compile(r"\s*(?P<name>[A-Za-z][\w-]*)\s*(?:\{(?P<options>[^{}]*)\})?\s*(?P<end>,|$)")
-_OPTION = re.compile(r"\s*(?P<key>[A-Za-z_]\w*)\s*=\s*(?P<value>[^,=]*?)\s*$")
+_OPTION = re.compile(r"\s*(?P<key>(?:[a-z][a-z0-9-]*\.)?[A-Za-z_]\w*)\s*=\s*(?P<value>[^,=]*?)\s*$")
 
 
 def _parse_items(text: str) -> Iterator[tuple[str, dict[str, str]]]:

@@ -88,7 +88,7 @@ def run_passes(
         if simulates:
             from zpasses.simulate.pass_check import start_simulation
 
-            simulation = start_simulation(graph)
+            simulation = start_simulation(graph, facts.changes_values)
         started = time.perf_counter()
         changes = _rewrite(each, graph)
         rewritten = time.perf_counter()

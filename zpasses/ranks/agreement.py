@@ -185,7 +185,8 @@ def _line(each: Collective, params: Sequence[str]) -> str:
     second = compat.parent_group(each.group) != each.group
     group = f" on group {each.group!r}" if second else ""
     of = f" of {', '.join(params)}" if params else ""
-    return f"{each.op}({tensors}{reduce_op}){of}{group}"
+    encoded = f" as {each.encoding}" if each.encoding else ""
+    return f"{each.op}({tensors}{reduce_op}{encoded}){of}{group}"
 
 
 def _shaped(each: Collective) -> list[str]:

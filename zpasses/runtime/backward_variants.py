@@ -26,6 +26,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.graph.aliases import CLONES, view_base
 from zpasses.graph.dialect import REDUCE_GRAD
+from zpasses.graph.encoding import ENCODE
 from zpasses.graph.queries import Editor, append_placeholder, erase_dead, returned_values, value_of
 from zpasses.runtime.grad_slots import (
     GradSlot,
@@ -156,7 +157,7 @@ def _add_pending(pending: fx.Node, source: GradSource) -> None:
 
 
 def _casts(reader: fx.Node) -> bool:
-    return reader.target is REDUCE_GRAD or (
+    return reader.target in (REDUCE_GRAD, ENCODE) or (
         reader.target is aten._to_copy.default and "dtype" in reader.kwargs
     )
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.errors import AgreementError, OptionError, ZpassesError
 from zpasses.graph.dialect import reduction_calls
+from zpasses.graph.encoding import expand_encodings
 from zpasses.graph.queries import nbytes
 from zpasses.graph.tags import Reduction, Tag, add_tag
 from zpasses.pipeline.events import Events, run_reported_passes
@@ -157,7 +158,7 @@ class GraphLowering:
                     verify=self._verify,
                 )
             gm.recompile()
-            code = self._codegen(replace_gloo_collectives(gm), fakes)
+            code = self._codegen(expand_encodings(replace_gloo_collectives(gm)), fakes)
             code = with_profiler_range(code, collective_names(gm.graph), "", "flush")
             if timeout_s is not None:
                 compare_collectives(gm.graph, "of the end of a window", timeout_s)

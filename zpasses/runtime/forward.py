@@ -137,7 +137,7 @@ class ForwardDispatch:
         values = code([*args, *given]) if given else code(args)
         for i, full in zip(kept, values[self._outputs :], strict=True):
             entry, param, shard = entries[i]
-            entry.store(full, param, shard)
+            entry.store(full, param, shard, self._slots[i].encoding)
         return values[: self._outputs]
 
     def _choose(self, entries: Sequence[tuple[ParamValue, DTensor, Tensor]]) -> ForwardVariant:
@@ -145,8 +145,8 @@ class ForwardDispatch:
         # Autograd does not accept tensors made in inference mode, so do not cache them.
         keeps = not torch.is_inference_mode_enabled()
         fresh = [
-            entry.full is not None and entry.is_fresh(param, shard, self._slots[i].dtype)
-            for i, (entry, param, shard) in enumerate(entries)
+            entry.full is not None and entry.is_fresh(param, shard, slot.dtype, slot.encoding)
+            for slot, (entry, param, shard) in zip(self._slots, entries, strict=True)
         ]
         stale = {gather for gather, each in zip(self._gather_ids, fresh, strict=True) if not each}
         for i in range(len(entries)):

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph.aliases import CLONES, is_view, view_base
+from zpasses.graph.encoding import records_of
 from zpasses.graph.queries import (
     append_placeholder,
     collective_of,
@@ -41,12 +42,14 @@ class ParamSlot:
     """Name of the parameter."""
     dtype: torch.dtype
     """Dtype in which it is gathered."""
+    encoding: str = ""
+    """How it is encoded (`zpasses.graph.encoding`); "" for exact values."""
 
 
 def param_slots(graph: fx.Graph) -> list[ParamSlot]:
     """Return the cached parameters of a graph, each once, in graph order.
 
-    If a parameter is gathered in two dtypes, only the first has a slot.
+    If a parameter is gathered in two dtypes or encodings, only the first has a slot.
     """
     return list(_nodes_by_slot(graph))
 
@@ -73,7 +76,8 @@ def _gather_of(full: fx.Node) -> fx.Node:
 def is_cached_param(graph: fx.Graph) -> Callable[[fx.Node], bool]:
     """Return a predicate: whether a node of the graph is a cached parameter or a view of one."""
     # Inductor may remove a clone, and then it is the parameter.
-    memory = {view_base(node, CLONES) for nodes in _nodes_by_slot(graph).values() for node in nodes}
+    held = (_held(node) for nodes in _nodes_by_slot(graph).values() for node in nodes)
+    memory = {view_base(node, CLONES) for node in held}
     return lambda node: view_base(node, CLONES) in memory
 
 
@@ -123,11 +127,13 @@ def unmark_returned(graph: fx.Graph, returned: Iterable[object]) -> None:
 def _nodes_by_slot(graph: fx.Graph) -> dict[ParamSlot, list[fx.Node]]:
     inputs = {tag.params[0] for _, tag in tagged(graph, "shard")}
     found: dict[ParamSlot, list[fx.Node]] = {}
-    dtypes: dict[str, torch.dtype] = {}
+    first: dict[str, ParamSlot] = {}
     for node, tag in tagged(graph, "full"):
-        param, dtype = tag.params[0], value_of(node).dtype
-        if tag.cached and param in inputs and dtypes.setdefault(param, dtype) is dtype:
-            found.setdefault(ParamSlot(param, dtype), []).append(node)
+        param, records = tag.params[0], records_of(node)
+        encoding = "" if records is None else str(node.args[-1])
+        slot = ParamSlot(param, value_of(records or node).dtype, encoding)
+        if tag.cached and param in inputs and first.setdefault(param, slot) == slot:
+            found.setdefault(slot, []).append(node)
     return found
 
 
@@ -160,7 +166,7 @@ def build_forward_variant(
         if number in variant.given:
             held = list(map(_held, nodes))
             given = append_placeholder(graph, f"kept_{number}", held[0])
-            given.meta["zpasses"] = tag_of(nodes[0])
+            given.meta["zpasses"] = tag_of(records_of(nodes[0]) or nodes[0])
             extra_inputs.append(value_of(given))
             for node in held:
                 node.replace_all_uses_with(given)
@@ -207,10 +213,13 @@ OutputStrides = Sequence[tuple[int, ...] | None]
 
 
 def _held(full: fx.Node) -> fx.Node:
-    """Return the node whose value is cached: that with the padding, if there is any.
+    """Return the node whose value is cached: the codes of an encoded parameter, or that with the
+    padding, if there is any.
 
-    The partitioner may save either of them for backward.
+    The partitioner may save either of the latter for backward.
     """
+    if (records := records_of(full)) is not None:
+        return records
     if full.target is torch.ops.aten.slice.Tensor:
         whole = full.all_input_nodes[0]
         tag, own = tag_of(whole), tag_of(full)

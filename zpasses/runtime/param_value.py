@@ -42,7 +42,7 @@ Stamp = tuple[object, int]
 class ParamValue:
     """Identity and full copy of one parameter."""
 
-    __slots__ = ("copies", "full", "identity", "shard", "stamp")
+    __slots__ = ("copies", "encoding", "full", "identity", "shard", "stamp")
 
     def __init__(self, identity: str = "") -> None:
         self.identity = identity
@@ -52,6 +52,9 @@ class ParamValue:
         self.copies = 0
         """Number of deep copies."""
         self.full: Tensor | None = None
+        """The full parameter, or the codes of its values (`zpasses.graph.encoding`)."""
+        self.encoding = ""
+        """How it is encoded; "" if it is not."""
         self.shard: Tensor | None = None
         self.stamp: Stamp | None = None
 
@@ -60,23 +63,24 @@ class ParamValue:
         self.copies += 1
         return ParamValue(f"{self.identity}, copy {self.copies}" if self.identity else "")
 
-    def is_fresh(self, param: DTensor, shard: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the copy was gathered in this dtype from this shard, which has not changed
+    def is_fresh(self, param: DTensor, shard: Tensor, dtype: torch.dtype, encoding: str) -> bool:
+        """Whether the copy was gathered in this form from this shard, which has not changed
         since.
         """
         full, seen = self.full, self.shard
         return (
             full is not None
             and seen is not None
-            and full.dtype == dtype
+            and (full.dtype, self.encoding) == (dtype, encoding)
             and compat.address(seen) == compat.address(shard)
             and self.stamp is not None
             and stamp_of(param, shard) == self.stamp
         )
 
-    def store(self, full: Tensor, param: DTensor, shard: Tensor) -> None:
+    def store(self, full: Tensor, param: DTensor, shard: Tensor, encoding: str) -> None:
         # The reference to the shard prevents another tensor from reusing its address.
         self.full, self.shard, self.stamp = full, shard, stamp_of(param, shard)
+        self.encoding = encoding
         if (memory := memory_of(param)) is not None:
             memory.copied = True
 

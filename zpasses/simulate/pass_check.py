@@ -28,11 +28,19 @@ PassCheck = Callable[[fx.Graph, str, bool], None]
 """(graph after the pass, name of the pass, whether sums may be reordered) -> raises PassError."""
 
 
-def start_simulation(graph: fx.Graph) -> PassCheck:
+def start_simulation(
+    graph: fx.Graph, changes_values: Callable[[fx.Graph], object] | None = None
+) -> PassCheck:
     """Copy a graph before a pass. Returns the check of the graph after it: all outputs of this
     rank, and what it writes to its inputs, must be equal bit for bit.
+
+    Args:
+        changes_values: as in `zpasses.pipeline.facts.Facts`. Rewrites the copy.
     """
     reference = copy_graph(graph)
+    if changes_values is not None:
+        changes_values(reference.graph)
+        reference.recompile()
 
     def check(rewritten: fx.Graph, pass_name: str, reorders_sums: bool) -> None:
         with compat.no_dispatch_modes(), _uninitialised_is_nan():  # torch may be compiling

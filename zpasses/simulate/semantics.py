@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD, padded, padded_grad, rows_per_rank
+from zpasses.graph.encoding import Encoding, decode, decode_mean, encode
 
 Semantics = Callable[[Sequence[Tensor], Sequence[Mapping[str, Any]]], Sequence[Tensor]]
 """(one input per rank, each rank's call arguments by name) -> one output per rank. No output
@@ -65,13 +67,29 @@ def _all_to_all(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) ->
 # --- the dialect ----------------------------------------------------------------------------------
 def _unshard(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     rows, dtype = calls[0]["rows"], calls[0]["param_dtype"]
-    block = rows_per_rank(rows, len(inputs))
-    full = torch.cat([padded(shard, block, dtype or shard.dtype) for shard in inputs])[:rows]
+    block, (shard, *_) = rows_per_rank(rows, len(inputs)), inputs
+    if encoding := calls[0].get("encoding"):
+        how, count = Encoding.parse(encoding), block * math.prod(shard.shape[1:])
+        records = torch.cat([encode(each, count, 1, how) for each in inputs])
+        shape = [rows, *shard.shape[1:]]
+        full = decode(records, shape, len(inputs), dtype or shard.dtype, how)
+    else:
+        full = torch.cat([padded(each, block, dtype or each.dtype) for each in inputs])[:rows]
     return [full.clone() for _ in inputs]
 
 
 def _reduce_grad(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     rows, dtype, reduce_dtype = (calls[0][name] for name in ("rows", "dtype", "reduce_dtype"))
+    if encoding := calls[0].get("encoding"):
+        how, size, (grad, *_) = Encoding.parse(encoding), len(inputs), inputs
+        count = rows_per_rank(rows, size) * math.prod(grad.shape[1:])
+        records = torch.stack([encode(each, count, size, how).view(size, -1) for each in inputs], 1)
+        return [
+            decode_mean(
+                arrived.reshape(-1), [call["shard_rows"], *grad.shape[1:]], count, size, dtype, how
+            )
+            for arrived, call in zip(records, calls, strict=True)
+        ]
     total = reduce([grad.to(reduce_dtype or grad.dtype) for grad in inputs], "avg")
     if total.dim() == 0:
         return [total.to(dtype, copy=True) for _ in inputs]

@@ -205,7 +205,7 @@ def _check_match(a: _Call, b: _Call) -> None:
         same
         and all(
             a.arguments.get(key) == b.arguments.get(key)
-            for key in ("src", "rows", "dtype", "param_dtype", "reduce_dtype")
+            for key in ("src", "rows", "dtype", "param_dtype", "reduce_dtype", "encoding")
         )
     ):
         raise SimulationError(
@@ -222,7 +222,7 @@ def _describe(call: _Call) -> str:
     ]
     details = [
         f"{key}={call.arguments[key]}"
-        for key in ("reduce_op", "src", "rows", "dtype", "param_dtype", "reduce_dtype")
+        for key in ("reduce_op", "src", "rows", "dtype", "param_dtype", "reduce_dtype", "encoding")
         if key in call.arguments
     ]
     return f"{call.name}({', '.join(tensors + details)})"

@@ -36,11 +36,19 @@ VALUES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 other options follow from their types.
 """
 
+_ENCODES = {
+    "encode": "results differ from those of the graph before the pipeline",
+    "block": "needs encode",
+    "exact_below_kib": "needs encode",
+}
+
 NOT_DRAWN: Mapping[str, Mapping[str, str]] = {
     "flatten-on-device": {
         "replicated": "promises that all ranks hold equal values, but drawn inputs differ",
         "tier=distributed": "needs replicated=true",
     },
+    "gather-params": _ENCODES,
+    "reduce-grads": _ENCODES,
 }
 """Pass -> option, or one value of it, that is never drawn -> the reason."""
 

@@ -189,17 +189,21 @@ class JointRecipe:
         outside of any world.
 
         Returns:
-            The graphs before and after, for `assert_equal_bits`.
+            The graphs before and after, for `assert_equal_bits`. Those before have what the passes
+            declare to change of the values.
 
         Raises:
             PassError: if a pass raises or leaves an invalid graph.
             OptionError: if the text is not a pipeline.
         """
         before, after = [], []
+        parsed = Pipeline.parse(pipeline) if isinstance(pipeline, str) else pipeline
+        passes = Pipeline((parsed,)) if isinstance(parsed, Pass) else parsed
         for rank in range(self.world_size):
             with self.world(rank) as mesh:
                 before.append(self._traced(mesh).joint)
-                after.append(run_pipeline(before[-1], pipeline).graph)
+                after.append(run_pipeline(before[-1], passes).graph)
+                passes.changes_values(before[-1].graph)
         return before, after
 
 

@@ -57,7 +57,8 @@ class StepCapture:
     knows.
     """
     before: StepGraphs
-    """Each graph before the passes of its level. The joint graph is the unlowered reference.
+    """Each graph before the passes of its level. The joint graph is the unlowered reference,
+    with what passes declare to change of its values.
     Forward and backward come from the joint graph after the joint passes.
     """
     after: StepGraphs
@@ -130,7 +131,7 @@ def capture_graphs(
             rank=dist.get_rank(),
             world_size=size,
             groups={name: tuple(compat.group_ranks(name)) for name in compat.group_backends()},
-            before=_graphs_before(probes, seen),
+            before=_graphs_before(probes, seen, parsed),
             after=StepGraphs(**seen),
             records=tuple(records),
         )
@@ -339,9 +340,11 @@ def _detached_copy(value: Tensor) -> Tensor:
 
 
 def _graphs_before(
-    probes: Mapping[Level, GraphProbe], seen: Mapping[str, fx.GraphModule]
+    probes: Mapping[Level, GraphProbe], seen: Mapping[str, fx.GraphModule], pipeline: Pipeline
 ) -> StepGraphs:
     first = {level: probe.seen[0] if probe.seen else None for level, probe in probes.items()}
+    if (joint := first[Level.JOINT]) is not None:
+        pipeline.changes_values(joint.graph)
     (captured,) = probes[Level.CAPTURED].seen
     if "inference" in seen:
         return StepGraphs(captured, inference=first[Level.JOINT])

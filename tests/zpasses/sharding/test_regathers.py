@@ -39,6 +39,9 @@ STAGE3 = (
 LEAN = STAGE3.replace("{schedule}", "schedule,")
 KEEPING = LEAN.replace("{keep=nothing}", "")
 SINGLE = STAGE3.replace("{schedule}", "")
+ENCODED = LEAN.replace("gather-params", "gather-params{encode=int8,exact_below_kib=0}").replace(
+    "reduce-grads", "reduce-grads{encode=int8,exact_below_kib=0}"
+)
 
 
 class Net(nn.Module):
@@ -94,8 +97,12 @@ SHARDED = {
 @pytest.mark.parametrize(
     ("how", "pipeline"),
     some_quick(
-        [("3 of 6", SINGLE), ("even", KEEPING), *((how, LEAN) for how in SHARDED)],
-        [("columns", LEAN)],
+        [
+            ("3 of 6", SINGLE),
+            ("even", KEEPING),
+            *((how, text) for how in SHARDED for text in (LEAN, ENCODED)),
+        ],
+        [("columns", LEAN), ("hybrid", ENCODED)],
     ),
 )
 def test_simulated_ranks_compute_the_same_step(how, pipeline):
@@ -133,6 +140,12 @@ def test_forward_gathers_once_and_backward_from_fewer_ranks():
     # `mid` and `down`: blocks of 3 and 2 rows, of which a part has those of two ranks.
     assert sorted(backward) == [([2, 3], (4, 9)), ([2, 3], (6, 13))]
     assert parts == 2
+
+
+def test_backward_gathers_codes_again():
+    _, backward, parts = _gathered(EvenNet(), pipeline=ENCODED)
+    assert parts == len(backward) == 2
+    assert all(len(shape) == 1 and shape[0] % 16 == 0 for _, shape in backward)
 
 
 def test_parameters_that_are_kept_are_not_saved_in_parts():

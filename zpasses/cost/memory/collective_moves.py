@@ -103,7 +103,9 @@ def _reduction(node: fx.Node) -> SchedulableCollective | None:
         tag is None
         or tag.role != "reduce"
         or wait is None
-        or not _is_functional_collective(node, "all_reduce", "reduce_scatter_tensor")
+        or not _is_functional_collective(
+            node, "all_reduce", "all_to_all_single", "reduce_scatter_tensor"
+        )
     ):
         return None
     results = epilogue(wait)

@@ -42,6 +42,8 @@ def bucket_key(
     """
     key = compatibility_key(item)
     mode: Mode = wanted if wanted != "auto" else _cheapest_mode(item)
+    if mode == "coalesced" and "all_to_all" in key[0]:
+        mode = "flat"  # no functional collective takes several
     if value_of(item.source).dim() == 0:
         mode = "single"  # scalars are few, and have no rows to be cut by
     width = row_shape(item) if mode == "flat" and "all_reduce" in key else None
@@ -55,7 +57,7 @@ def gloo_ranks(group: str) -> int:
 
 def compatibility_key(item: SchedulableCollective) -> tuple[Any, ...]:
     """Returns what members of one bucket have in common: operator, group, dtypes, reduce operator,
-    device.
+    encoding, device.
     """
     collective = collective_of(item.started)
     assert collective is not None
@@ -64,6 +66,7 @@ def compatibility_key(item: SchedulableCollective) -> tuple[Any, ...]:
         collective.group,
         collective.dtypes,
         collective.reduce_op,
+        collective.encoding,
         value_of(item.source).device,
     )
 
@@ -92,6 +95,8 @@ def _cheapest_mode(item: SchedulableCollective) -> Mode:
     # A coalesced call starts without copies, except that gloo packs what it all-reduces.
     packs = "all_reduce" in collective.op and compat.is_gloo(collective.group)
     costs["coalesced"] = 2 * copy_us(item.full_bytes, target) if packs else 0.0
+    if "all_to_all" in collective.op:
+        del costs["coalesced"]
     costs["flat"] = copy_us(item.full_bytes, target) + copy_us(item.full_bytes // ranks, target)
     return min(costs, key=lambda mode: costs[mode])
 

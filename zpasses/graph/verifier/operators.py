@@ -12,6 +12,7 @@ import torch
 from zpasses import compat
 from zpasses.graph.aliases import COPIES, GETITEM, shared_arguments
 from zpasses.graph.dialect import DIALECT
+from zpasses.graph.encoding import DECODE, DECODE_MEAN, ENCODE
 from zpasses.graph.queries import communicates
 
 aten = torch.ops.aten
@@ -22,6 +23,8 @@ REDUCE_OPS = frozenset({"sum", "avg", "product", "min", "max", "band", "bor", "b
 """The reduce ops that the functional collectives know."""
 
 _LINKS = COPIES | {
+    DECODE,
+    ENCODE,
     GETITEM,
     aten.cat.default,
     aten.contiguous.default,
@@ -31,6 +34,7 @@ _LINKS = COPIES | {
 _ARITHMETIC = {
     aten.add.Tensor,
     aten.div.Scalar,
+    DECODE_MEAN,
     aten.div.Tensor,
     aten.mul.Scalar,
     aten.mul.Tensor,
@@ -84,7 +88,7 @@ def _is_low_contention(target: Any) -> bool:
 @functools.cache
 def is_link(target: Any, kind: Kind) -> bool:
     """Whether a call passes the values of its inputs on: a view, a cast, a copy, padding, a
-    concatenation or a wait. For gradients also sums and scaling.
+    concatenation, an encode or decode, or a wait. For gradients also sums and scaling.
     """
     return (
         target in _LINKS

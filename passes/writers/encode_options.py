@@ -1,0 +1,70 @@
+"""The options `encode`, `block` and `exact_below_kib` of the passes that lower the dialect."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zpasses import compat
+from zpasses.errors import OptionError
+from zpasses.graph.dialect import group_size, rows_per_rank
+from zpasses.graph.encoding import ENCODED_DTYPES, Encoding, Format
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """What a pass encodes, and how."""
+
+    encoding: Encoding
+    exact_below_bytes: float
+
+    @classmethod
+    def of(
+        cls, name: str, encode: Format | None, block: int | None, exact_below_kib: float
+    ) -> EncodeOptions | None:
+        """Returns what the options of a pass say; None if it encodes nothing.
+
+        Raises:
+            OptionError: for a value without a meaning.
+        """
+        if block is not None and block < 1:
+            raise OptionError(
+                f"pass {name!r}, option 'block': got {block}; expected values per scale, >= 1."
+            )
+        if not exact_below_kib >= 0:
+            raise OptionError(
+                f"pass {name!r}, option 'exact_below_kib': got {exact_below_kib}; expected KiB >= "
+                "0 (0: every matrix is encoded)."
+            )
+        if encode is not None:
+            return cls(Encoding.of(encode, block), exact_below_kib * 1024)
+        if block is not None:
+            raise OptionError(
+                f"pass {name!r}: block={block} without 'encode' has no effect. Give a format, such "
+                "as encode=int8, or leave block out."
+            )
+        return None
+
+    def chosen(
+        self, value: torch.Tensor, rows: Any, dtype: torch.dtype, group: str
+    ) -> Encoding | None:
+        """Returns how a tensor is encoded, equally on all ranks; None if it stays exact.
+
+        Args:
+            value: what a rank holds of it, [any, ...]. It and `dtype` need not agree.
+            rows: rows of the full tensor.
+            dtype: in which exact values would be communicated.
+        """
+        ranks = group_size(group)
+        if value.dtype not in ENCODED_DTYPES or value.dim() < 2 or ranks == 1:
+            return None
+        width = math.prod(map(compat.planned_size, value.shape[1:]))
+        rows = compat.planned_size(rows)
+        if rows * width * dtype.itemsize < self.exact_below_bytes or rows * width == 0:
+            return None
+        count = rows_per_rank(rows, ranks) * width
+        smaller = self.encoding.record_bytes(count) < count * dtype.itemsize
+        return self.encoding if smaller else None

@@ -1,0 +1,234 @@
+"""Encodings of values: what decodes to what, on any block, and the same in generated code."""
+
+import math
+
+import hypothesis.extra.numpy as arrays
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.graphs import drawn_examples
+from zpasses.graph.encoding import (
+    DECODE,
+    DECODE_MEAN,
+    ENCODE,
+    Encoding,
+    decode,
+    decode_mean,
+    encode,
+    expand_encodings,
+)
+from zpasses.graph.queries import Editor
+
+FORMATS = ("int8", "fp8", "mxfp8")
+STEP = {"int8": 0.5 / 127, "fp8": 2**-4, "mxfp8": 2**-4}
+"""Largest error of a code, as a share of its value, or of the largest value of its block (int8)."""
+F32 = torch.float32
+
+formats = st.sampled_from(FORMATS)
+floats = st.floats(
+    width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100
+)
+examples = settings(max_examples=drawn_examples(60), deadline=None)
+
+
+def rows(elements=floats, most=9):
+    shapes = st.tuples(st.integers(1, most), st.integers(1, most))
+    return arrays.arrays(np.float32, shapes, elements=elements).map(torch.from_numpy)
+
+
+def round_trip(value, how, parts=1):
+    """What the ranks of a group make of a tensor whose rows they hold in blocks."""
+    block = -(-value.shape[0] // parts)
+    count = block * math.prod(value.shape[1:])
+    shards = [value[rank * block : (rank + 1) * block] for rank in range(parts)]
+    records = torch.cat([encode(each, count, 1, how) for each in shards])
+    assert len(records) == parts * how.record_bytes(count)
+    return decode(records, value.shape, parts, value.dtype, how)
+
+
+def blocks_of(value, how):
+    """The blocks of a tensor as the encoding cuts them, the last one padded with zeros."""
+    count = value.numel()
+    number = -(-count // how.block)
+    width = -(-count // number)
+    padded = torch.nn.functional.pad(value.reshape(-1), (0, number * width - count))
+    return padded.view(number, width)
+
+
+@examples
+@given(rows(), formats, st.integers(1, 40))
+def test_errors_are_those_of_one_rounding(value, name, block):
+    how = Encoding(name, block)
+    error = (blocks_of(value, how) - blocks_of(round_trip(value, how), how)).abs()
+    exact = blocks_of(value, how).abs()
+    largest = exact.amax(1, keepdim=True)
+    scale = largest if name == "int8" else exact
+    # The least codes of fp8 are multiples of 2**-9, and a scale is at most twice largest / 448.
+    allowed = 1.01 * STEP[name] * scale + largest * (0 if name == "int8" else 2**-9 / 224)
+    assert (error <= allowed + 4e-43).all()
+
+
+@examples
+@given(formats, st.integers(1, 40), st.integers(1, 300))
+def test_blocks_are_equally_wide_and_records_small(name, block, count):
+    how = Encoding(name, block)
+    number = -(-count // block)
+    assert how.record_bytes(count) % 16 == 0
+    assert how.record_bytes(count) < count + number + number * (1 if name == "mxfp8" else 4) + 16
+    assert blocks_of(torch.zeros(1, count), how).shape[1] <= block
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_default_blocks(name):
+    assert str(Encoding.of(name, None)) == {"mxfp8": "mxfp8/32"}.get(name, f"{name}/128")
+    assert Encoding.of(name, None).record_bytes(1 << 20) <= 1.032 * (1 << 20)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_zeros_stay_zero_and_the_largest_value_nearly_exact(name):
+    how = Encoding(name, 4)
+    value = torch.tensor([[0.0, -0.0, 0.0, 0.0, 3.0, 0.0, -1.5, 0.0]])
+    got = round_trip(value, how)
+    assert (got[value == 0] == 0).all()
+    torch.testing.assert_close(got, value, rtol=0, atol=3 * STEP[name])
+    assert got[0, 4] == pytest.approx(3.0)
+
+
+@examples
+@given(
+    rows(),
+    formats,
+    st.integers(1, 20),
+    st.sampled_from([math.inf, -math.inf, math.nan]),
+    st.integers(0, 80),
+)
+def test_what_is_not_finite_makes_its_block_nan_and_no_other(value, name, block, lost, at):
+    how = Encoding(name, block)
+    clean, value = round_trip(value, how), value.clone()
+    value.view(-1)[at % value.numel()] = lost
+    got, finite = blocks_of(round_trip(value, how), how), blocks_of(value, how).isfinite()
+    expected = blocks_of(clean, how).masked_fill(~finite.all(1, keepdim=True), math.nan)
+    padding = torch.arange(got.numel()).view_as(got) >= value.numel()
+    torch.testing.assert_close(
+        got.masked_fill(padding, 0),
+        expected.masked_fill(padding, 0),
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+    )
+
+
+@examples
+@given(rows(st.floats(-(2.0**-123), 2.0**-123, width=32, allow_subnormal=True)), formats)
+def test_denormals_stay_finite_and_close(value, name):
+    got = round_trip(value, Encoding(name, 4))
+    largest = float(value.abs().max())
+    assert got.isfinite().all()
+    assert float((got - value).abs().max()) <= largest * 2**-3 + 4e-43
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_largest_numbers(name):
+    """A value that fp32 cannot hold after rounding is an infinity, as in any cast."""
+    value = torch.tensor([[torch.finfo(F32).max, 1.0], [1.7e38, -1.7e38]])
+    got = round_trip(value, Encoding(name, 2))
+    assert not got.isnan().any()
+    torch.testing.assert_close(got[1], value[1], rtol=STEP[name], atol=0)
+    assert got[0, 0] >= 3e38
+
+
+@examples
+@given(rows(), formats, st.integers(1, 7), st.integers(1, 20))
+def test_ranks_round_like_their_own_rows(value, name, parts, block):
+    """Whatever the padding and the ranks without rows, each rank's rows are those it encodes."""
+    how = Encoding(name, block)
+    size = -(-value.shape[0] // parts)
+    got = round_trip(value, how, parts)
+    for at in range(0, value.shape[0], size):
+        mine = torch.zeros(size, value.shape[1])
+        mine[: len(value[at : at + size])] = value[at : at + size]
+        expected = round_trip(mine, how)[: len(value[at : at + size])]
+        assert torch.equal(got[at : at + size], expected)
+
+
+def test_an_empty_shard_is_a_record_of_zeros():
+    how = Encoding("int8", 4)
+    record = encode(torch.zeros(0, 3), 6, 1, how)
+    assert decode(record, [2, 3], 1, F32, how).eq(0).all()
+
+
+@examples
+@given(st.lists(rows(most=4).map(lambda each: each[:1, :1]), min_size=1, max_size=5), formats)
+def test_a_mean_is_summed_in_order(values, name):
+    how, total = Encoding(name, 3), 0.0
+    tensors = [each.expand(2, 3).contiguous() for each in values]
+    records = torch.cat([encode(each, 9, 1, how) for each in tensors])
+    for each in tensors:
+        total = total + round_trip(torch.cat([each, torch.zeros(1, 3)]), how)[:2]
+    got = decode_mean(records, [2, 3], 9, len(tensors), F32, how)
+    assert torch.equal(got, total / len(tensors))
+
+
+def test_parts_of_one_tensor_are_records_in_order():
+    how, value = Encoding("fp8", 8), torch.randn(5, 4)
+    both = encode(value, 12, 2, how)
+    assert torch.equal(
+        both, torch.cat([encode(value[:3], 12, 1, how), encode(value[3:], 12, 1, how)])
+    )
+
+
+@pytest.mark.parametrize("text", ["int4/128", "int8", "int8/0", "int8/x", ""])
+def test_other_text_is_no_encoding(text):
+    with pytest.raises(ValueError, match="expected a format of int8, fp8, mxfp8"):
+        Encoding.parse(text)
+
+
+# --- generated code -------------------------------------------------------------------------------
+def graph_of(make, source):
+    """A graph that returns what `make` inserts."""
+    graph = fx.Graph()
+    place = graph.placeholder("source")
+    place.meta["val"] = FakeTensorMode().from_tensor(source)
+    output = graph.output(place)
+    output.args = ((make(Editor(graph, before=output), place),),)
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+CASES = [(7, 5, 3, 4), (64, 50, 2, 64)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("high", "wide", "parts", "block"), CASES)
+def test_generated_code_has_the_same_bits(name, high, wide, parts, block):
+    how, size = Encoding(name, block), -(-high // parts)
+    generator = torch.Generator().manual_seed(high)
+    value = torch.randn(high, wide, generator=generator) * torch.logspace(-40, 30, high)[:, None]
+    value[0, 0], value[-1, -1] = math.inf, math.nan
+
+    def encodes(edit, at):
+        return edit.call(ENCODE, at, size * wide, parts, str(how))
+
+    def decodes(edit, at):
+        full = edit.call(DECODE, at, [high, wide], parts, torch.bfloat16, str(how))
+        return edit.call(torch.ops.aten.slice.Tensor, full, 0, 0, max(1, high // 3))
+
+    def averages(edit, at):
+        return edit.call(DECODE_MEAN, at, [size, wide], size * wide, parts, F32, str(how))
+
+    records = encode(value, size * wide, parts, how)
+    for make, source in ((encodes, value), (decodes, records), (averages, records)):
+        gm = graph_of(make, source)
+        expanded = expand_encodings(gm)
+        assert not any("zpasses" in str(node.target) for node in expanded.graph.nodes)
+        (ours,), (theirs,) = torch.compile(expanded)(source), gm(source)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_graphs_without_encodings_are_left_alone():
+    gm = fx.symbolic_trace(lambda x: x + 1)
+    assert expand_encodings(gm) is gm

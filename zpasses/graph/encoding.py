@@ -1,0 +1,397 @@
+"""Encodings of values that are communicated: one byte per value, and one scale per block of values.
+
+    zpasses::encode(value, count, parts, encoding) -> records, uint8[parts * record_bytes]
+    zpasses::decode(records, shape, parts, dtype, encoding) -> tensor
+    zpasses::decode_mean(records, shape, parts, dtype, encoding) -> tensor
+
+A record holds the scales and codes of `count` values, so that one launch of a collective moves
+both. Both operators compute in fp32. Passes, dumps and plans see one node each; `expand_encodings`
+replaces them by the operators of torch that they are made of, right before code generation, so that
+Inductor fuses them with what computes and reads their values.
+
+What a block of values decodes to:
+
+- Zeros, and blocks of zeros, stay zero. int8 drops the sign of a zero.
+- A block with an infinity or a NaN decodes to NaN in all its values: no infinity becomes finite.
+- Values far below the largest of their block become zero: below 1/254 of it (int8), or below 5e-6
+  of it (fp8, mxfp8). A block of denormal numbers below 4e-43 becomes zero, since its scale is.
+- Values near the largest number of fp32 may decode to infinities: 448 * 2**120 is none.
+
+`count` values are cut into ceil(count / block) blocks of equal width, the last of which is padded
+with zeros. So no block is wider than `block`, and a record has less than one byte of padding per
+block, and less than 16 bytes at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from zpasses import compat
+
+Format = Literal["int8", "fp8", "mxfp8"]
+"""int8: integers from -127 to 127 and fp32 scales. fp8: float8_e4m3fn and fp32 scales. mxfp8:
+float8_e4m3fn and scales that are powers of two, one byte each.
+"""
+
+ENCODED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Dtypes whose values can be encoded."""
+
+_MOST: dict[str, float] = {"int8": 127.0, "fp8": 448.0}
+"""The largest code."""
+_ALIGNMENT = 16
+"""Bytes of which the size of a record is a multiple."""
+_INFINITY, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF
+"""Bits of fp32. The bits of magnitudes are ordered as magnitudes are, with NaN last."""
+_FEW_PARTS = 16
+"""Most parts whose sum is written out for Inductor, one addition each."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How values are encoded; as text "int8/128"."""
+
+    format: Format
+    block: int
+    """Most values per scale."""
+
+    @classmethod
+    def parse(cls, text: str) -> Encoding:
+        """Parses what `str` of an encoding returns.
+
+        Raises:
+            ValueError: for other text.
+        """
+        name, _, block = text.partition("/")
+        if name not in get_args(Format) or not block.isdecimal() or int(block) < 1:
+            raise ValueError(
+                f"got the encoding {text!r}; expected a format of {', '.join(get_args(Format))} "
+                "and the values per scale, such as 'int8/128'."
+            )
+        return cls(name, int(block))  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, name: Format, block: int | None) -> Encoding:
+        """Returns the encoding of a format: None is 128 values per scale, or 32 of mxfp8."""
+        return cls(name, block or (32 if name == "mxfp8" else 128))
+
+    def __str__(self) -> str:
+        return f"{self.format}/{self.block}"
+
+    def record_bytes(self, count: Any) -> Any:
+        """Returns the bytes of a record of `count` values, scales included."""
+        return _Layout.of(self, count).record_bytes
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A record: the scales, then the codes, then unused bytes."""
+
+    encoding: Encoding
+    blocks: Any
+    width: Any
+    """Values per block, padding included."""
+
+    @classmethod
+    def of(cls, encoding: Encoding, count: Any) -> _Layout:
+        blocks = -(-count // encoding.block)
+        return cls(encoding, blocks, -(-count // blocks) if blocks else 0)
+
+    @property
+    def scale_bytes(self) -> Any:
+        return self.blocks * (1 if self.encoding.format == "mxfp8" else 4)
+
+    @property
+    def codes(self) -> Any:
+        return self.blocks * self.width
+
+    @property
+    def record_bytes(self) -> Any:
+        used = self.scale_bytes + self.codes
+        return -(-used // _ALIGNMENT) * _ALIGNMENT
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+def _encoded(value: Tensor, count: int, parts: int, encoding: str) -> Tensor:
+    how = Encoding.parse(encoding)
+    layout = _Layout.of(how, count)
+    flat = value.reshape(-1).to(torch.float32)
+    flat = _padded(flat, parts * count).view(parts, count)
+    blocks = _padded(flat, layout.codes).view(parts, layout.blocks, layout.width)
+    largest = (blocks.view(torch.int32) & _MAGNITUDE).amax(2)
+    lost = largest >= _INFINITY
+    scales, scaled = (_scaled_by_powers if how.format == "mxfp8" else _scaled)(
+        how, blocks, largest, lost
+    )
+    scaled = torch.where(lost[:, :, None], 0.0, scaled)
+    if how.format == "int8":
+        codes = scaled.round().to(torch.int8)
+    else:
+        codes = scaled.to(torch.float8_e4m3fn)
+    record = torch.cat([scales, codes.view(torch.uint8).view(parts, layout.codes)], 1)
+    return _padded(record, layout.record_bytes).reshape(-1)
+
+
+def _padded(values: Tensor, size: int) -> Tensor:
+    """Returns values with zeros at the end of the last dimension."""
+    missing = size - values.shape[-1]
+    return F.pad(values, (0, missing)) if missing else values
+
+
+def _scaled(how: Encoding, blocks: Tensor, largest: Tensor, lost: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the scales as bytes, uint8[parts, bytes], and the values as multiples of them."""
+    most = _MOST[how.format]
+    scale = largest.view(torch.float32) / most
+    usable = torch.where(lost | (scale == 0), 1.0, scale)
+    scale = torch.where(lost, torch.nan, scale)
+    # A quotient exceeds the largest code by its rounding, or where the scale is denormal.
+    return _as_bytes(scale), (blocks / usable[:, :, None]).clamp(-most, most)
+
+
+# A view in a dtype of another size would do, but Inductor copies what it views, and frees the copy
+# before the view is read (torch 2.13).
+def _as_bytes(scale: Tensor) -> Tensor:
+    """Returns positive numbers of fp32, [parts, n], as uint8[parts, 4 * n], lowest byte first."""
+    bits = scale.view(torch.int32)
+    several = torch.stack([(bits >> shift) & 255 for shift in (0, 8, 16, 24)], 2)
+    return several.to(torch.uint8).view(scale.shape[0], -1)
+
+
+def _from_bytes(several: Tensor) -> Tensor:
+    """Returns what `_as_bytes` was given, [parts, n], of uint8[parts, n, 4]."""
+    lowest, *others = several.to(torch.int32).unbind(2)
+    for number, each in enumerate(others, 1):
+        lowest = lowest | (each << 8 * number)
+    return lowest.view(torch.float32)
+
+
+def _scaled_by_powers(
+    how: Encoding, blocks: Tensor, largest: Tensor, lost: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `_scaled`, by the least power of two with which no value exceeds 448 = 1.75 * 2**8."""
+    exponent, mantissa = largest >> 23, largest & 0x7FFFFF
+    scale = (exponent - 8 + (mantissa > 0x600000).to(torch.int32)).clamp(min=0)
+    inverse = ((254 - scale) << 23).view(torch.float32)
+    return torch.where(lost, 255, scale).to(torch.uint8), blocks * inverse[:, :, None]
+
+
+def _decoded_blocks(records: Tensor, layout: _Layout, parts: int) -> Tensor:
+    """Returns the blocks of each record in fp32, [parts, blocks, width]."""
+    rows = records.view(parts, layout.record_bytes)
+    scales = rows[:, : layout.scale_bytes]
+    if layout.encoding.format == "mxfp8":
+        bits = scales.to(torch.int32)
+        # 2**-127 is a denormal number, and 255 says NaN.
+        bits = torch.where(bits == 0, 0x400000, torch.where(bits == 255, 0x7FC00000, bits << 23))
+        scale = bits.view(torch.float32)
+    else:
+        scale = _from_bytes(scales.view(parts, layout.blocks, 4))
+    codes = rows[:, layout.scale_bytes : layout.scale_bytes + layout.codes]
+    codes = codes.view(torch.int8 if layout.encoding.format == "int8" else torch.float8_e4m3fn)
+    values = codes.to(torch.float32).view(parts, layout.blocks, layout.width)
+    return values * scale[:, :, None]
+
+
+def _as_rows(blocks: Tensor, count: int, shape: list[int]) -> Tensor:
+    """Returns blocks without their padding as the first rows of a tensor.
+
+    Args:
+        blocks: [parts, blocks, width], contiguous.
+        count: values per part.
+        shape: [rows, ...].
+    """
+    parts, codes = blocks.shape[0], blocks.shape[1] * blocks.shape[2]
+    if blocks.device.type != "cpu":
+        return blocks.view(parts, codes)[:, :count].reshape(-1, *shape[1:])[: shape[0]]
+    # Inductor stores what `as_strided` reads. Without that, it would fuse the decode with a reader
+    # of some of the rows, and split the reader's loop into blocks: `CppScheduling.try_loop_split`
+    # leaves out the last one if it is not full (torch 2.13).
+    if codes == count:
+        return torch.as_strided(blocks, shape, _contiguous_strides(shape))
+    rows = torch.as_strided(blocks, (parts, count), (codes, 1))
+    return rows.reshape(-1, *shape[1:])[: shape[0]]
+
+
+def _contiguous_strides(shape: Sequence[int]) -> list[int]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return strides
+
+
+def _decoded(
+    records: Tensor, shape: list[int], parts: int, dtype: torch.dtype, encoding: str
+) -> Tensor:
+    count = -(-shape[0] // parts) * math.prod(shape[1:])
+    blocks = _decoded_blocks(records, _Layout.of(Encoding.parse(encoding), count), parts)
+    return _as_rows(blocks.to(dtype), count, shape)
+
+
+def _decoded_mean(
+    records: Tensor, shape: list[int], count: int, parts: int, dtype: torch.dtype, encoding: str
+) -> Tensor:
+    blocks = _decoded_blocks(records, _Layout.of(Encoding.parse(encoding), count), parts)
+    total, *others = blocks.unbind()
+    for each in others:
+        total = total + each
+    return _as_rows((total / parts).to(dtype)[None], count, shape)
+
+
+# --- operators ------------------------------------------------------------------------------------
+_library = torch.library.Library("zpasses", "FRAGMENT")
+for _schema in (
+    "encode(Tensor value, SymInt count, SymInt parts, str encoding) -> Tensor",
+    "decode(Tensor records, SymInt[] shape, SymInt parts, ScalarType dtype, str encoding)"
+    " -> Tensor",
+    "decode_mean(Tensor records, SymInt[] shape, SymInt count, SymInt parts, ScalarType dtype, "
+    "str encoding) -> Tensor",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+ENCODE: compat.OpOverload = torch.ops.zpasses.encode.default
+DECODE: compat.OpOverload = torch.ops.zpasses.decode.default
+DECODE_MEAN: compat.OpOverload = torch.ops.zpasses.decode_mean.default
+
+
+def _encode_fake(value: Tensor, count: int, parts: int, encoding: str) -> Tensor:
+    size = parts * Encoding.parse(encoding).record_bytes(count)
+    return value.new_empty((size,), dtype=torch.uint8)
+
+
+def _decode_fake(
+    records: Tensor, shape: list[int], parts: int, dtype: torch.dtype, encoding: str
+) -> Tensor:
+    return records.new_empty(shape, dtype=dtype)
+
+
+def _decode_mean_fake(
+    records: Tensor, shape: list[int], count: int, parts: int, dtype: torch.dtype, encoding: str
+) -> Tensor:
+    return records.new_empty(shape, dtype=dtype)
+
+
+_REFERENCES: dict[compat.OpOverload, Callable[..., Tensor]] = {
+    ENCODE: _encoded,
+    DECODE: _decoded,
+    DECODE_MEAN: _decoded_mean,
+}
+_FAKES: tuple[Callable[..., Tensor], ...] = (_encode_fake, _decode_fake, _decode_mean_fake)
+for (_op, _reference), _fake in zip(_REFERENCES.items(), _FAKES, strict=True):
+    _library.impl(_op, _reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(_op, _fake, lib=_library)
+
+
+def encode(value: Tensor, count: int, parts: int, encoding: Encoding) -> Tensor:
+    """Encodes a tensor as one record per part.
+
+    Args:
+        value: of a dtype in `ENCODED_DTYPES`, with at most parts * count values. Missing values
+            are zeros.
+        count: values per part.
+
+    Returns:
+        uint8[parts * encoding.record_bytes(count)].
+    """
+    records: Tensor = ENCODE(value, count, parts, str(encoding))
+    return records
+
+
+def decode(
+    records: Tensor, shape: Sequence[int], parts: int, dtype: torch.dtype, encoding: Encoding
+) -> Tensor:
+    """Decodes a tensor whose rows are cut into `parts` blocks of ceil(rows / parts) rows.
+
+    Args:
+        records: one record per block, the last of which may be padded.
+        shape: [rows, ...] of the tensor.
+    """
+    value: Tensor = DECODE(records, list(shape), parts, dtype, str(encoding))
+    return value
+
+
+def decode_mean(
+    records: Tensor,
+    shape: Sequence[int],
+    count: int,
+    parts: int,
+    dtype: torch.dtype,
+    encoding: Encoding,
+) -> Tensor:
+    """Decodes several tensors and returns their mean, summed in fp32 in their order.
+
+    Args:
+        records: one record per tensor.
+        shape: [rows, ...] of the tensors, without padding.
+        count: values per record, padding included.
+    """
+    value: Tensor = DECODE_MEAN(records, list(shape), count, parts, dtype, str(encoding))
+    return value
+
+
+def records_of(full: fx.Node) -> fx.Node | None:
+    """Returns the records that a full parameter is decoded from; None if it is not encoded.
+
+    Where a parameter stays in memory, its records do.
+    """
+    return full.all_input_nodes[0] if full.target is DECODE else None
+
+
+# --- code generation ------------------------------------------------------------------------------
+def expand_encodings(gm: fx.GraphModule) -> fx.GraphModule:
+    """Replaces encodes and decodes by the operators of torch that they are made of.
+
+    Returns:
+        The graph to generate code from: a changed copy of `gm`, or `gm` itself if there is none.
+    """
+    if not any(_is_expandable(node) for node in gm.graph.nodes):
+        return gm
+    gm = compat.clone_graph_module(gm)  # listeners and variants use the original graph
+    for node in list(filter(_is_expandable, gm.graph.nodes)):
+        _expand(node)
+    gm.recompile()
+    return gm
+
+
+def _is_expandable(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target not in _REFERENCES:
+        return False
+    return node.target is not DECODE_MEAN or _parts_of(node) <= _FEW_PARTS
+
+
+def _parts_of(decode_mean: fx.Node) -> int:
+    parts: Any = decode_mean.args[3]
+    return int(parts)
+
+
+def _expand(node: fx.Node) -> None:
+    source, *rest = node.args
+    assert isinstance(source, fx.Node)
+    fake = source.meta["val"]
+    run = functools.partial(_apply, _REFERENCES[node.target], rest)  # type: ignore[index]
+    with compat.fake_mode_of([fake]) or contextlib.nullcontext():
+        traced = make_fx(run, dict(compat.inductor_decompositions()))(fake).graph
+    made: dict[fx.Node, fx.Node] = {}
+    for each in traced.nodes:
+        if each.op == "placeholder":
+            made[each] = source
+        elif each.op == "output":
+            (result,) = each.all_input_nodes
+            node.replace_all_uses_with(made[result])
+        else:
+            with node.graph.inserting_before(node):
+                made[each] = node.graph.node_copy(each, made.__getitem__)
+            made[each].meta = {**node.meta, "val": each.meta["val"]}
+    node.graph.erase_node(node)
+
+
+def _apply(reference: Callable[..., Tensor], rest: Sequence[Any], value: Tensor) -> Tensor:
+    return reference(value, *rest)
