@@ -157,8 +157,7 @@ def _scaled(how: Encoding, blocks: Tensor, largest: Tensor, lost: Tensor) -> tup
     return _as_bytes(scale), (blocks / usable[:, :, None]).clamp(-most, most)
 
 
-# A view in a dtype of another size would do, but Inductor copies what it views, and frees the copy
-# before the view is read (torch 2.13).
+# Inductor fuses this arithmetic. It runs a view in a dtype of another size as a call of its own.
 def _as_bytes(scale: Tensor) -> Tensor:
     """Returns positive numbers of fp32, [parts, n], as uint8[parts, 4 * n], lowest byte first."""
     bits = scale.view(torch.int32)
