@@ -187,3 +187,26 @@ def parse_budget(text: str, where: str) -> MemoryBudget:
         return MemoryBudget(rise=float(number) / 100, most_rise_bytes=limit)
     size = int(float(number) * _UNITS[unit])
     return MemoryBudget(rise_bytes=size) if sign else MemoryBudget(most_bytes=size)
+
+
+_SIZE = re.compile(rf"\s*{_AMOUNT}(B|KiB|MiB|GiB)\s*")
+
+
+def parse_size(text: object, where: str) -> int:
+    """Parse a number of bytes, such as "2GiB".
+
+    Raises:
+        OptionError: for anything else.
+    """
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise OptionError(
+            f"{where}: got {text!r}; expected a size such as '2GiB' (units B, KiB, MiB, GiB)."
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def format_size(nbytes: int) -> str:
+    """Format a number of bytes for a message: "1.5 GiB"."""
+    unit = next(name for name in reversed(_UNITS) if nbytes >= _UNITS[name] or name == "B")
+    return f"{nbytes / _UNITS[unit]:.4g} {unit}"

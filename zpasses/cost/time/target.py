@@ -67,6 +67,12 @@ class Target:
     issue_us: float = 0.0
     """Time for which the start of a collective keeps the device from computing: that of the host
     on a CPU, 0 where the host runs ahead of the device."""
+    host_out_gb_s: float = 20.0
+    """Bandwidth of copies to the host while all ranks of a node copy."""
+    host_in_gb_s: float = 20.0
+    """Bandwidth of copies from the host while all ranks of a node copy."""
+    host_memory_bytes: int = 256 * _GIB
+    """Memory of the host for each rank of a node."""
 
     @classmethod
     def parse(cls, text: str) -> Target:
