@@ -141,7 +141,8 @@ class Schedule(Pass):
             return 0
         collectives = [item for item in problem.items if not item.is_host_copy]
         gathers = sum(item.is_gather for item in collectives)
-        if gathers < 2 and len(collectives) - gathers < 2 and (collectives or len(problem.jobs) < 2):
+        few = gathers < 2 and len(collectives) - gathers < 2
+        if few and (collectives or len(problem.jobs) < 2):
             # Such a plan is equal on all ranks without a vote. Ranks may compile such graphs
             # without the others, inside windows of gradient accumulation.
             simple = SIMPLE_PLANS["one-ahead" if self.plan == "auto" else self.plan]

@@ -30,6 +30,11 @@ from zpasses.tools.plan.shape_table import shape_view
     help='Budget whose plan is chosen: "70GiB", "10%". Default: the fastest plan.',
 )
 @click.option(
+    "--host-memory",
+    metavar="SIZE",
+    help='What a plan may take of the host on each rank, such as "40GiB", as in the option.',
+)
+@click.option(
     "--points",
     type=click.IntRange(2, 50),
     default=8,
@@ -56,6 +61,7 @@ def plan(
     ctx: click.Context,
     step: StepOptions,
     memory: str | None,
+    host_memory: str | None,
     points: int,
     backwards_per_step: int,
     picture: Path | None,
@@ -97,6 +103,7 @@ def plan(
         step.shard,
         backwards_per_step,
         None if isinstance(step.mesh, AutoMesh) else step.mesh,
+        host_memory,
     )
     if auto is not None:
         if picture is not None:

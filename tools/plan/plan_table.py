@@ -45,6 +45,8 @@ class PlanPoint:
     activations: float
     """Fraction of the activations that forward saves, of those that the partitioner saves by
     default."""
+    host_bytes: int = 0
+    """Bytes of those that rest on the host until backward."""
 
     @property
     def total_us(self) -> float:
@@ -143,6 +145,14 @@ class PlanTable(StepTable):
     """Bytes of this rank's shards of the parameters that the step reads."""
     routes: tuple[str, ...] = ()
     """Of stage 3 without a budget: each gather that a copy engine can run, its route and why."""
+    host_memory: str | None = None
+    """The option `host_memory`: what a plan may take of the host."""
+
+    def options_of(self, point: PlanPoint) -> dict[str, str | int]:
+        found = super().options_of(point)
+        if point.host_bytes and self.host_memory is not None:
+            found["host_memory"] = self.host_memory
+        return found
 
     @property
     def options(self) -> dict[str, str | int] | None:
@@ -217,7 +227,7 @@ NOTABLY = 0.999
 """Durations that differ by a factor nearer to 1 are equal."""
 _COLUMNS = (
     *("plan", "memory_budget", "step", "exposed", "bound", "peak"),
-    *("collectives", "kept", "cached", "activations"),
+    *("collectives", "kept", "cached", "activations", "host"),
 )
 _LEGEND = (
     "step: predicted mean duration of a forward and its backward. exposed: its part in which "
@@ -234,10 +244,13 @@ def plan_view(found: PlanTable) -> View:
         for number, each in enumerate(found.plans, 1)
     ]
     rows += [_row(f"{each.name}, no budget", each) for each in found.stages]
+    if not any(each.host_bytes for each in found.plans):
+        rows = [row[:-1] for row in rows]
+    columns = _COLUMNS[: len(rows[0])]
     shown = table(
-        _COLUMNS,
+        columns,
         rows,
-        right=_COLUMNS[2:],
+        right=columns[2:],
         yields=("cached", "activations", "collectives", "kept"),
     )
     result: list[str | Text] = [text_of(f"No plan fits. {found.reason}")]
@@ -251,7 +264,8 @@ def plan_view(found: PlanTable) -> View:
     if found.routes:
         result.append(_routes_text(found.routes))
     kept = "kept: full parameters that stay until backward. cached: those that stay longer."
-    return found.view(shown, result, (kept, "activations: share that forward saves."))
+    on_host = " host: bytes of them that rest there." if "host" in columns else ""
+    return found.view(shown, result, (kept, f"activations: share that forward saves.{on_host}"))
 
 
 _MOST_ROUTES = 10
@@ -277,6 +291,7 @@ def _row(mark: str, point: PlanPoint) -> tuple[str, ...]:
         f"{point.kept_bytes / (1 << 20):,.0f} MiB",
         f"{point.cached_bytes / (1 << 20):,.0f} MiB",
         f"{point.activations:.0%}",
+        f"{point.host_bytes / (1 << 20):,.0f} MiB",
     )
 
 

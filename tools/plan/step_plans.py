@@ -30,10 +30,10 @@ from zpasses.cost.plan.bound import schedule_bound
 from zpasses.cost.plan.kept_params import KeptParam
 from zpasses.cost.time.route_figures import planned_route
 from zpasses.cost.time.target import Target, current_target, use_target
-from zpasses.errors import OptionError
+from zpasses.errors import MemoryBudgetError, OptionError
 from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.tags import tagged
-from zpasses.option_values import parse_budget
+from zpasses.option_values import format_size, parse_budget, parse_size
 from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.pipelines import ZERO2, ZERO3
 from zpasses.passes.schedule import Schedule
@@ -76,6 +76,8 @@ class PlanRequest:
     """Forwards, each with its backward, from one optimizer step to the next."""
     mesh: MeshShape | None = None
     """Device mesh of the ranks. None is one dimension, over which the model is sharded."""
+    host_memory: str | None = None
+    """What a plan may take of the host on each rank, such as "40GiB"; None is nothing."""
 
 
 def plan_step(
@@ -90,9 +92,11 @@ def plan_step(
     Raises:
         CaptureError: if the function or the model fails, or the step is not one graph.
         OptionError: for an unknown target or a budget that is no size.
+        MemoryBudgetError: for more memory of the host than the target has.
     """
     _check(request)
     target = Target.parse(request.target) if request.target else current_target()
+    host_bytes = _host_bytes(request, target)
     probe = GraphProbe(Level.JOINT)
     tables: list[PlanTable] = []
     steps = 0
@@ -101,6 +105,7 @@ def plan_step(
         nonlocal steps
         steps += 1
         if steps == 1:
+            trials.host_bytes = host_bytes
             tables.append(_Planner(request, target, trials, probe.seen[-1], progress).run())
 
     joint = tuple(each for each in ZERO3 if each.level is Level.JOINT)
@@ -186,6 +191,20 @@ def _check(request: PlanRequest) -> None:
         )
 
 
+def _host_bytes(request: PlanRequest, target: Target) -> int:
+    if request.host_memory is None:
+        return 0
+    given = parse_size(request.host_memory, "--host-memory")
+    if given > target.host_memory_bytes:
+        raise MemoryBudgetError(
+            f"--host-memory: got {request.host_memory!r} for each rank, and a node of {target.name}"
+            f" has {format_size(target.host_memory_bytes)} for each of its {target.ranks_per_node} "
+            "ranks. Give less, or change the figure: "
+            f"--target {target.name},host_memory_bytes=..."
+        )
+    return given
+
+
 class _Planner:
     def __init__(
         self,
@@ -225,6 +244,7 @@ class _Planner:
             time.perf_counter() - started,
             self._shard_bytes,
             tuple(self._routes),
+            self._request.host_memory,
         )
 
     def _chosen(self) -> tuple[PlanPoint | None, str | None]:
@@ -294,6 +314,7 @@ class _Planner:
                 _bytes(*plan.kept, *plan.cached),
                 plan.activations,
                 _bytes(*plan.cached),
+                plan.host_bytes,
             )
         return self._made[budget]
 
@@ -343,6 +364,7 @@ class _Planner:
         kept_bytes: int,
         activations: float,
         cached_bytes: int = 0,
+        host_bytes: int = 0,
     ) -> PlanPoint:
         """Runs the passes after partitioning, and measures the graphs by the cost model."""
         predictors = {}
@@ -359,6 +381,7 @@ class _Planner:
             kept_bytes,
             cached_bytes,
             activations,
+            host_bytes,
         )
         self._progress(point)
         return point

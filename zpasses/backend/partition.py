@@ -130,8 +130,8 @@ class _Partitioner:
             )
         plan = self._trials.fitting() if budget is None else self._within(budget)
         activations, kept, cached, offloaded, limit = self._adopted(plan)
-        names = [frozenset(node.name for node in each) for each in (kept, cached)]
-        choice = Choice(activations, *names, frozenset(each.name for each in offloaded))
+        names = (frozenset(each.name for each in some) for some in (kept, cached, offloaded))
+        choice = Choice(activations, *names)
         if not kept and not cached and choice == plan.choice:
             graphs = plan.trial.graphs
         else:
@@ -230,8 +230,8 @@ def too_little_memory(text: str, plan: StepPlan) -> str:
     graph = "forward" if largest is peaks[0] else "backward"
     return (
         f"memory_budget={text!r}: the leanest plan, which saves {100 * plan.activations:.0f} % of "
-        f"the activations{on_host} and keeps no parameter, needs {plan.peak_bytes / _MIB:.1f} MiB above "
-        f"what rests between steps, {missing / _MIB:.1f} MiB more than the budget. At its peak, in "
-        f"{graph}, the largest values are: {holders}. Raise the budget, take a smaller batch, or "
+        f"the activations{on_host} and keeps no parameter, needs {plan.peak_bytes / _MIB:.1f} MiB "
+        f"above what rests between steps, {missing / _MIB:.1f} MiB more than the budget. At its "
+        f"peak, in {graph}, the largest values are: {holders}. Raise the budget, take a smaller batch, or "
         "train on more ranks."
     )

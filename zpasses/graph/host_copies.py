@@ -15,7 +15,7 @@ saved ones, so in a joint graph it is not known yet which reads are those of bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -179,7 +179,8 @@ def offload_saved(
         returned[at] = _copied_out(forward, node, origin)
         _copy_in(backward, inputs[node.name], returned[at], origin)
         moved.append(node.name)
-    output.args = (type(output.args[0])(returned),)  # type: ignore[call-arg, arg-type]
+    values: Any = output.args[0]
+    output.args = (type(values)(returned),)
     return moved
 
 
@@ -191,7 +192,7 @@ def _copied_out(graph: fx.Graph, value: fx.Node, origin: str) -> fx.Node:
 
 
 def _after_last(graph: fx.Graph, value: fx.Node) -> fx.Node:
-    """Returns the node after the last one that reads a value or a view of it, or the output."""
+    """Returns the node after the last one that reads a value or a view of it."""
     position = {node: at for at, node in enumerate(graph.nodes)}
     storage = _storage(value_of(value))
     last, pending = value, [value]
@@ -204,7 +205,8 @@ def _after_last(graph: fx.Graph, value: fx.Node) -> fx.Node:
             found = value_of(user)
             if isinstance(found, Tensor) and _storage(found) == storage:
                 pending.append(user)
-    return last.next
+    following: fx.Node = last.next
+    return following
 
 
 def _copy_in(graph: fx.Graph, saved: fx.Node, host: fx.Node, origin: str) -> None:

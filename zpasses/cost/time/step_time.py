@@ -6,10 +6,11 @@ each other. Where a group's ranks are decides this, not its size. Collectives of
 after another, and channels of one link share it (`zpasses.cost.time.clock`). Process groups of
 parameters have one channel per link. Copy engines have another, and so have a second group of the
 same ranks (`zpasses.ranks.new_groups`) and groups that only the model uses, as for tensor
-parallelism. Copies to the host and back have a link each. A kernel takes its roofline time, and longer while a collective that needs compute
-units runs beside it. A collective takes longer while kernels run beside it. An op of the dialect is
-a collective that is awaited at once. The model ignores fusion, the CPU and the optimizer. It
-compares forms of one step, and does not predict real durations.
+parallelism. Copies to the host and back have a link each. A kernel takes its roofline time, and
+longer while a collective that needs compute units runs beside it. A collective takes longer while
+kernels run beside it. An op of the dialect is a collective that is awaited at once. The model
+ignores fusion, the CPU and the optimizer. It compares forms of one step, and does not predict real
+durations.
 """
 
 from __future__ import annotations

@@ -367,6 +367,6 @@ def _freed(launch: _Launch, written: bool, root: Root) -> str:
 def _left(launch: _Launch, written: bool, root: Root) -> str:
     verb = "writes" if written else "reads"
     return (
-        f"ends the graph while {_named(launch)} is still running and {verb} {_place(launch, root)}, "
-        f"which the caller may overwrite. {_wait(launch)} must come first."
+        f"ends the graph while {_named(launch)} is still running and {verb} "
+        f"{_place(launch, root)}, which the caller may overwrite. {_wait(launch)} must come first."
     )
