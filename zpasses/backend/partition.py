@@ -232,6 +232,6 @@ def too_little_memory(text: str, plan: StepPlan) -> str:
         f"memory_budget={text!r}: the leanest plan, which saves {100 * plan.activations:.0f} % of "
         f"the activations{on_host} and keeps no parameter, needs {plan.peak_bytes / _MIB:.1f} MiB "
         f"above what rests between steps, {missing / _MIB:.1f} MiB more than the budget. At its "
-        f"peak, in {graph}, the largest values are: {holders}. Raise the budget, take a smaller batch, or "
-        "train on more ranks."
+        f"peak, in {graph}, the largest values are: {holders}. Raise the budget, take a smaller "
+        "batch, or train on more ranks."
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zpasses
@@ -35,9 +36,18 @@ TARGET = "h100,tflops=1,host_out_gb_s=2000,host_in_gb_s=2000"
 """Copies to the host are faster than matmuls there."""
 
 
+class Net(Blocks):
+    """Its operators allocate nothing but their results, as the memory model has it."""
+
+    def forward(self, x):
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(nn.functional.gelu(up(x)))
+        return self.head(x).square().mean()
+
+
 def model():
     torch.manual_seed(0)
-    return Blocks(64, 4)
+    return Net(64, 4)
 
 
 def copies(graph):
@@ -193,7 +203,14 @@ def trained(stage, share=None, *, steps=2, lean=None, profiled=False, backwards=
 
 
 def modelled(graphs):
-    return [liveness(graphs[kind]).peak_bytes for kind in ("forward", "backward")]
+    """The peaks of forward and backward, with cached parameters that backward does not read."""
+    ahead, back = (liveness(graphs[kind]) for kind in ("forward", "backward"))
+    return ahead.peak_bytes, back.peak_bytes + ahead.live_bytes[-1] - back.live_bytes[0]
+
+
+def counted(graphs):
+    """The peak that the budget bounds."""
+    return max(liveness(graphs[kind]).peak_bytes for kind in ("forward", "backward"))
 
 
 def assert_same(results, expected):
@@ -208,18 +225,18 @@ SHARES = (0.85, 0.7, 0.55)
 @on_ranks(2, timeout_s=400)
 def test_measured_bytes_of_the_device_fall_by_what_the_plan_says(stage):
     expected, graphs, held, rich = trained(stage, profiled=True, codegen="eager")
-    plain = modelled(graphs)
+    plain, whole = modelled(graphs), counted(graphs)
     assert held == [0, 0]
     moved = []
     for share in SHARES:
         results, graphs, held, peaks = trained(
-            stage, share, lean=max(plain), profiled=True, codegen="eager"
+            stage, share, lean=whole, profiled=True, codegen="eager"
         )
         assert_same(results, expected)
         moved.append(sum(each.nbytes for each in copies(graphs["forward"])))
         assert held == [moved[-1]] * 2
         lean = modelled(graphs)
-        assert max(lean) <= share * max(plain)
+        assert counted(graphs) <= share * whole
         for at in range(2):
             assert peaks[at] == pytest.approx(lean[at], rel=0.02)
             assert rich[at] - peaks[at] == pytest.approx(plain[at] - lean[at], rel=0.02)
@@ -232,7 +249,7 @@ def test_measured_bytes_of_the_device_fall_by_what_the_plan_says(stage):
 def test_generated_code_has_the_same_bits_and_holds_less(stage):
     expected, graphs, _, rich = trained(stage, profiled=True, cache=False)
     results, moved, held, lean = trained(
-        stage, 0.7, lean=max(modelled(graphs)), profiled=True, cache=False
+        stage, 0.7, lean=counted(graphs), profiled=True, cache=False
     )
     assert_same(results, expected)
     out = sum(each.nbytes for each in copies(moved["forward"]))
@@ -245,7 +262,7 @@ def test_generated_code_has_the_same_bits_and_holds_less(stage):
 @on_ranks(2, timeout_s=400)
 def test_windows_accumulate_the_same_bits():
     expected, graphs, *_ = trained(2, backwards=2, codegen="eager")
-    results, moved, *_ = trained(2, 0.7, lean=max(modelled(graphs)), backwards=2, codegen="eager")
+    results, moved, *_ = trained(2, 0.7, lean=counted(graphs), backwards=2, codegen="eager")
     assert copies(moved["forward"])
     assert_same(results, expected)
 
