@@ -7,8 +7,8 @@ come from the NUMA node of the process that first touches them, which is the ran
 
 On accelerators, a copy runs on a stream for its direction, which first waits for the current
 stream; its wait makes the current stream wait for its end. So a block may be written again although
-the CPU has run ahead: the copy that read it was awaited by the stream that writes it next follows.
-On CPUs, a copy has ended when it returns.
+the CPU has run ahead: the current stream has awaited the copy that read it. On CPUs, a copy has
+ended when it returns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from zpasses.errors import ZpassesError
 from zpasses.graph.host_copies import LIBRARY, empty_like_on
 from zpasses.option_values import format_size
-from zpasses.sdma.platform import SideStream, platform_of
+from zpasses.sdma.platform import Platform, SideStream, platform_of
 
 _Key = tuple[int, str]
 """Bytes of a block, and the type of the device for which its pages are locked."""
@@ -127,14 +127,14 @@ class _Copy:
 
 _started: dict[int, _Copy] = {}
 _numbers = itertools.count()
-_streams: dict[tuple[str, str], SideStream] = {}
+_streams: dict[tuple[Platform, str, str], SideStream] = {}
 
 
 def _stream(device: torch.device, direction: str) -> SideStream | None:
     platform = platform_of(device.type)
     if platform is None:
         return None
-    key = str(device), direction
+    key = platform, str(device), direction
     if key not in _streams:
         _streams[key] = platform.side_stream()
     return _streams[key]
