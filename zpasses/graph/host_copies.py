@@ -15,7 +15,7 @@ saved ones, so in a joint graph it is not known yet which reads are those of bac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -215,15 +215,10 @@ def _copy_in(graph: fx.Graph, saved: fx.Node, host: fx.Node, origin: str) -> Non
     device = value_of(saved).device
     saved.meta = {**saved.meta, "val": value_of(host)}
     saved.meta.pop("tensor_meta", None)
-    first = _first(graph, readers)
+    first: fx.Node = next(node for node in graph.nodes if node in saved.users)
     edit = Editor(graph, first, like=first)
     started = edit.call(RELOAD, saved, device)
     add_tag(started, Tag("reload", (), nbytes(value_of(saved)), origin=origin))
     awaited = edit.call(RELOAD_WAIT, started, saved, device)
     for reader in readers:
         reader.replace_input_with(saved, awaited)
-
-
-def _first(graph: fx.Graph, readers: Iterable[fx.Node]) -> fx.Node:
-    wanted = set(readers)
-    return next(node for node in graph.nodes if node in wanted)
