@@ -139,8 +139,10 @@ class Schedule(Pass):
         problem = self.problem(graph)
         if not problem.jobs:
             return 0
-        gathers = sum(job.is_gather for job in problem.jobs)
-        if gathers < 2 and len(problem.jobs) - gathers < 2:
+        collectives = [item for item in problem.items if not item.is_host_copy]
+        gathers = sum(item.is_gather for item in collectives)
+        few = gathers < 2 and len(collectives) - gathers < 2
+        if few and (collectives or len(problem.jobs) < 2):
             # Such a plan is equal on all ranks without a vote. Ranks may compile such graphs
             # without the others, inside windows of gradient accumulation.
             simple = SIMPLE_PLANS["one-ahead" if self.plan == "auto" else self.plan]
@@ -305,19 +307,20 @@ def _agree_on_plan(
         plan: what this rank would do, with indices of kept nodes as slots.
         options: of the pass.
     """
-    keys = [compatibility_key(item) for item in problem.items]
+    # Every rank of a group copies the same values to the host.
+    keys = [compatibility_key(item) for item in problem.items if not item.is_host_copy]
     # Groups by number, because their names differ between the replicas of hybrid sharding.
     numbers = {name: at for at, name in enumerate(dict.fromkeys(str(key[1]) for key in keys))}
     ranks_of = {key[1]: len(compat.group_ranks(key[1])) for key in keys}
     described = [
-        (key[0], numbers[str(key[1])], ranks_of[key[1]], tuple(map(str, key[2:])), *about)
-        for key, *about in zip(
-            keys,
-            [item.tag.params for item in problem.items],
-            [item.full_bytes for item in problem.items],
-            [job.resident for job in problem.jobs],
-            strict=True,
-        )
+        (*how, item.tag.params, item.full_bytes, job.resident)
+        for item, job in zip(problem.items, problem.jobs, strict=True)
+        for key in [() if item.is_host_copy else compatibility_key(item)]
+        for how in [
+            (key[0], numbers[str(key[1])], ranks_of[key[1]], tuple(map(str, key[2:])))
+            if key
+            else (item.tag.role,)
+        ]
     ]
     fixed = _fixed_starts(problem)
     mine: list[Any] = [

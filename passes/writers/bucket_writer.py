@@ -13,6 +13,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.cost.memory.collective_moves import SchedulableCollective
 from zpasses.cost.plan.bucket_keys import Mode, row_shape
+from zpasses.cost.time.step_time import transfer_of
 from zpasses.graph.dialect import group_size
 from zpasses.graph.queries import Editor, collective_of, is_wait, nbytes, value_of
 from zpasses.graph.tags import Role, Tag, add_tag, retag, tag_of
@@ -31,7 +32,7 @@ class LaunchNodes:
 
     @property
     def collective(self) -> fx.Node:
-        return next(node for node in self.start if collective_of(node) is not None)
+        return next(node for node in self.start if transfer_of(node) is not None)
 
     @classmethod
     def of(cls, item: SchedulableCollective) -> LaunchNodes:

@@ -1,5 +1,6 @@
 """Plans of a step for every memory budget, from Python, as a command and as a page."""
 
+import dataclasses
 import itertools
 import json
 from unittest import mock
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from zpasses import MemoryBudgetError
 from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.step_time import step_time
@@ -75,6 +77,28 @@ def test_the_plan_shows_what_copy_engines_gain_and_why():
     assert found.routes[0] in text
     plain = plan_step(PlanRequest(f"{HERE}:blocks", WORLD, "h100", points=2))
     assert ([each.name for each in plain.stages], plain.routes) == (["zero2", "zero3"], ())
+
+
+def test_a_plan_with_memory_of_the_host_shows_what_it_moves():
+    fast = "h100,tflops=20,host_out_gb_s=200,host_in_gb_s=200"
+    request = PlanRequest(f"{HERE}:blocks", WORLD, fast, points=2, host_memory="8MiB")
+    found = plan_step(request)
+    lean = found.plans[0]
+    assert 0 < lean.host_bytes <= 8 << 20
+    assert found.options_of(lean)["host_memory"] == "8MiB"
+    text = plan_view(found).text()
+    assert f"{lean.host_bytes >> 20} MiB" in text
+    assert "host: bytes of them that rest there" in text
+    assert lean.to_json()["host_bytes"] == lean.host_bytes
+    plain = plan_step(dataclasses.replace(request, host_memory=None))
+    assert plain.plans[0].peak_bytes > lean.peak_bytes
+    assert " host" not in plan_view(plain).text()
+    with pytest.raises(MemoryBudgetError, match="has 1 GiB for each of its 8 ranks"):
+        plan_step(
+            dataclasses.replace(
+                request, target=f"{fast},host_memory_bytes={1 << 30}", host_memory="2GiB"
+            )
+        )
 
 
 class Unused(nn.Module):

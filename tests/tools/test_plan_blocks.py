@@ -169,6 +169,7 @@ def test_shapes_of_hybrid_sharding_are_compared_in_blocks():
     [
         (["--points", 8], "--points does not go together with --compile-blocks"),
         (["--backwards-per-step", 2], "--backwards-per-step 2 does not go together with"),
+        (["--host-memory", "1GiB"], "--host-memory 1GiB does not go together with"),
         (["--memory", "auto"], "expected a size such as '70GiB'"),
         (["--compile-blocks", "layer.*"], "no module matches 'layer.*'"),
         (["--arg", "frozen=3"], "the blocks 'layers.*' gather no sharded parameters"),

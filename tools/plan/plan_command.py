@@ -30,6 +30,11 @@ from zpasses.tools.plan.shape_table import shape_view
     help='Budget whose plan is chosen: "70GiB", "10%". Default: the fastest plan.',
 )
 @click.option(
+    "--host-memory",
+    metavar="SIZE",
+    help='What a plan may take of the host on each rank, such as "40GiB", as in the option.',
+)
+@click.option(
     "--points",
     type=click.IntRange(2, 50),
     default=8,
@@ -62,6 +67,7 @@ def plan(
     ctx: click.Context,
     step: StepOptions,
     memory: str | None,
+    host_memory: str | None,
     points: int,
     backwards_per_step: int,
     compile_blocks: str | None,
@@ -87,7 +93,7 @@ def plan(
     from zpasses.tools.plan.step_plans import plan_shapes, plan_step
 
     if compile_blocks is not None:
-        _check_blocks(ctx, backwards_per_step)
+        _check_blocks(ctx, backwards_per_step, host_memory)
 
     if picture is not None:
         check_matplotlib()
@@ -112,6 +118,7 @@ def plan(
         backwards_per_step,
         None if isinstance(step.mesh, AutoMesh) else step.mesh,
         compile_blocks,
+        host_memory,
     )
     if auto is not None:
         if picture is not None:
@@ -129,7 +136,7 @@ def plan(
         ctx.exit(1)
 
 
-def _check_blocks(ctx: click.Context, backwards_per_step: int) -> None:
+def _check_blocks(ctx: click.Context, backwards_per_step: int, host_memory: str | None) -> None:
     """Refuses options that change nothing in a step of blocks."""
     if ctx.get_parameter_source("points") is not click.core.ParameterSource.DEFAULT:
         raise CommandError(
@@ -141,4 +148,9 @@ def _check_blocks(ctx: click.Context, backwards_per_step: int) -> None:
             f"--backwards-per-step {backwards_per_step} does not go together with "
             "--compile-blocks, which plans each backward by itself when it ends; leave it out to "
             "plan one that reduces its gradients."
+        )
+    if host_memory is not None:
+        raise CommandError(
+            f"--host-memory {host_memory} does not go together with --compile-blocks, whose blocks "
+            "save all values on the device; leave out one of the two."
         )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zpasses.cost.time.target import Target, current_target
-from zpasses.errors import OptionError
-from zpasses.option_values import parse_budget
+from zpasses.errors import MemoryBudgetError, OptionError
+from zpasses.option_values import format_size, parse_budget, parse_size
 from zpasses.tools.capture.captured_step import CaptureRequest
 from zpasses.tools.capture.mesh_shapes import MeshShape
 
@@ -37,6 +37,8 @@ class PlanRequest:
     compile_blocks: str | None = None
     """Modules that are compiled one by one, as `zpasses.compile_blocks` does; None makes the step
     one graph."""
+    host_memory: str | None = None
+    """What a plan may take of the host on each rank, such as "40GiB"; None is nothing."""
     stages: bool = True
     """Whether to plan stages 2 and 3 without a budget, too."""
 
@@ -63,6 +65,25 @@ class PlanRequest:
             OptionError: for an unknown target.
         """
         return Target.parse(self.target) if self.target else current_target()
+
+    def host_bytes(self, target: Target) -> int:
+        """Returns what a plan may take of the host on each rank, in bytes.
+
+        Raises:
+            OptionError: for text that is no size.
+            MemoryBudgetError: if it is more than the target has for each rank.
+        """
+        if self.host_memory is None:
+            return 0
+        given = parse_size(self.host_memory, "--host-memory")
+        if given > target.host_memory_bytes:
+            raise MemoryBudgetError(
+                f"--host-memory: got {self.host_memory!r} for each rank, and a node of "
+                f"{target.name} has {format_size(target.host_memory_bytes)} for each of its "
+                f"{target.ranks_per_node} ranks. Give less, or change the figure: --target "
+                f"{target.name},host_memory_bytes=..."
+            )
+        return given
 
     def capture(self, **options: Any) -> CaptureRequest:
         """Returns the capture of the step, with these options of the backend."""

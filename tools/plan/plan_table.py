@@ -48,6 +48,8 @@ class PlanPoint:
     default."""
     ahead: int | None = None
     """For how many graphs ahead gathers start; None if the step is one graph."""
+    host_bytes: int = 0
+    """Bytes of those that rest on the host until backward."""
 
     @property
     def total_us(self) -> float:
@@ -163,6 +165,14 @@ class PlanTable(StepTable):
     uncompiled: Mapping[str, int] = field(default_factory=dict)
     """Module that has a notable part of the parameters, outside of the blocks -> their bytes in the
     unsharded model."""
+    host_memory: str | None = None
+    """The option `host_memory`: what a plan may take of the host."""
+
+    def options_of(self, point: PlanPoint) -> dict[str, str | int]:
+        found = super().options_of(point)
+        if point.host_bytes and self.host_memory is not None:
+            found["host_memory"] = self.host_memory
+        return found
 
     @property
     def options(self) -> dict[str, str | int] | None:
@@ -267,7 +277,7 @@ NOTABLY = 0.999
 """Durations that differ by a factor nearer to 1 are equal."""
 _COLUMNS = (
     *("plan", "memory_budget", "ahead", "step", "exposed", "bound", "peak"),
-    *("collectives", "kept", "cached", "activations"),
+    *("collectives", "kept", "cached", "activations", "host"),
 )
 _LEGEND = (
     "step: predicted mean duration of a forward and its backward. exposed: its part in which "
@@ -284,10 +294,12 @@ def plan_view(found: PlanTable) -> View:
         for number, each in enumerate(found.plans, 1)
     ]
     rows += [_row(f"{each.name}, no budget", each) for each in found.stages]
-    left_out = ("ahead",) if found.blocks is None else ("cached", "activations")
+    left_out = ["ahead"] if found.blocks is None else ["cached", "activations"]
+    left_out += [] if any(each.host_bytes for each in found.plans) else ["host"]
+    columns = [name for name in _COLUMNS if name not in left_out]
     shown = table(
-        [name for name in _COLUMNS if name not in left_out],
-        [[row[name] for name in row if name not in left_out] for row in rows],
+        columns,
+        [[row[name] for name in columns] for row in rows],
         right=_COLUMNS[2:],
         yields=("cached", "activations", "collectives", "kept"),
     )
@@ -303,7 +315,8 @@ def plan_view(found: PlanTable) -> View:
     if found.blocks is not None:
         return found.view(shown, result, _blocks_legend(found.blocks, found.uncompiled))
     kept = "kept: full parameters that stay until backward. cached: those that stay longer."
-    return found.view(shown, result, (kept, "activations: share that forward saves."))
+    on_host = " host: bytes of them that rest there." if "host" in columns else ""
+    return found.view(shown, result, (kept, f"activations: share that forward saves.{on_host}"))
 
 
 _MOST_UNCOMPILED = 3
@@ -352,6 +365,7 @@ def _row(mark: str, point: PlanPoint) -> dict[str, str]:
         f"{point.kept_bytes / (1 << 20):,.0f} MiB",
         f"{point.cached_bytes / (1 << 20):,.0f} MiB",
         f"{point.activations:.0%}",
+        f"{point.host_bytes / (1 << 20):,.0f} MiB",
     )
     return dict(zip(_COLUMNS, cells, strict=True))
 

@@ -73,11 +73,13 @@ def plan_step(
         CaptureError: if the function or the model fails, or the step is not one graph and has no
             blocks.
         OptionError: for an unknown target or a budget that is no size.
+        MemoryBudgetError: for more memory of the host than the target has.
     """
     if request.compile_blocks is not None:
         return plan_blocks(request, progress)
     request.check()
     target = request.parsed_target()
+    host_bytes = request.host_bytes(target)
     probe = GraphProbe(Level.JOINT)
     tables: list[PlanTable] = []
     steps = 0
@@ -86,6 +88,7 @@ def plan_step(
         nonlocal steps
         steps += 1
         if steps == 1:
+            trials.host_bytes = host_bytes
             tables.append(_Planner(request, target, trials, probe.seen[-1], progress).run())
 
     joint = tuple(each for each in ZERO3 if each.level is Level.JOINT)
@@ -183,6 +186,7 @@ class _Planner:
             missing,
             time.perf_counter() - started,
             routes=tuple(self._routes),
+            host_memory=self._request.host_memory,
         )
 
     def _chosen(self) -> tuple[PlanPoint | None, str | None]:
@@ -239,6 +243,7 @@ class _Planner:
                 _bytes(*plan.kept, *plan.cached),
                 plan.activations,
                 _bytes(*plan.cached),
+                plan.host_bytes,
             )
         return self._made[budget]
 
@@ -288,6 +293,7 @@ class _Planner:
         kept_bytes: int,
         activations: float,
         cached_bytes: int = 0,
+        host_bytes: int = 0,
     ) -> PlanPoint:
         """Runs the passes after partitioning, and measures the graphs by the cost model."""
         predictors = {}
@@ -306,6 +312,7 @@ class _Planner:
             kept_bytes,
             cached_bytes,
             activations,
+            host_bytes=host_bytes,
         )
         self._progress(point)
         return point

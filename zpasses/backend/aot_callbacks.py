@@ -22,6 +22,7 @@ from zpasses.backend.variant_code import (
     forward_facts,
 )
 from zpasses.garbage import no_garbage_collection
+from zpasses.graph.host_copies import OFFLOAD_WAIT
 from zpasses.graph.queries import returned_values
 from zpasses.graph.regathers import remove_regathers
 from zpasses.pipeline.passes import Level
@@ -109,6 +110,7 @@ def _forward(
         # Inductor would let subgraphs overwrite inputs, by the positions of the outer graph's
         # saved values: a caller then reuses memory that a subgraph has returned.
         compat.undonate_saved(values, lambda value: True)
+    compat.undonate_saved(values, lambda value: value.target is OFFLOAD_WAIT)
     facts = forward_facts(gm, kind)
     job.decided.saved_params = saved_params(gm.graph)
     if job.artifacts is not None:

@@ -13,7 +13,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.backend.cache.entry import GraphArtifacts, StoredVariant
 from zpasses.backend.captured import Capture, describe_inputs
-from zpasses.backend.free_memory import agreed_free_bytes
+from zpasses.backend.free_memory import agreed_free_bytes, agreed_host_bytes
 from zpasses.cost.time.target import Target, use_target
 from zpasses.dumps.listeners import events_for
 from zpasses.errors import AgreementError
@@ -71,6 +71,8 @@ class CompileJob:
     budget: str | None
     """The memory budget of the step, with those bytes; None without one, or if it bounds several
     graphs together."""
+    host_bytes: int
+    """How many bytes of the host a step may take on each rank."""
     decided: Decisions
     artifacts: GraphArtifacts | None = None
     """What the compile cache has, or gets, of the graph; None if the graph takes no part."""
@@ -112,6 +114,7 @@ class CompileJob:
             result_hook,
             free_bytes,
             budget,
+            agreed_host_bytes(captured.groups, options.host_memory),
             decided,
         )
 

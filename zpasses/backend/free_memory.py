@@ -1,4 +1,4 @@
-"""Memory that a training step may use: the option `memory_budget="auto"`."""
+"""Memory that a training step may use: `memory_budget="auto"`, and the option `host_memory`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from zpasses.cost.memory import device_memory
-from zpasses.errors import OptionError
+from zpasses.errors import MemoryBudgetError, OptionError
+from zpasses.option_values import format_size, parse_size
 from zpasses.ranks.agree import exchange
 from zpasses.ranks.local_ranks import local_ranks
 
@@ -35,6 +36,29 @@ def agreed_free_bytes(groups: Sequence[str], device: torch.device) -> int:
         question = "free memory"
         usable = exchange(group, question, usable, remember="memory_budget=auto", merge=min)
     return usable
+
+
+def agreed_host_bytes(groups: Sequence[str], text: str | None) -> int:
+    """Returns the bytes of the option `host_memory`; 0 without it. The ranks vote once per group.
+
+    Raises:
+        MemoryBudgetError: on all ranks, if the machine of one of them has less for its ranks.
+    """
+    if text is None:
+        return 0
+    given = parse_size(text, "option 'host_memory'")
+    available = _own_free_bytes(torch.device("cpu"))
+    usable = given if available is None else available
+    for group in groups:
+        key = f"host_memory={text}"
+        usable = exchange(group, "free host memory", usable, remember=key, merge=min)
+    if given > usable:
+        raise MemoryBudgetError(
+            f"host_memory={text!r} is for each rank, and one of them has {format_size(usable)} "
+            f"available: this machine, with {local_ranks()} ranks, has "
+            f"{format_size(available or 0)} for each. Give less, or run fewer ranks on a machine."
+        )
+    return given
 
 
 def _own_free_bytes(device: torch.device) -> int | None:

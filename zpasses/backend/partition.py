@@ -26,6 +26,7 @@ from zpasses.backend.step_trials import (
 )
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.kept_params import Repetition
+from zpasses.cost.plan.offloaded_values import SavedValue
 from zpasses.cost.time.target import current_target
 from zpasses.errors import MemoryBudgetError
 from zpasses.graph.encoding import records_of
@@ -56,6 +57,8 @@ class PartitionPolicy:
     recompute_elementwise: bool
     repetition: Repetition = field(default_factory=Repetition)
     """How often a step runs the graph while parameters do not change."""
+    host_bytes: int = 0
+    """How many bytes of the host saved values may take on each rank."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ def partition_step(
         kwargs,
         fallback_cost,
         copy_engines,
+        int(policy.host_bytes * policy.share),
     )
     if policy.keeps and policy.share > 0:
         events.send(trials)
@@ -126,13 +130,14 @@ class _Partitioner:
                 100 * share,
             )
         plan = self._trials.fitting() if budget is None else self._within(budget)
-        activations, kept, cached, limit = self._adopted(plan)
-        if not kept and not cached and activations == plan.activations:
+        activations, kept, cached, offloaded, limit = self._adopted(plan)
+        names = (frozenset(each.name for each in some) for some in (kept, cached, offloaded))
+        choice = Choice(activations, *names)
+        if not kept and not cached and choice == plan.choice:
             graphs = plan.trial.graphs
         else:
-            names = (frozenset(node.name for node in each) for each in (kept, cached))
-            graphs = self._trials.graphs(Choice(activations, *names), copied=False)
-        note = self._note(plan, activations, kept, cached)
+            graphs = self._trials.graphs(choice, copied=False)
+        note = self._note(plan, activations, kept, cached, offloaded)
         return Partitioned(graphs, limit if budget is not None else None, note)
 
     def _within(self, budget: str) -> StepPlan:
@@ -142,13 +147,16 @@ class _Partitioner:
             raise MemoryBudgetError(too_little_memory(budget, plan))
         return plan
 
-    def _adopted(self, plan: StepPlan) -> tuple[float, list[fx.Node], list[fx.Node], int]:
+    def _adopted(
+        self, plan: StepPlan
+    ) -> tuple[float, list[fx.Node], list[fx.Node], list[SavedValue], int]:
         """The decision of the first rank, which all ranks adopt: they must gather identically.
 
         Equal parameters always get the same decision.
 
         Returns the fraction of activations to save, the full parameters to keep until backward and
-        throughout the step (nodes of the joint graph), and the limit in bytes.
+        throughout the step (nodes of the joint graph), the values on the host, and the limit in
+        bytes.
         """
         full = full_params(self._trials.gm)
         described = [(params, size) for _, params, size in full]
@@ -157,16 +165,28 @@ class _Partitioner:
             choice.activations,
             [at for at, (node, *_) in enumerate(full) if node.name in choice.kept],
             [at for at, (node, *_) in enumerate(full) if node.name in choice.cached],
+            [
+                at
+                for at, each in enumerate(self._trials.saved_values(choice.activations))
+                if each.name in choice.offloaded
+            ],
             plan.limit_bytes,
         ]
-        (activations, kept, cached, limit), _ = adopt(
+        (activations, kept, cached, offloaded, limit), _ = adopt(
             self._policy.groups,
             "which parameters to keep for backward",
             (described, replace(self._policy, groups=())),
             mine,
             planned_for=current_target(),
         )
-        return activations, [full[at][0] for at in kept], [full[at][0] for at in cached], limit
+        saved = self._trials.saved_values(activations) if offloaded else []
+        return (
+            activations,
+            [full[at][0] for at in kept],
+            [full[at][0] for at in cached],
+            [saved[at] for at in offloaded if at < len(saved)],
+            limit,
+        )
 
     def _note(
         self,
@@ -174,6 +194,7 @@ class _Partitioner:
         activations: float,
         kept: Sequence[fx.Node],
         cached: Sequence[fx.Node],
+        offloaded: Sequence[SavedValue],
     ) -> str:
         parts = []
         for nodes, until in ((kept, "until backward"), (cached, "until the parameters change")):
@@ -182,6 +203,9 @@ class _Partitioner:
                 names = ", ".join(name for node in nodes[:3] for name in params_of(node))
                 more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
                 parts.append(f"keeps {held / _MIB:.1f} MiB {until}: {names}{more}")
+        if offloaded:
+            held = sum(each.nbytes for each in offloaded)
+            parts.append(f"{len(offloaded)} saved values, {held / _MIB:.1f} MiB, on the host")
         if activations < 1.0:
             parts.append(f"saves {100 * activations:.0f} % of the activations")
         if self._policy.budget is not None:
@@ -203,11 +227,12 @@ def too_little_memory(text: str, plan: StepPlan) -> str:
         for value in [value_of(buffer.node)]
     )
     missing = plan.peak_bytes - plan.limit_bytes
+    on_host = f", {plan.host_bytes / _MIB:.1f} MiB of them on the host," if plan.host_bytes else ""
     graph = "forward" if largest is peaks[0] else "backward"
     return (
         f"memory_budget={text!r}: the leanest plan, which saves {100 * plan.activations:.0f} % of "
-        f"the activations and keeps no parameter, needs {plan.peak_bytes / _MIB:.1f} MiB above "
-        f"what rests between steps, {missing / _MIB:.1f} MiB more than the budget. At its peak, in "
-        f"{graph}, the largest values are: {holders}. Raise the budget, take a smaller batch, or "
-        "train on more ranks."
+        f"the activations{on_host} and keeps no parameter, needs {plan.peak_bytes / _MIB:.1f} MiB "
+        f"above what rests between steps, {missing / _MIB:.1f} MiB more than the budget. At its "
+        f"peak, in {graph}, the largest values are: {holders}. Raise the budget, take a smaller "
+        "batch, or train on more ranks."
     )

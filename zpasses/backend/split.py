@@ -59,6 +59,7 @@ def partition_joint(
         job.captured.groups,
         options.recomputes_elementwise(),
         Repetition(options.backwards_per_step, job.captured.frozen),
+        job.host_bytes,
     )
     with job.planning():
         partitioned = partition_step(

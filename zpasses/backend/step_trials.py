@@ -1,14 +1,15 @@
 """Trial partitions of a joint graph, and what is best kept and recomputed within a memory limit.
 
-A trial partitions a copy of the joint graph so that it saves a fraction of the activations. By the
-cost model, peak memory and duration of the step are then known, also if some full parameters are
-kept until backward. A trial is made once, and can be planned for several limits.
+A trial partitions a copy of the joint graph so that it saves a fraction of the activations, some of
+which may rest on the host until backward. By the cost model, peak memory and duration of the step
+are then known, also if some full parameters are kept until backward. A trial is made once, and can
+be planned for several limits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -23,11 +24,18 @@ from zpasses.cost.plan.kept_params import (
     fitting_params,
     keepable_params,
 )
+from zpasses.cost.plan.offloaded_values import (
+    SavedValue,
+    fewest_that_fit,
+    saved_values,
+    worthwhile,
+)
 from zpasses.cost.plan.schedule_evaluation import Cost
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import single_plan
 from zpasses.cost.time.target import current_target
 from zpasses.graph.encoding import records_of
+from zpasses.graph.host_copies import offload_saved, offloadable_values
 from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.regathers import drop_unread_parts, remove_regathers
 from zpasses.graph.tags import GATHER_ROLES, retag, tag_of, tagged
@@ -58,6 +66,8 @@ class Choice:
     cached: frozenset[str]
     """Names of the nodes with the full parameters that stay until backward, and throughout the
     step."""
+    offloaded: frozenset[str] = frozenset()
+    """Names of the saved values that rest on the host."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +78,8 @@ class Trial:
     """Fraction of the activations that it saves, of those that the partitioner saves by default."""
     graphs: Graphs
     step: StepProblem
+    offloaded: tuple[SavedValue, ...] = ()
+    """What rests on the host from forward to backward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +101,11 @@ class StepPlan:
         return self.trial.activations
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of saved values on the host."""
+        return sum(each.nbytes for each in self.trial.offloaded)
+
+    @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.limit_bytes
 
@@ -104,6 +121,7 @@ class StepPlan:
             self.activations,
             frozenset(each.name for each in self.kept),
             frozenset(each.name for each in self.cached),
+            frozenset(each.name for each in self.trial.offloaded),
         )
 
     @property
@@ -129,6 +147,7 @@ class StepTrials:
         fallback_cost: what the pipeline's schedule does at least as well as on a graph, within a
             limit in bytes; see `zpasses.pipeline.facts.Facts.fallback_cost`.
         copy_engines: whether copy engines may run gathers.
+        host_bytes: how many bytes of the host the saved values of the graph may take.
     """
 
     def __init__(
@@ -142,24 +161,53 @@ class StepTrials:
         options: Mapping[str, Any],
         fallback_cost: FallbackCost | None = None,
         copy_engines: bool = False,
+        host_bytes: int = 0,
     ) -> None:
+        self.host_bytes = host_bytes
         self.gm, self.share, self._keeps, self.repetition = gm, share, keeps, repetition
         self._inputs, self._recompute, self._options = joint_inputs, recompute_elementwise, options
         self._fallback_cost, self._copy_engines = fallback_cost, copy_engines
-        self._made: dict[float, Trial] = {}
+        self._made: dict[tuple[float, frozenset[str]], Trial] = {}
+        self._saved: dict[float, list[SavedValue]] = {}
         saves_all = compat.reads_changed_inputs_at_once(gm.graph)
         self._fractions = (1.0,) if saves_all else _ACTIVATIONS
 
     def trial(self, activations: float) -> Trial:
         """Returns the trial that saves this fraction of the activations."""
-        if activations not in self._made:
+        key = activations, frozenset[str]()
+        if key not in self._made:
             graphs = self.partition(compat.clone_graph_module(self.gm), activations)
-            target = current_target()
-            engines = self._copy_engines
-            problems = [problem_of(each.graph, target, copy_engines=engines) for each in graphs]
-            step = StepProblem(problems[0], problems[1], self.repetition)
-            self._made[activations] = Trial(activations, graphs, step)
-        return self._made[activations]
+            self._made[key] = Trial(activations, graphs, self._step(graphs))
+        return self._made[key]
+
+    def offloading(self, trial: Trial, values: Sequence[SavedValue]) -> Trial:
+        """Returns a trial with values of it on the host."""
+        key = trial.activations, frozenset(each.name for each in values)
+        if key not in self._made:
+            forward, backward = map(compat.clone_graph_module, trial.graphs)
+            graphs = _offloaded((forward, backward), key[1])
+            self._made[key] = Trial(trial.activations, graphs, self._step(graphs), tuple(values))
+        return self._made[key]
+
+    def saved_values(self, activations: float) -> list[SavedValue]:
+        """Returns what may rest on the host of what a trial saves, in the order in which forward
+        returns it; nothing if nothing may take memory of the host.
+        """
+        if activations not in self._saved:
+            trial = self.trial(activations)
+            forward, backward = (each.graph for each in trial.graphs)
+            values = (
+                offloadable_values(forward, backward, self._options["num_fwd_outputs"])
+                if self.host_bytes
+                else []
+            )
+            self._saved[activations] = saved_values(trial.step, values)
+        return self._saved[activations]
+
+    def _step(self, graphs: Graphs) -> StepProblem:
+        target, engines = current_target(), self._copy_engines
+        problems = [problem_of(each.graph, target, copy_engines=engines) for each in graphs]
+        return StepProblem(problems[0], problems[1], self.repetition)
 
     def fitting(self) -> StepPlan:
         """Returns the plan without a budget: it keeps what does not raise the peak."""
@@ -171,29 +219,41 @@ class StepTrials:
     def fastest(self, limit_bytes: int) -> StepPlan:
         """Returns the fastest plan within a limit, or that which exceeds it least if none fits."""
         best: StepPlan | None = None
+        on_device: StepPlan | None = None
         for activations in self._fractions:
             trial = self.trial(activations)
-            choice = choose_kept(
-                trial.step, self._keepable(trial), limit_bytes, caches=self.share >= WHOLE
-            )
-            plan = StepPlan(
-                trial,
-                choice.kept,
-                choice.cached,
-                choice.total_us,
-                choice.peak_bytes,
-                limit_bytes,
-            )
-            if activations == 1.0 or not plan.fits:
-                plan = self._or_fallback(plan)
-            if best is None or plan._rank < best._rank:
-                best = plan
-            elif best.fits:
-                break  # recomputing more is slower
+            plan = self._planned(trial, limit_bytes)
+            best = plan if best is None or plan._rank < best._rank else best
             if best.fits and best.total_us <= _NEAR * self._unlimited_us(trial):
                 break
+            for each in self._with_offloads(trial, limit_bytes):
+                if not best.fits or self._unlimited_us(each) < best.total_us:
+                    best = min(best, self._planned(each, limit_bytes), key=lambda one: one._rank)
+            if on_device is not None and on_device.fits and on_device._rank <= plan._rank:
+                break  # recomputing more is slower
+            on_device = plan if on_device is None or plan._rank < on_device._rank else on_device
         assert best is not None
         return best
+
+    def _with_offloads(self, trial: Trial, limit_bytes: int) -> Iterator[Trial]:
+        """Yields a trial with values on the host: as few as make it fit, all that are idle at a
+        peak above the limit, and half of those in between.
+        """
+        rich = self._keeping_all(trial)
+        values = self.saved_values(trial.activations)
+        ranked = worthwhile(rich, values, limit_bytes, self.host_bytes)
+        fewest, most = fewest_that_fit(trial.step, ranked, limit_bytes), len(ranked)
+        for count in sorted({fewest, (fewest + most) // 2, most} - {0}):
+            yield self.offloading(trial, ranked[:count])
+
+    def _planned(self, trial: Trial, limit_bytes: int) -> StepPlan:
+        choice = choose_kept(
+            trial.step, self._keepable(trial), limit_bytes, caches=self.share >= WHOLE
+        )
+        plan = StepPlan(
+            trial, choice.kept, choice.cached, choice.total_us, choice.peak_bytes, limit_bytes
+        )
+        return self._or_fallback(plan) if trial.activations == 1.0 or not plan.fits else plan
 
     def _or_fallback(self, plan: StepPlan) -> StepPlan:
         """Returns a plan, or a fallback if only that surely fits, or if it may be faster.
@@ -207,7 +267,8 @@ class StepTrials:
         found = [plan, *self._fallback(plan, trial.graphs, ())]
         unbudgeted = self.fitting() if self.share >= WHOLE and plan.activations == 1.0 else plan
         if unbudgeted.kept and (trial.step.is_small or not any(each.fits for each in found)):
-            found += self._fallback(plan, self.graphs(unbudgeted.choice), unbudgeted.kept)
+            choice = replace(unbudgeted.choice, offloaded=plan.choice.offloaded)
+            found += self._fallback(plan, self.graphs(choice), unbudgeted.kept)
         margin = _MARGIN if plan.kept or plan.cached else 1.0
 
         def rank(each: StepPlan) -> tuple[int, float]:
@@ -244,7 +305,9 @@ class StepTrials:
 
     def least_bytes(self) -> int:
         """Returns the least limit that a plan fits."""
-        return min(self.trial(each).step.peak_bytes(single_plan) for each in _ACTIVATIONS)
+        trials = [self.trial(each) for each in _ACTIVATIONS]
+        trials += [each for trial in trials for each in self._with_offloads(trial, 0)]
+        return min(each.step.peak_bytes(single_plan) for each in trials)
 
     def most_bytes(self) -> int:
         """Returns a limit that is larger than the peak of any plan."""
@@ -270,7 +333,7 @@ class StepTrials:
             if node.name in choice.kept or node.name in choice.cached:
                 _mark_kept(node)
                 retag(node, cached=node.name in choice.cached)
-        return self.partition(gm, 1.0)
+        return _offloaded(self.partition(gm, 1.0), choice.offloaded)
 
     def other(self, gm: fx.GraphModule, recompute_elementwise: bool) -> Graphs:
         """Partitions another form of the joint graph with the same inputs and outputs, such as that
@@ -309,6 +372,15 @@ class StepTrials:
         candidates = self._keepable(trial)
         cached = [each for each in candidates if self.share >= WHOLE and each.unchanged > 0]
         return trial.step.keeping([each for each in candidates if each not in cached], cached)
+
+
+def _offloaded(graphs: Graphs, names: frozenset[str]) -> Graphs:
+    """Changes and returns graphs in which values rest on the host."""
+    if names:
+        offload_saved(graphs[0].graph, graphs[1].graph, names, "partition")
+        for each in graphs:
+            each.recompile()
+    return graphs
 
 
 def _bound_us(step: StepProblem) -> float:

@@ -17,12 +17,18 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.cost.memory.liveness import Liveness, liveness
 from zpasses.cost.time.roofline import compute_us
-from zpasses.cost.time.step_time import Timeline, collective_timing, is_copy_engine_collective
+from zpasses.cost.time.step_time import (
+    Timeline,
+    collective_timing,
+    host_copy_timing,
+    is_copy_engine_collective,
+)
 from zpasses.cost.time.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.buffer_kinds import Contents, buffer_contents, output_contents
 from zpasses.dumps.sources import SourceTable
 from zpasses.graph.dialect import UNSHARD
+from zpasses.graph.host_copies import host_copy_of, is_host_wait
 from zpasses.graph.queries import (
     Collective,
     collective_of,
@@ -248,6 +254,11 @@ class GraphDescriber:
                 decision,
                 label,
             )
+        copy = host_copy_of(node)
+        if copy is not None:
+            queue, moved = f"host-{copy.direction}", copy.nbytes
+            op = "offload" if copy.direction == "out" else "reload"
+            collective = data.Collective(op, queue, 1, moved, moved, waits, "", "", "")
         cost_us, stream = self._cost(node, communicates)
         described = data.Node(
             id=self._numbers[node],
@@ -297,6 +308,10 @@ class GraphDescriber:
             if len(self._describer.group_ranks(communicates.group)) > 1:
                 took = collective_timing(node, communicates, self._describer.target).duration_us
             return round(took, 3), "communication"
+        copy = host_copy_of(node)
+        if copy is not None:
+            timing = host_copy_timing(copy, self._describer.target)
+            return round(timing.duration_us + timing.issue_us, 3), "communication"
         cost_us = self._describer.compute_us(node)
         return cost_us, "compute" if cost_us else None
 
@@ -381,7 +396,7 @@ _TAG = data.Tag.__struct_fields__
 
 
 def _waits(node: fx.Node) -> list[fx.Node]:
-    found = [user for user in node.users if is_wait(user)]
+    found = [user for user in node.users if is_wait(user) or is_host_wait(user)]
     for part in node.users:
         if part.target is operator.getitem:
             found += [user for user in part.users if is_wait(user)]

@@ -26,6 +26,8 @@ Role = Literal[
     "reduced",
     "shard_grad",
     "flat",
+    "offload",
+    "reload",
 ]
 """What a node does for a parameter.
 
@@ -37,6 +39,7 @@ Role = Literal[
 - full: the full parameter that the model reads.
 - shard_grad: the reduced gradient of the shard.
 - flat: builds a flat buffer of several tensors.
+- offload, reload: starts the copy of a saved value to the host, or back.
 """
 
 SOURCE_ROLES: frozenset[Role] = frozenset({"shard", "part"})

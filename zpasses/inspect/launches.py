@@ -22,7 +22,7 @@ _GRAPH = re.compile(
 _MARK = re.compile(r"zpasses\.(launch|wait):(\d{1,15})")
 _COLLECTIVE = re.compile(r"(?:zpasses|_?c10d_functional|c10d|symm_mem)::(\w+)")
 _NO_COLLECTIVE = re.compile(
-    r"wait_tensor|_wrap_tensor_autograd|send|recv_?|recv_any_source_|monitored_barrier_"
+    r"wait_tensor|(off|re)load_wait|_wrap_tensor_autograd|send|recv_?|recv_any_source_|monitored_barrier_"
 )
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _KINDS = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast")

@@ -14,7 +14,7 @@ import torch
 from zpasses import compat
 from zpasses.cost.time.target import Target
 from zpasses.errors import OptionError, suggestion
-from zpasses.option_values import build_dataclass, parse_budget
+from zpasses.option_values import build_dataclass, parse_budget, parse_size
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.runner import Verify
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
@@ -51,6 +51,11 @@ class Options:
     graph is compiled, on the rank with the least. zpasses then chooses what to keep, recompute,
     merge and prefetch. Needs a pipeline with `schedule`; stages get it. See docs/memory-budget.md.
     """
+    host_memory: str | None = None
+    """The most that a step may hold of the host's memory on each rank, such as `"40GiB"`: what
+    forward saves may rest there until backward, where that is the best way into `memory_budget`.
+    `None` moves nothing. Refused if the ranks of a machine have less together. See
+    docs/memory-budget.md."""
     verify: Verify = "static"
     """`"static"` checks the graph after each pass; `"simulate"` also runs it before and after on
     simulated ranks, compares bit for bit, and takes seconds even for small models; `"off"` checks
@@ -138,6 +143,13 @@ class Options:
         return options
 
     def _check_memory_budget(self) -> None:
+        if self.host_memory is not None:
+            parse_size(self.host_memory, "option 'host_memory'")
+            if self.memory_budget is None or self.prefetch:
+                raise OptionError(
+                    f"host_memory={self.host_memory!r} needs memory_budget, which says what does "
+                    "not fit the device, and no prefetch, with which the step is no single graph."
+                )
         if self.memory_budget is None:
             return
         if self.memory_budget != "auto":

@@ -29,6 +29,7 @@ from torch import fx
 from torch.profiler import record_function
 
 from zpasses import compat
+from zpasses.graph.host_copies import host_copy_of
 from zpasses.graph.queries import collective_of
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.measuring import start_if_requested
@@ -38,8 +39,10 @@ _numbers = itertools.count()
 
 
 def collective_names(graph: fx.Graph) -> tuple[str, ...]:
-    """Names of the collectives of a graph, in graph order, as a dump of the graph has them."""
-    return tuple(node.name for node in graph.nodes if collective_of(node) is not None)
+    """Names of the collectives of a graph and of its copies to the host and back, in graph order,
+    as a dump of the graph has them.
+    """
+    return tuple(node.name for node in graph.nodes if collective_of(node) or host_copy_of(node))
 
 
 def with_profiler_range(

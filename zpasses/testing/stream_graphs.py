@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from zpasses import compat
 from zpasses.graph.aliases import written_arguments
 from zpasses.graph.dialect import DIALECT, is_local_call
+from zpasses.graph.host_copies import HOST_STARTS, HOST_WAITS
 from zpasses.graph.queries import WAIT, saved_inputs
 from zpasses.graph.verifier.operators import awaits_each_output, is_launch, keeps_arguments
 from zpasses.graph.verifier.order import StreamOf, own_stream
@@ -81,6 +82,8 @@ class _Host:
         self._gm, self._groups, self._size = gm, groups, size
         self._version, self._stream_of = CurrentGraph(gm.graph), stream_of
         self._started: dict[str, int] = {}
+        self._copies: dict[int, tuple[Tensor, Any]] = {}
+        """Ticket of a copy to the host or back, by its memory -> the result and the event."""
         self._node = gm.graph.output_node()
         self._device = SimulatedDevice(rank, schedule, self._simulated)
 
@@ -114,9 +117,34 @@ class _Host:
 
     # --- collectives ------------------------------------------------------------------------------
     def _simulated(self, target: Any) -> Operator | None:
+        if target in HOST_STARTS:
+            return functools.partial(self._copy, target)
+        if target in HOST_WAITS:
+            return self._await_copy
         if is_launch(target):
             return functools.partial(self._launch, target)
         return functools.partial(self._run_dialect, target) if target in DIALECT else None
+
+    def _copy(
+        self, target: Any, device: SimulatedDevice, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor:
+        source, ticket = args[0], device.allocate((1,), (1,), torch.int64)
+        result = device.allocate(source.shape, source.stride(), source.dtype)
+        stream = device.stream(self._stream_of(self._node, self._version.record(self._node), 0))
+        stream.follow_current()
+        into, out_of = device.memory(result), device.memory(source)
+        with device.on(stream.name):
+            device.enqueue(lambda: poison(into), [into])
+            device.enqueue(lambda: into.copy_(out_of), [into, out_of])
+        self._copies[ticket.data_ptr()] = result, stream.record()
+        return ticket
+
+    def _await_copy(
+        self, device: SimulatedDevice, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor:
+        result, event = self._copies.pop(args[0].data_ptr())
+        event.wait()
+        return result
 
     def _run_dialect(
         self, target: Any, device: SimulatedDevice, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -16,7 +16,7 @@ from zpasses.pipeline.events import listen
 from zpasses.testing import capture_graphs
 
 
-def within_compile(check, model=None, *, world_size=2, shard=None, **options):
+def within_compile(check, model=None, *, world_size=2, shard=None, x=X, **options):
     """Runs `check` with the trials of a step, while the backend compiles it."""
     done = []
 
@@ -27,7 +27,7 @@ def within_compile(check, model=None, *, world_size=2, shard=None, **options):
     with listen(StepTrials, observe):
         capture_graphs(
             model or Blocks(),
-            (X,),
+            (x,),
             world_size=world_size,
             shard=shard,
             pipeline=SCHEDULED,

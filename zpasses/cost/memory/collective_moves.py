@@ -16,13 +16,16 @@ from torch import fx
 from zpasses import compat
 from zpasses.cost.memory.liveness import Liveness, liveness, scratch_bytes
 from zpasses.graph.dialect import AVERAGE_GRAD
+from zpasses.graph.host_copies import host_copy_of
 from zpasses.graph.queries import collective_of, is_wait, nbytes, started_by, value_of
 from zpasses.graph.tags import Tag, tag_of
 
 
 @dataclass(frozen=True)
 class SchedulableCollective:
-    """A collective of one tensor, with the nodes that must move with it."""
+    """A collective of one tensor, or a copy to the host or back, with the nodes that must move with
+    it. A copy to the host behaves as a reduction, and one from the host as a gather.
+    """
 
     started: fx.Node
     wait: fx.Node
@@ -38,6 +41,11 @@ class SchedulableCollective:
     """Bytes of the full tensor: a gather's output, a reduction's input."""
 
     @property
+    def is_host_copy(self) -> bool:
+        """Whether it is a copy to the host or back."""
+        return self.tag.role in ("offload", "reload")
+
+    @property
     def source(self) -> fx.Node:
         """The input tensor of the collective."""
         return self.started.all_input_nodes[0]
@@ -45,11 +53,13 @@ class SchedulableCollective:
     @property
     def is_gather(self) -> bool:
         """Whether it is a gather; else a reduction."""
-        return self.tag.role == "gather"
+        return self.tag.role in ("gather", "reload")
 
     @property
     def prepared_bytes(self) -> int:
         """Bytes of its prepared input, and of the scratch memory of its backend."""
+        if self.is_host_copy:
+            return 0
         return scratch_bytes(self.started) + sum(map(block_bytes, self.inputs))
 
 
@@ -87,6 +97,19 @@ def _gather(node: fx.Node) -> SchedulableCollective | None:
         if source.op == "placeholder"
         else None
     )
+
+
+def host_copies(graph: fx.Graph) -> list[SchedulableCollective]:
+    """Returns the copies to the host and back, in graph order. All of them can move: one to the
+    host after its source, until the end of the graph, and one from there before its first reader.
+    """
+    found = []
+    for node in graph.nodes:
+        copy, tag = host_copy_of(node), tag_of(node)
+        if copy is not None and tag is not None and len(node.users) == 1:
+            (wait,) = node.users
+            found.append(SchedulableCollective(node, wait, tag, (), (), copy.nbytes))
+    return found
 
 
 def movable_reductions(graph: fx.Graph) -> list[SchedulableCollective]:

@@ -2,7 +2,8 @@
 
 The model executes the graph node by node and frees inputs at their last use. Views share the memory
 of their base. An all-reduce writes over its input where it may. The inputs and outputs of a
-collective live until its wait, and so does the scratch memory of its backend. All inputs and
+collective live until its wait, and so does the scratch memory of its backend. A value that comes
+from the host takes memory from the start of its copy on; on the host it takes none. All inputs and
 outputs of a subgraph live during its call. Memory that the caller holds (parameters, the batch) is
 not counted: all figures are bytes above the state before the call.
 """
@@ -20,6 +21,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph.aliases import buffer_readers, is_alias, memory_base
+from zpasses.graph.host_copies import RELOAD, RELOAD_WAIT, host_copy_of, is_on_host
 from zpasses.graph.queries import (
     Collective,
     collective_of,
@@ -170,7 +172,9 @@ class _Tracker:
             for buffer in self._memory_of.get(item, ()):
                 if buffer is not None:
                     buffer.last = index
-        if node.op == "placeholder":
+        if is_on_host(node) and node.target is not RELOAD:
+            self._memory_of[node] = [None]
+        elif node.op == "placeholder":
             self._memory_of[node] = [self._saved(node)] if node in self._saved_inputs else [None]
         elif node.op == "call_function":
             self._memory_of[node] = self._aliased(node) or self._allocate(index, node)
@@ -204,13 +208,16 @@ class _Tracker:
             return [whole[at]] if isinstance(at, int) and len(whole) > 1 else whole[:1]
         if node in self._reinplaceable:
             return [self._memory_of[item][0] for item in inputs]
-        if is_alias(node) or self._is_view(node):
+        if is_alias(node) or self._is_view(node) or node.target is RELOAD_WAIT:
             return self._memory_of.get(inputs[0], [None])[:1]
         return None
 
     def _allocate(self, index: int, node: fx.Node) -> list[Buffer | None]:
         value = value_of(node)
         given = self._bytes_of(node) if self._bytes_of is not None else None
+        if node.target is RELOAD:
+            copy = host_copy_of(node)
+            given = copy.nbytes if copy is not None else None
         parts = list(value) if isinstance(value, (list, tuple)) else [value]
         made = [
             Buffer(node, nbytes(part), index, index, output=at) for at, part in enumerate(parts)

@@ -40,6 +40,8 @@ def bucket_key(
         wanted: the form of a bucket; "auto" takes the one that costs the collective least, which
             may be no bucket.
     """
+    if item.is_host_copy:
+        return BucketKey("single", item.tag.role)
     key = compatibility_key(item)
     mode: Mode = wanted if wanted != "auto" else _cheapest_mode(item)
     if mode == "coalesced" and "all_to_all" in key[0]:

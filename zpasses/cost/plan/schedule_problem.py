@@ -1,5 +1,8 @@
 """What a scheduler of collectives has to know of a graph: durations, bytes, and what can move.
 
+Copies to the host and back are launches of one member: one to the host is planned as a reduction,
+and one from the host as a gather.
+
 The nodes of a graph are divided into those that move with a collective and the rest, whose order is
 kept. The rest is cut into segments. A collective starts, and is awaited, between two segments:
 slot `s` is the place right before segment `s`. Figures of memory are equal on all ranks (see
@@ -20,6 +23,7 @@ from zpasses import compat
 from zpasses.cost.memory.collective_moves import (
     SchedulableCollective,
     equal_liveness,
+    host_copies,
     movable_gathers,
     movable_reductions,
 )
@@ -34,10 +38,11 @@ from zpasses.cost.time.roofline import (
     durations_us,
 )
 from zpasses.cost.time.route_figures import engine_obstacle, route_figures
-from zpasses.cost.time.step_time import GraphTimings, collective_timing
+from zpasses.cost.time.step_time import GraphTimings, Transfer, latency_of, transfer_of
 from zpasses.cost.time.target import Target
 from zpasses.graph.aliases import buffer_readers, memory_root, root_output
 from zpasses.graph.queries import (
+    Collective,
     collective_of,
     is_dialect,
     is_wait,
@@ -227,7 +232,7 @@ def problem_of(
         second_group: whether gradient reductions will run on a second process group.
         copy_engines: whether gathers may take the target's preferred copy-engine route.
     """
-    items = [*movable_gathers(graph), *movable_reductions(graph)]
+    items = [*movable_gathers(graph), *movable_reductions(graph), *host_copies(graph)]
     route = target.routes[0] if copy_engines and target.routes else None
     return _Reader(graph, items, mode, target, second_group, route).read()
 
@@ -326,9 +331,9 @@ class _Reader:
         jobs = []
         for number, (item, at) in enumerate(zip(ordered, places, strict=True)):
             gather = item.is_gather
-            collective, key = collective_of(item.started), bucket_key(item, self._mode)
-            assert collective is not None
-            timing = self._timings.of(item.started, collective)
+            transfer, key = transfer_of(item.started), bucket_key(item, self._mode)
+            assert transfer is not None
+            timing = self._timings.of(item.started, transfer)
             held = at
             if not gather:
                 last = self._natural_last(item)
@@ -341,9 +346,7 @@ class _Reader:
                 earliest=0 if gather else at,
                 latest=at if gather else end,
                 timing=timing,
-                latency_us=collective_timing(
-                    item.started, collective, self._target, full_bytes=0
-                ).duration_us,
+                latency_us=latency_of(item.started, transfer, self._target),
                 full_bytes=item.full_bytes,
                 launch_bytes=item.prepared_bytes + self._result_bytes(item),
                 packed_bytes=member_packing_bytes(item, key),
@@ -352,7 +355,7 @@ class _Reader:
                 wait_us=sum(compute_us(node, self._target) for node in item.results),
                 packing_us=_packing_us(item, key, gather, self._target),
                 resident=gather and is_resident(item.wait),
-                ranks=len(compat.group_ranks(collective.group)),
+                ranks=_ranks_of(transfer),
             )
             jobs.append(replace(job, by_engine=self._on_engine(item, job)))
         return tuple(jobs)
@@ -432,6 +435,10 @@ class _Reader:
         live = np.cumsum(changes[:-1])
         starts = [0, *(self._kept[at] for at in slots[1:])]
         return np.maximum.reduceat(live, starts) if size else live
+
+
+def _ranks_of(transfer: Transfer) -> int:
+    return len(compat.group_ranks(transfer.group)) if isinstance(transfer, Collective) else 1
 
 
 def _segments(work: Sequence[float], bounds: set[int], first: int, jobs: int) -> list[int]:

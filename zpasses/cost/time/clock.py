@@ -6,8 +6,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Link = Literal["node", "network"]
-"""What bytes cross: the links within a node, or the network between nodes."""
+Link = Literal["node", "network", "host-out", "host-in"]
+"""What bytes cross: the links within a node, the network between nodes, or the way to the host and
+the one back."""
 Queue = Literal["groups", "beside", "engines"]
 
 

@@ -23,6 +23,7 @@ from zpasses import compat
 from zpasses.cost.time.route_figures import MAX_CHUNK_BYTES, RouteFigures
 from zpasses.cost.time.target import Target
 from zpasses.graph.aliases import is_view
+from zpasses.graph.host_copies import HOST_STARTS, HOST_WAITS
 from zpasses.graph.queries import collective_of, nbytes, value_of
 
 
@@ -139,6 +140,8 @@ def compute_us(node: fx.Node, target: Target) -> float:
         or not isinstance(call, compat.OpOverload)
         or is_view(node)
         or collective_of(node) is not None
+        or call in HOST_STARTS
+        or call in HOST_WAITS
     ):
         return 0.0
     if call.namespace == "_c10d_functional":

@@ -6,10 +6,11 @@ each other. Where a group's ranks are decides this, not its size. Collectives of
 after another, and channels of one link share it (`zpasses.cost.time.clock`). Process groups of
 parameters have one channel per link. Copy engines have another, and so have a second group of the
 same ranks (`zpasses.ranks.new_groups`) and groups that only the model uses, as for tensor
-parallelism. A kernel takes its roofline time, and longer while a collective that needs compute
-units runs beside it. A collective takes longer while kernels run beside it. An op of the dialect is
-a collective that is awaited at once. The model ignores fusion, the CPU and the optimizer. It
-compares forms of one step, and does not predict real durations.
+parallelism. Copies to the host and back have a link each. A kernel takes its roofline time, and
+longer while a collective that needs compute units runs beside it. A collective takes longer while
+kernels run beside it. An op of the dialect is a collective that is awaited at once. The model
+ignores fusion, the CPU and the optimizer. It compares forms of one step, and does not predict real
+durations.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from zpasses.cost.time.roofline import (
 )
 from zpasses.cost.time.route_figures import route_figures
 from zpasses.cost.time.target import Target
+from zpasses.graph.host_copies import HostCopy, host_copy_of, is_host_wait
 from zpasses.graph.queries import (
     Collective,
     collective_of,
@@ -95,7 +97,7 @@ class Timeline:
         self._of_graph = GraphTimings(graph, target, regrouped)
         self._events: dict[fx.Node, _Event] = {}
         self._by_engine: set[fx.Node] = set()
-        self._collectives: dict[fx.Node, Collective] = {}
+        self._transfers: dict[fx.Node, Transfer] = {}
         self._timings: dict[tuple[fx.Node, bool], CollectiveTiming] = {}
         self._nodes = tuple(graph.nodes)
         for node, work in zip(self._nodes, durations_us(self._nodes, target), strict=True):
@@ -166,8 +168,8 @@ class Timeline:
         """Returns the timing of a collective, by copy engines or as the graph has it."""
         key = node, by_engine or node in self._by_engine
         if key not in self._timings:
-            collective = self._collectives[node]
-            self._timings[key] = self._of_graph.of(node, collective, by_engine=key[1])
+            transfer = self._transfers[node]
+            self._timings[key] = self._of_graph.of(node, transfer, by_engine=key[1])
         return self._timings[key]
 
     def compute_until_wait(self, started: fx.Node) -> float:
@@ -184,18 +186,47 @@ class Timeline:
         return 0.0
 
     def _add(self, node: fx.Node, work: float) -> None:
-        collective = collective_of(node)
-        if is_wait(node):
+        transfer = transfer_of(node)
+        if is_wait(node) or is_host_wait(node):
             started = started_by(node)
-            if started in self._collectives:
+            if started in self._transfers:
                 self._events[node] = _Event(awaits=started)
-        elif collective is not None:
-            self._collectives[node] = collective
-            if is_copy_engine_collective(collective):
+        elif transfer is not None:
+            self._transfers[node] = transfer
+            if isinstance(transfer, Collective) and is_copy_engine_collective(transfer):
                 self._by_engine.add(node)
             self._events[node] = _Event(starts=node, awaits=node if is_dialect(node) else None)
         elif work:
             self._events[node] = _Event(work_us=work)
+
+
+Transfer = Collective | HostCopy
+
+
+def transfer_of(node: fx.Node) -> Transfer | None:
+    """Describes the transfer that a node starts: a collective, or a copy to the host or back."""
+    return collective_of(node) or host_copy_of(node)
+
+
+def host_copy_timing(copy: HostCopy, target: Target) -> CollectiveTiming:
+    """Returns the timing of a copy to the host or back. Kernels beside it lose the bandwidth of
+    memory that it takes. On a CPU, it is a kernel itself.
+    """
+    out = copy.direction == "out"
+    speed = target.host_out_gb_s if out else target.host_in_gb_s
+    took = copy.nbytes / (speed * 1e3)
+    channel = Channel("host-out" if out else "host-in")
+    if target.architecture == "cpu":
+        return CollectiveTiming(target.kernel_us, channel=channel, issue_us=took)
+    slowdown = 1.0 + speed / target.memory_gb_s
+    return CollectiveTiming(target.kernel_us + took, slowdown, slowdown, channel)
+
+
+def latency_of(node: fx.Node, transfer: Transfer, target: Target) -> float:
+    """Returns the part of a transfer's duration that does not depend on its bytes."""
+    if isinstance(transfer, HostCopy):
+        return target.kernel_us
+    return collective_timing(node, transfer, target, full_bytes=0).duration_us
 
 
 def groups_of_model(graph: fx.Graph) -> frozenset[str]:
@@ -280,8 +311,10 @@ class GraphTimings:
         self._of_model = groups_of_model(graph)
 
     def of(
-        self, node: fx.Node, collective: Collective, *, by_engine: bool | None = None
+        self, node: fx.Node, collective: Transfer, *, by_engine: bool | None = None
     ) -> CollectiveTiming:
+        if isinstance(collective, HostCopy):
+            return host_copy_timing(collective, self._target)
         timing = collective_timing(node, collective, self._target, by_engine=by_engine)
         second = collective.group in self._regrouped and is_regroupable(node)
         second = second or collective.group in self._of_model

@@ -67,6 +67,12 @@ class Target:
     issue_us: float = 0.0
     """Time for which the start of a collective keeps the device from computing: that of the host
     on a CPU, 0 where the host runs ahead of the device."""
+    host_out_gb_s: float = 20.0
+    """Bandwidth of copies to the host while all ranks of a node copy."""
+    host_in_gb_s: float = 20.0
+    """Bandwidth of copies from the host while all ranks of a node copy."""
+    host_memory_bytes: int = 256 * _GIB
+    """Memory of the host for each rank of a node."""
 
     @classmethod
     def parse(cls, text: str) -> Target:
@@ -95,7 +101,7 @@ class Target:
             values[key.strip()] = parse_value(
                 value.strip(), types[key.strip()], f"target {name!r}, {key.strip()!r}"
             )
-            may_be_zero = key.strip() == "issue_us"
+            may_be_zero = key.strip() in ("issue_us", "host_memory_bytes")
             if not values[key.strip()] >= (0 if may_be_zero else math.ulp(0.0)):
                 raise OptionError(
                     f"target {text!r}: {key.strip()} must be "
@@ -161,8 +167,17 @@ _FIXED = ("name", "source", "architecture", "routes")
 # Latencies are those of a ring over NVLink or Infinity Fabric with NCCL's "simple" protocol: base
 # and hop latencies from its tuning constants (src/graph/tuning.cc), which RCCL copied. The network
 # is one 400 Gbit/s adapter per device, as in vendors' reference nodes.
+# Copies to the host and back are those of eight H200 that copy at once over PCIe 5: 18.5 and 20
+# GB/s (DeepSpeed#8255, #8186). A device that copies alone reaches 50. PCIe 4 has half of it.
 def _gpu(
-    name: str, link: float, memory: float, tflops: float, gib: int, architecture: str, source: str
+    name: str,
+    link: float,
+    memory: float,
+    tflops: float,
+    gib: int,
+    architecture: str,
+    source: str,
+    **host: Any,
 ) -> Target:
     routes = ("mori", "symm_mem") if architecture in ("gfx942", "gfx950") else ("symm_mem",)
     return Target(
@@ -180,6 +195,7 @@ def _gpu(
         source,
         architecture,
         routes,
+        **host,
     )
 
 
@@ -205,8 +221,36 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
                 1.0,
                 "docs/measurements.md",
                 issue_us=500.0,
+                host_out_gb_s=2.5,
+                host_in_gb_s=2.5,
+                host_memory_bytes=16 * _GIB,
             ),
-            _gpu("a100", 300.0, 2039.0, 312.0, 80, "sm80", "NVIDIA A100 80GB SXM data sheet"),
+            _gpu(
+                "a100",
+                300.0,
+                2039.0,
+                312.0,
+                80,
+                "sm80",
+                "NVIDIA A100 80GB SXM data sheet",
+                host_out_gb_s=10.0,
+                host_in_gb_s=10.0,
+                host_memory_bytes=128 * _GIB,
+            ),
+            # One device and one CPU per module; copies as measured in Megatron-LM#6491. Before
+            # "h200", which its name contains.
+            _gpu(
+                "gh200",
+                450.0,
+                4000.0,
+                989.0,
+                96,
+                "sm90",
+                "NVIDIA GH200 data sheet",
+                host_out_gb_s=170.0,
+                host_in_gb_s=411.0,
+                host_memory_bytes=480 * _GIB,
+            ),
             _gpu("h100", 450.0, 3350.0, 989.0, 80, "sm90", "NVIDIA H100 SXM data sheet"),
             _gpu("h200", 450.0, 4800.0, 989.0, 141, "sm90", "NVIDIA H200 SXM data sheet"),
             _gpu(
@@ -219,7 +263,17 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
                 "NVIDIA DGX B200 data sheet, a GPU's share",
             ),
             _gpu("mi300x", 448.0, 5300.0, 1307.0, 192, "gfx942", "AMD Instinct MI300X data sheet"),
-            _gpu("mi300a", 384.0, 5300.0, 981.0, 128, "gfx942", "AMD Instinct MI300A data sheet"),
+            # Its device and its host share one memory, so nothing can leave it.
+            _gpu(
+                "mi300a",
+                384.0,
+                5300.0,
+                981.0,
+                128,
+                "gfx942",
+                "AMD Instinct MI300A data sheet",
+                host_memory_bytes=0,
+            ),
             _gpu(
                 "mi308x",
                 448.0,

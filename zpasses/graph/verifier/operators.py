@@ -13,6 +13,7 @@ from zpasses import compat
 from zpasses.graph.aliases import COPIES, GETITEM, shared_arguments
 from zpasses.graph.dialect import DIALECT
 from zpasses.graph.encoding import DECODE, DECODE_MEAN, ENCODE
+from zpasses.graph.host_copies import HOST_STARTS
 from zpasses.graph.queries import communicates
 
 aten = torch.ops.aten
@@ -52,11 +53,13 @@ _UNINITIALISED = {
 
 @functools.cache
 def is_launch(target: Any) -> bool:
-    """Whether a call of `target` returns before its work is done, which `wait_tensor` awaits.
+    """Whether a call of `target` returns before its work is done, which `wait_tensor` awaits, or
+    the wait of a copy to the host or back.
 
     The ops of the dialect communicate, but return their results.
     """
-    return (communicates(target) and target not in DIALECT) or _is_low_contention(target)
+    starts = communicates(target) and target not in DIALECT
+    return starts or _is_low_contention(target) or target in HOST_STARTS
 
 
 @functools.cache
@@ -64,9 +67,10 @@ def keeps_arguments(target: Any) -> bool:
     """Whether a launch keeps its inputs and outputs alive until it is awaited.
 
     Functional collectives and the ops of zpasses do. torch's own collectives by copy engines
-    (`torch.ops.symm_mem._low_contention_*`) read and write memory that the caller must keep.
+    (`torch.ops.symm_mem._low_contention_*`) read and write memory that the caller must keep. So do
+    copies to the host and back: Inductor reuses memory after its last reader.
     """
-    return not _is_low_contention(target)
+    return not _is_low_contention(target) and target not in HOST_STARTS
 
 
 @functools.cache

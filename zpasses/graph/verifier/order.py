@@ -3,8 +3,9 @@ access of a buffer happens before the buffer is freed, reused or returned.
 
 Kernels run on the compute stream in graph order. A launch (a collective, or a copy by a copy
 engine) runs on a stream of its own. It starts after everything that the compute stream was given
-before it, and `wait_tensor` makes the compute stream wait for its end. Vector clocks say which
-launches have ended when a node runs. Two accesses of the same bytes race if neither is known to
+before it, and `wait_tensor` makes the compute stream wait for its end. A copy to the host or back
+is a launch, too, which the wait that reads its ticket awaits. Vector clocks say which launches have
+ended when a node runs. Two accesses of the same bytes race if neither is known to
 happen before the other, and one of them writes.
 
 Memory is freed after the last reader of its last alias, as the caching allocator and Inductor do:
@@ -22,6 +23,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph.aliases import GETITEM, shared_arguments, written_arguments
+from zpasses.graph.host_copies import HOST_STARTS, HOST_WAITS, OFFLOAD
 from zpasses.graph.queries import WAIT, saved_inputs
 from zpasses.graph.verifier.allocations import Aliases, Root
 from zpasses.graph.verifier.operators import awaits_each_output, is_launch, keeps_arguments
@@ -43,8 +45,10 @@ def own_stream(node: fx.Node, record: NodeRecord, output: int) -> str:
 
 def group_stream(node: fx.Node, record: NodeRecord, output: int) -> str:
     """The launches of a group run in order, as with NCCL, and those of copy engines on another
-    stream.
+    stream. Copies to the host and back have a stream each.
     """
+    if record.target in HOST_STARTS:
+        return "copies to the host" if record.target is OFFLOAD else "copies from the host"
     group = compat.group_name(record.arguments()["group_name"])
     functional = getattr(record.target, "namespace", "") == "_c10d_functional"
     return group if functional else f"copies of {group}"
@@ -224,8 +228,8 @@ class _Walk:
             for item in (*self._version.inputs(node), node):
                 for root in self._aliases.roots(item):
                     self._last_use[root] = at
-            if record.target is WAIT:
-                for root in self._aliases.roots(node):
+            if record.target is WAIT or record.target in HOST_WAITS:
+                for root in self._aliases.roots(self._version.inputs(node)[0]):
                     for launch in registered.pop(root, ()):
                         launch.awaited_at = at if launch.awaited_at is None else launch.awaited_at
                         awaited.setdefault(at, []).append(launch)
@@ -330,28 +334,39 @@ def _place(launch: _Launch, root: Root) -> str:
     return f"the buffer of {which}, on stream {launch.stream}"
 
 
+def _named(launch: _Launch) -> str:
+    kind = "copy" if launch.node.target in HOST_STARTS else "collective"
+    return f"the {kind} {launch.node.name}"
+
+
+def _wait(launch: _Launch) -> str:
+    name = "wait_tensor"
+    if launch.node.target in HOST_STARTS:
+        name = "offload_wait" if launch.node.target is OFFLOAD else "reload_wait"
+    return f"{name}({launch.node.name})"
+
+
 def _accessed(launch: _Launch, written: bool, root: Root) -> str:
     what = (
-        f"reads or writes what the collective {launch.node.name} is writing"
+        f"reads or writes what {_named(launch)} is writing"
         if written
-        else f"writes to the input of the collective {launch.node.name}, which is still running"
+        else f"writes to the input of {_named(launch)}, which is still running"
     )
-    return f"{what}: {_place(launch, root)}. wait_tensor({launch.node.name}) must come first."
+    return f"{what}: {_place(launch, root)}. {_wait(launch)} must come first."
 
 
 def _freed(launch: _Launch, written: bool, root: Root) -> str:
     verb = "writes" if written else "reads"
     return (
-        f"is the last to need a buffer that the collective {launch.node.name}, which is still "
-        f"running, {verb}: {_place(launch, root)}. It is freed, and may be reused. "
-        f"wait_tensor({launch.node.name}) must come before the last reader."
+        f"is the last to need a buffer that {_named(launch)}, which is still running, {verb}: "
+        f"{_place(launch, root)}. It is freed, and may be reused. {_wait(launch)} must come before "
+        "the last reader."
     )
 
 
 def _left(launch: _Launch, written: bool, root: Root) -> str:
     verb = "writes" if written else "reads"
     return (
-        f"ends the graph while the collective {launch.node.name} is still running and {verb} "
-        f"{_place(launch, root)}, which the caller may overwrite. "
-        f"wait_tensor({launch.node.name}) must come first."
+        f"ends the graph while {_named(launch)} is still running and {verb} "
+        f"{_place(launch, root)}, which the caller may overwrite. {_wait(launch)} must come first."
     )

@@ -125,7 +125,13 @@ UNCHANGED = {
 
 
 def test_every_option_is_in_one_of_the_tables():
-    assert {*CHANGES, *UNCHANGED} == {each.name for each in dataclasses.fields(Options)}
+    names = {*CHANGES, *UNCHANGED, "host_memory"}
+    assert names == {each.name for each in dataclasses.fields(Options)}
+
+
+def test_host_memory_beside_a_budget_is_part_of_the_key():
+    budget = {"memory_budget": "1MiB"}
+    assert captured(**budget).digest != captured(**budget, host_memory="1MiB").digest
 
 
 def test_options_of_the_run_are_no_part_of_the_key(plain):

@@ -1,0 +1,312 @@
+"""The option `host_memory`: saved values rest on the host where that is the best way into the
+memory budget, and the step has the same bits.
+"""
+
+import contextlib
+import gc
+import logging
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import zpasses
+from tests.on_ranks import on_ranks
+from tests.zpasses.backend.cache.test_warm_start import COLD, Messages, on_fresh_ranks, words
+from tests.zpasses.backend.test_memory_budget import Blocks, peak
+from tests.zpasses.backend.test_step_trials import within_compile
+from tests.zpasses.cost.memory.test_liveness import allocated
+from zpasses import MemoryBudgetError, OptionError
+from zpasses.backend.free_memory import agreed_host_bytes
+from zpasses.cost.memory import device_memory
+from zpasses.cost.memory.liveness import liveness
+from zpasses.cost.plan.offloaded_values import fewest_that_fit, worthwhile
+from zpasses.graph.host_copies import host_copy_of
+from zpasses.pipeline import events
+from zpasses.pipeline.events import observe_graphs
+from zpasses.pipeline.options import Options
+from zpasses.sdma.host_memory import blocks
+from zpasses.testing import capture_graphs, world_mesh
+from zpasses.tools.cli.main import cli
+
+X = torch.linspace(-1, 1, 2048 * 64).reshape(2048, 64)
+TARGET = "h100,tflops=1,host_out_gb_s=2000,host_in_gb_s=2000"
+"""Copies to the host are faster than matmuls there."""
+
+
+class Net(Blocks):
+    """Its operators allocate nothing but their results, as the memory model has it."""
+
+    def forward(self, x):
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(nn.functional.gelu(up(x)))
+        return self.head(x).square().mean()
+
+
+def model():
+    torch.manual_seed(0)
+    return Net(64, 4)
+
+
+def copies(graph):
+    return [each for node in graph.nodes if (each := host_copy_of(node)) is not None]
+
+
+def captured(**options):
+    return capture_graphs(
+        model(), (X,), world_size=2, pipeline="zero3", options={"target": TARGET, **options}
+    )
+
+
+# --- what is chosen -------------------------------------------------------------------------------
+def test_where_the_budget_has_room_graphs_are_the_same_node_for_node():
+    with_host, without = (
+        captured(memory_budget="1GiB", **more) for more in ({"host_memory": "1GiB"}, {})
+    )
+    for side in ("forward", "backward"):
+        graphs = [getattr(each.after, side).graph for each in (with_host, without)]
+        listed = [[(node.name, str(node.target)) for node in graph.nodes] for graph in graphs]
+        assert listed[0] == listed[1]
+
+
+def test_the_host_makes_room_and_each_copy_out_comes_back():
+    whole = peak(captured(memory_budget="1GiB"))
+    found = captured(memory_budget=f"{int(0.6 * whole)}B", host_memory="1GiB")
+    out, back = (copies(each.graph) for each in (found.after.forward, found.after.backward))
+    assert out
+    assert sorted(each.nbytes for each in out) == sorted(each.nbytes for each in back)
+    assert {each.direction for each in out} | {each.direction for each in back} == {"out", "in"}
+    assert peak(found) <= int(0.6 * whole)
+
+
+def test_plans_keep_to_both_memories_and_their_graphs_hold_what_they_say():
+    def check(trials):
+        assert trials.host_bytes == 8 << 20
+        lean = trials.trial(1.0).step.peak_bytes()
+        seen = set()
+        for share in (0.9, 0.7, 0.5):
+            plan = trials.fastest(int(share * lean))
+            seen.add(plan.host_bytes)
+            assert plan.host_bytes <= trials.host_bytes
+            assert plan.fits
+            graphs = trials.graphs(plan.choice)
+            out = sum(each.nbytes for each in copies(graphs[0].graph))
+            assert out == plan.host_bytes == sum(each.nbytes for each in copies(graphs[1].graph))
+            # Where each copy is awaited at once, the graphs hold no more than the plan says.
+            assert max(liveness(each.graph).peak_bytes for each in graphs) <= plan.limit_bytes
+        assert len(seen) > 1
+        with_host = trials.least_bytes()
+        trials.host_bytes = 0
+        trials._saved.clear()
+        assert with_host < trials.least_bytes()
+
+    within_compile(check, model(), target=TARGET, memory_budget="1GiB", host_memory="8MiB", x=X)
+
+
+def test_values_that_are_not_idle_at_a_peak_above_the_limit_stay():
+    def check(trials):
+        trial = trials.trial(1.0)
+        rich = trials._keeping_all(trial)
+        values = trials.saved_values(1.0)
+        assert len(values) > 5
+        assert worthwhile(rich, values, rich.peak_bytes(), 1 << 30) == []
+        ranked = worthwhile(rich, values, 0, 1 << 30)
+        assert {each.name for each in ranked} == {each.name for each in values}
+        assert [each.held_us for each in ranked] == sorted(
+            (each.held_us for each in values), reverse=True
+        )
+        most = sum(each.nbytes for each in values) // 2
+        some = worthwhile(rich, values, 0, most)
+        assert 0 < sum(each.nbytes for each in some) <= most
+        limit = (trial.step.peak_bytes() + rich.peak_bytes()) // 3
+        count = fewest_that_fit(trial.step, ranked, limit)
+        assert 0 < count < len(ranked)
+        assert trials.offloading(trial, ranked[:count]).step.peak_bytes() >= limit * 0.5
+        assert fewest_that_fit(trial.step, ranked, 1 << 40) == 0
+
+    within_compile(check, model(), target=TARGET, memory_budget="1GiB", host_memory="1GiB", x=X)
+
+
+# --- options --------------------------------------------------------------------------------------
+def test_host_memory_is_a_size_beside_a_memory_budget():
+    assert Options.parse({"memory_budget": "1GiB", "host_memory": "2GiB"}).host_memory == "2GiB"
+    with pytest.raises(OptionError, match="needs memory_budget"):
+        Options.parse({"host_memory": "2GiB"})
+    with pytest.raises(OptionError, match="expected a size such as '2GiB'"):
+        Options.parse({"memory_budget": "1GiB", "host_memory": "much"})
+    with pytest.raises(OptionError, match="no prefetch"):
+        Options.parse({"memory_budget": "1GiB", "host_memory": "2GiB", "prefetch": "auto"})
+
+
+def test_more_than_the_machine_has_for_each_rank_is_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: 8 << 30)
+    assert agreed_host_bytes([], "2GiB") == 2 << 30
+    assert agreed_host_bytes([], None) == 0
+    with pytest.raises(MemoryBudgetError, match=r"'3GiB'.* 2 GiB available.*4 ranks"):
+        agreed_host_bytes([], "3GiB")
+
+
+@on_ranks(2)
+def test_all_ranks_refuse_what_one_machine_does_not_have():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+        free = (4 << 30, 1 << 30)[dist.get_rank()]
+        monkeypatch.setattr(device_memory, "free_bytes", lambda device: free)
+        with pytest.raises(MemoryBudgetError, match="one of them has 1 GiB"):
+            agreed_host_bytes(["0"], "3GiB")
+
+
+# --- on ranks -------------------------------------------------------------------------------------
+def trained(stage, share=None, *, steps=2, lean=None, profiled=False, backwards=1, **options):
+    """Trains a step. Returns losses and gradients, the graphs, the bytes on the host between
+    forward and backward, and the peaks of both that a profiler sees.
+
+    Args:
+        share: of the bytes of `lean`, which is the memory budget; None for no budget.
+    """
+    torch._dynamo.reset()
+    if share is not None:
+        options |= {"memory_budget": f"{int(share * lean)}B", "host_memory": "1GiB"}
+    options = {"zero_stage": stage, "target": TARGET, "backwards_per_step": backwards, **options}
+    observed = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with observed if profiled else contextlib.nullcontext() as profiler:
+        net = model()
+        zpasses.shard(net, mesh=world_mesh())
+        step = torch.compile(net, backend="zpasses", fullgraph=True, options=options)
+        x = X.repeat(4, 1).chunk(2)[dist.get_rank()].clone()
+        graphs, results, held = {}, [], []
+        with observe_graphs(lambda log: graphs.setdefault(log.kind, log.graph)):
+            for _ in range(steps * backwards):
+                loss = step(x)
+                held.append(blocks.live_bytes)
+                loss.backward()
+                results.append(loss.detach())
+        results += [param.grad.to_local().clone() for param in net.parameters()]
+        for param in net.parameters():
+            param.grad = None
+        del loss
+        gc.collect()
+        with record_function("measured forward"):
+            loss = step(x)
+        with record_function("measured backward"):
+            loss.backward()
+    assert blocks.live_bytes == 0
+    peaks = None
+    if profiled:
+        resting, ahead = allocated(profiler, "measured forward")
+        before, back = allocated(profiler, "measured backward")
+        peaks = ahead, back + before - resting
+    return results, graphs, held, peaks
+
+
+def modelled(graphs):
+    """The peaks of forward and backward, with cached parameters that backward does not read."""
+    ahead, back = (liveness(graphs[kind]) for kind in ("forward", "backward"))
+    return ahead.peak_bytes, back.peak_bytes + ahead.live_bytes[-1] - back.live_bytes[0]
+
+
+def counted(graphs):
+    """The peak that the budget bounds."""
+    return max(liveness(graphs[kind]).peak_bytes for kind in ("forward", "backward"))
+
+
+def assert_same(results, expected):
+    for mine, theirs in zip(results, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+SHARES = (0.85, 0.7, 0.55)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2, timeout_s=400)
+def test_measured_bytes_of_the_device_fall_by_what_the_plan_says(stage):
+    expected, graphs, held, rich = trained(stage, profiled=True, codegen="eager")
+    plain, whole = modelled(graphs), counted(graphs)
+    assert held == [0, 0]
+    moved = []
+    for share in SHARES:
+        results, graphs, held, peaks = trained(
+            stage, share, lean=whole, profiled=True, codegen="eager"
+        )
+        assert_same(results, expected)
+        moved.append(sum(each.nbytes for each in copies(graphs["forward"])))
+        assert held == [moved[-1]] * 2
+        lean = modelled(graphs)
+        assert counted(graphs) <= share * whole
+        for at in range(2):
+            assert peaks[at] == pytest.approx(lean[at], rel=0.02)
+            assert rich[at] - peaks[at] == pytest.approx(plain[at] - lean[at], rel=0.02)
+    assert moved[-1] > 0
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2, timeout_s=400)
+def test_generated_code_has_the_same_bits_and_holds_less(stage):
+    expected, graphs, _, rich = trained(stage, profiled=True, cache=False)
+    results, moved, held, lean = trained(
+        stage, 0.7, lean=counted(graphs), profiled=True, cache=False
+    )
+    assert_same(results, expected)
+    out = sum(each.nbytes for each in copies(moved["forward"]))
+    assert held == [out, out]
+    assert out > 0
+    for at in range(2):
+        assert lean[at] < rich[at]
+
+
+@on_ranks(2, timeout_s=400)
+def test_windows_accumulate_the_same_bits():
+    expected, graphs, *_ = trained(2, backwards=2, codegen="eager")
+    results, moved, *_ = trained(2, 0.7, lean=counted(graphs), backwards=2, codegen="eager")
+    assert copies(moved["forward"])
+    assert_same(results, expected)
+
+
+def _started(folder):
+    """A program that starts: one step. Returns what it computed, the bytes on the host in between,
+    and what the compile cache did.
+    """
+    os.environ["ZPASSES_CACHE_DIR"] = str(folder)
+    events._listeners.clear()  # that of all tests keeps graphs out of the cache
+    messages, log = Messages(), logging.getLogger("zpasses")
+    log.addHandler(messages)
+    log.setLevel(logging.INFO)
+    net = model()
+    zpasses.shard(net, mesh=world_mesh())
+    options = {"target": TARGET, "memory_budget": "6MiB", "host_memory": "1GiB"}
+    step = torch.compile(net, backend="zpasses", options=options)
+    loss = step(X.chunk(2)[dist.get_rank()].clone())
+    held = blocks.live_bytes
+    loss.backward()
+    grads = [param.grad.to_local().tolist() for param in net.parameters()]
+    return [loss.item(), *grads], held, messages.said
+
+
+@pytest.mark.inductor
+@pytest.mark.processes
+def test_a_warm_start_moves_the_same_values(tmp_path):
+    cold, warm = on_fresh_ranks(_started, tmp_path), on_fresh_ranks(_started, tmp_path)
+    for first, second in zip(cold, warm, strict=True):
+        assert [words(each[2]) for each in (first, second)] == [COLD, ["hit"]]
+        assert first[:2] == second[:2]
+        assert first[1] > 0
+
+
+def test_a_dump_shows_copies_beside_collectives(tmp_path):
+    whole = peak(captured(memory_budget="1GiB"))
+    captured(memory_budget=f"{int(0.6 * whole)}B", host_memory="1GiB", dump=str(tmp_path))
+    for command in ("collectives", "show", "memory"):
+        shown = CliRunner().invoke(cli, [command, str(tmp_path)])
+        assert shown.exit_code == 0, shown.output
+        assert "offload" in shown.output
+    page = tmp_path / "page.html"
+    made = CliRunner().invoke(cli, ["html", str(tmp_path), "-o", str(page)])
+    assert made.exit_code == 0, made.output
+    assert "host-out" in page.read_text()

@@ -1,0 +1,120 @@
+"""Which saved values are best moved to the host between forward and backward.
+
+A value on the host frees its memory from its last use in forward to its first use in backward. That
+lowers the peak of a step only if the peak lies in between, so only values that are idle at a peak
+above the limit are worth their copies. Of these, the ones that are idle longest come first: there
+is most time to hide their copies.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from zpasses.cost.plan.kept_params import StepProblem
+from zpasses.cost.plan.one_ahead import OneAheadPeak
+from zpasses.cost.plan.schedule_evaluation import live_bytes
+from zpasses.cost.plan.schedule_problem import ScheduleProblem
+from zpasses.cost.plan.simple_plans import one_ahead_plan
+from zpasses.graph.aliases import buffer_readers, memory_base
+from zpasses.graph.queries import nbytes, value_of
+
+
+@dataclass(frozen=True)
+class SavedValue:
+    """A value that forward saves for backward, and that may rest on the host in between."""
+
+    name: str
+    """Name of the node in forward, and of the input of backward."""
+    nbytes: int
+    forward_slot: int
+    """First segment of forward after its last use."""
+    backward_slot: int
+    """Segment of backward with its first use."""
+    held_us: float
+    """Duration of the kernels in between."""
+
+
+def saved_values(step: StepProblem, values: Sequence[fx.Node]) -> list[SavedValue]:
+    """Returns what a planner has to know of saved values.
+
+    Args:
+        step: forward and backward.
+        values: of the forward graph, as `zpasses.graph.host_copies.offloadable_values` returns
+            them.
+    """
+    forward, backward = step.forward, step.backward
+    work = np.concatenate([[0.0], np.cumsum(forward.work_us)])
+    before = np.concatenate([[0.0], np.cumsum(backward.work_us)])
+    place = {node: at for at, node in enumerate(forward.nodes)}
+    uses = {
+        node.name: min((position for position in _positions(backward, node.users)), default=0)
+        for node in backward.nodes[-1].graph.find_nodes(op="placeholder")
+    }
+    found = []
+    for node in values:
+        base = memory_base(node)
+        readers = (each for each in buffer_readers(base) if each.op != "output")
+        last = max((place.get(each, 0) for each in (node, *readers)), default=0)
+        after = min(bisect_right(forward.slots, last), forward.end)
+        first = max(0, bisect_right(backward.slots, uses[node.name]) - 1)
+        held = float(work[-1] - work[after] + before[first])
+        found.append(SavedValue(node.name, nbytes(value_of(node)), after, first, held))
+    return found
+
+
+def _positions(problem: ScheduleProblem, nodes: Iterable[fx.Node]) -> list[int]:
+    wanted = set(nodes)
+    return [at for at, node in enumerate(problem.nodes) if node in wanted]
+
+
+def worthwhile(
+    rich: StepProblem, values: Sequence[SavedValue], limit_bytes: int, host_bytes: int
+) -> list[SavedValue]:
+    """Returns the values that are idle at a peak above a limit, the most worthwhile first.
+
+    Args:
+        rich: the step that keeps all that it may.
+        values: the candidates.
+        limit_bytes: the largest allowed peak of either graph.
+        host_bytes: the most that all of them may take of the host.
+    """
+    forward, backward = (
+        np.concatenate([[0], np.cumsum(live_bytes(each, one_ahead_plan(each)) > limit_bytes)])
+        for each in (rich.forward, rich.backward)
+    )
+    idle = [
+        each
+        for each in values
+        if forward[-1] > forward[each.forward_slot] or backward[each.backward_slot] > 0
+    ]
+    idle.sort(key=lambda each: (-each.held_us, -each.nbytes, each.name))
+    chosen, left = [], host_bytes
+    for each in idle:
+        if each.nbytes <= left:
+            chosen.append(each)
+            left -= each.nbytes
+    return chosen
+
+
+def fewest_that_fit(step: StepProblem, ranked: Sequence[SavedValue], limit_bytes: int) -> int:
+    """Returns how many of the first values must leave so that the step fits a limit with one gather
+    and one reduction in flight; all of them if it never does.
+    """
+    forward = np.zeros(len(step.forward.slots), dtype=np.int64)
+    backward = np.zeros(len(step.backward.slots), dtype=np.int64)
+    peaks = OneAheadPeak(step.forward), OneAheadPeak(step.backward)
+
+    def fits() -> bool:
+        return max(peaks[0].peak_bytes(forward), peaks[1].peak_bytes(backward)) <= limit_bytes
+
+    for number, each in enumerate(ranked):
+        if fits():
+            return number
+        forward[each.forward_slot :] -= each.nbytes
+        backward[: each.backward_slot] -= each.nbytes
+    return len(ranked)

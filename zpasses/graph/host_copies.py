@@ -1,0 +1,224 @@
+"""Saved values that leave the device for the host until backward needs them.
+
+    zpasses::offload(Tensor value) -> Tensor
+    zpasses::offload_wait(Tensor ticket, Tensor value) -> Tensor
+    zpasses::reload(Tensor host, Device device) -> Tensor
+    zpasses::reload_wait(Tensor ticket, Tensor host, Device device) -> Tensor
+
+A start returns a ticket, int64[1] on the host, and its wait the copy. No result shares memory with
+an argument, and a wait frees nothing. It takes the source as an argument, so whatever runs the
+graph keeps the source until the copy has ended. `zpasses.runtime.host_memory` runs them.
+
+Forward and backward are rewritten together, after the partition: backward may recompute values from
+saved ones, so in a joint graph it is not known yet which reads are those of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from zpasses import compat
+from zpasses.graph.queries import Editor, nbytes, returned_values, value_of
+from zpasses.graph.tags import Tag, add_tag, tag_of
+
+LIBRARY = torch.library.Library("zpasses", "FRAGMENT")
+for _schema in (
+    "offload(Tensor value) -> Tensor",
+    "offload_wait(Tensor ticket, Tensor value) -> Tensor",
+    "reload(Tensor host, Device device) -> Tensor",
+    "reload_wait(Tensor ticket, Tensor host, Device device) -> Tensor",
+):
+    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+
+OFFLOAD: compat.OpOverload = torch.ops.zpasses.offload.default
+OFFLOAD_WAIT: compat.OpOverload = torch.ops.zpasses.offload_wait.default
+RELOAD: compat.OpOverload = torch.ops.zpasses.reload.default
+RELOAD_WAIT: compat.OpOverload = torch.ops.zpasses.reload_wait.default
+
+HOST_STARTS = frozenset({OFFLOAD, RELOAD})
+HOST_WAITS = frozenset({OFFLOAD_WAIT, RELOAD_WAIT})
+
+LEAST_BYTES = 64 << 10
+"""Smaller values stay: a copy of one takes as long as its start."""
+
+
+def empty_like_on(value: Tensor, device: torch.device | str) -> Tensor:
+    """Returns an uninitialised tensor with the shape, strides and dtype of another."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
+def _ticket(value: Tensor, *rest: object) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+for _name, _fake in (
+    ("offload", _ticket),
+    ("offload_wait", lambda ticket, value: empty_like_on(value, "cpu")),
+    ("reload", _ticket),
+    ("reload_wait", lambda ticket, host, device: empty_like_on(host, device)),
+):
+    torch.library.register_fake(f"zpasses::{_name}", _fake, lib=LIBRARY)
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """The start of a copy to or from the host."""
+
+    direction: Literal["out", "in"]
+    nbytes: int
+
+
+def host_copy_of(node: fx.Node) -> HostCopy | None:
+    """Describes the copy that a node starts; None if it starts none."""
+    if node.target not in HOST_STARTS:
+        return None
+    direction: Literal["out", "in"] = "out" if node.target is OFFLOAD else "in"
+    return HostCopy(direction, nbytes(value_of(node.all_input_nodes[0])))
+
+
+def is_host_wait(node: fx.Node) -> bool:
+    """Whether a node awaits a copy to or from the host, which its first argument starts."""
+    return node.target in HOST_WAITS
+
+
+def is_on_host(node: fx.Node) -> bool:
+    """Whether the value of a node takes no memory of the device: a value on the host, or a ticket.
+
+    On CPUs, the device of a value does not tell.
+    """
+    if node.op == "placeholder":
+        return bool(node.users) and all(user.target in (RELOAD, RELOAD_WAIT) for user in node.users)
+    return node.target in (OFFLOAD, OFFLOAD_WAIT, RELOAD)
+
+
+def offloadable_values(
+    forward: fx.Graph,
+    backward: fx.Graph,
+    user_outputs: int,
+    least_bytes: int = LEAST_BYTES,
+) -> list[fx.Node]:
+    """Returns the values of a forward graph that may rest on the host until backward, in the order
+    in which forward returns them.
+
+    These are dense floating-point tensors of static shape that forward computes, and whose memory
+    nothing else has that outlives forward. Full parameters and parts of them stay.
+
+    Args:
+        forward, backward: the two graphs of a partition.
+        user_outputs: how many values forward returns before those that it saves.
+        least_bytes: smaller values stay.
+    """
+    returned = returned_values(forward)
+    owners: dict[int, list[object]] = {}
+    inputs = [node for node in forward.nodes if node.op == "placeholder"]
+    for each in (*returned, *inputs):
+        if isinstance(each, fx.Node) and isinstance(value_of(each), Tensor):
+            key = _storage(value_of(each))
+            if key is not None:
+                owners.setdefault(key, []).append(each)
+    read = {node.name for node in backward.nodes if node.op == "placeholder" and node.users}
+    return [
+        node
+        for node in returned[user_outputs:]
+        if isinstance(node, fx.Node)
+        and node.op == "call_function"
+        and tag_of(node) is None
+        and node.name in read
+        and _is_movable(value_of(node), least_bytes)
+        and len(owners.get(_storage(value_of(node)) or 0, ())) == 1
+    ]
+
+
+def _storage(value: Tensor) -> int | None:
+    return compat.storage_id(value) if value.layout is torch.strided else None
+
+
+def _is_movable(value: object, least_bytes: int) -> bool:
+    if not isinstance(value, Tensor) or type(value) is not compat.FakeTensor:
+        return False
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    return (
+        value.layout is torch.strided
+        and value.is_floating_point()
+        and all(type(size) is int for size in sizes)
+        and nbytes(value) >= least_bytes
+        and value.storage_offset() == 0
+        and value.untyped_storage().nbytes() == nbytes(value)
+        and bool(torch.ops.aten.is_non_overlapping_and_dense.default(value))
+    )
+
+
+def offload_saved(
+    forward: fx.Graph, backward: fx.Graph, names: Collection[str], origin: str
+) -> list[str]:
+    """Has values rest on the host from their last use in forward to their first use in backward.
+
+    Each copy starts and is awaited where nothing waits for another: out after the last reader, and
+    in before the first. A pass may move them (`schedule`).
+
+    Args:
+        forward, backward: the two graphs of a partition, which are changed.
+        names: of nodes among `offloadable_values`; others are ignored.
+        origin: of the tags.
+
+    Returns:
+        The names of the values that move.
+    """
+    output = forward.output_node()
+    returned = returned_values(forward)
+    inputs = {node.name: node for node in backward.nodes if node.op == "placeholder"}
+    moved = []
+    for at, node in enumerate(returned):
+        if not isinstance(node, fx.Node) or node.name not in names or node.name not in inputs:
+            continue
+        returned[at] = _copied_out(forward, node, origin)
+        _copy_in(backward, inputs[node.name], returned[at], origin)
+        moved.append(node.name)
+    values: Any = output.args[0]
+    output.args = (type(values)(returned),)
+    return moved
+
+
+def _copied_out(graph: fx.Graph, value: fx.Node, origin: str) -> fx.Node:
+    edit = Editor(graph, _after_last(graph, value), like=value)
+    started = edit.call(OFFLOAD, value)
+    add_tag(started, Tag("offload", (), nbytes(value_of(value)), origin=origin))
+    return edit.call(OFFLOAD_WAIT, started, value)
+
+
+def _after_last(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    """Returns the node after the last one that reads a value or a view of it."""
+    position = {node: at for at, node in enumerate(graph.nodes)}
+    storage = _storage(value_of(value))
+    last, pending = value, [value]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output":
+                continue
+            if position[user] > position[last]:
+                last = user
+            found = value_of(user)
+            if isinstance(found, Tensor) and _storage(found) == storage:
+                pending.append(user)
+    following: fx.Node = last.next
+    return following
+
+
+def _copy_in(graph: fx.Graph, saved: fx.Node, host: fx.Node, origin: str) -> None:
+    """Makes an input of a backward graph a host tensor, and has its readers read a copy of it."""
+    readers = list(saved.users)
+    device = value_of(saved).device
+    saved.meta = {**saved.meta, "val": value_of(host)}
+    saved.meta.pop("tensor_meta", None)
+    first: fx.Node = next(node for node in graph.nodes if node in saved.users)
+    edit = Editor(graph, first, like=first)
+    started = edit.call(RELOAD, saved, device)
+    add_tag(started, Tag("reload", (), nbytes(value_of(saved)), origin=origin))
+    awaited = edit.call(RELOAD_WAIT, started, saved, device)
+    for reader in readers:
+        reader.replace_input_with(saved, awaited)

@@ -1,0 +1,200 @@
+"""Runs copies to and from the host (`zpasses.graph.host_copies`), in host memory of its own.
+
+A block of host memory has the exact size of a value: torch's allocator of pinned memory would round
+it up to a power of two. For accelerators its pages are locked. A block whose tensor is freed serves
+the next value of its size, so a training step allocates nothing after its first forward. The pages
+come from the NUMA node of the process that first touches them, which is the rank.
+
+On accelerators, a copy runs on a stream for its direction, which first waits for the current
+stream; its wait makes the current stream wait for its end. So a block may be written again although
+the CPU has run ahead: the current stream has awaited the copy that read it. On CPUs, a copy has
+ended when it returns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import threading
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zpasses.errors import ZpassesError
+from zpasses.graph.host_copies import LIBRARY, empty_like_on
+from zpasses.option_values import format_size
+from zpasses.sdma.platform import Platform, SideStream, platform_of
+
+_Key = tuple[int, str]
+"""Bytes of a block, and the type of the device for which its pages are locked."""
+
+
+class HostBlocks:
+    """Blocks of host memory, kept for values of the same sizes."""
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        """Bytes of the tensors that exist."""
+        self.reserved_bytes = 0
+        """Bytes of all blocks."""
+        self._free: dict[_Key, list[_Block]] = defaultdict(list)
+        self._lock = threading.RLock()  # a finalizer may run while the lock is held
+
+    def like(self, value: Tensor) -> Tensor:
+        """Returns an uninitialised host tensor with the shape, strides and dtype of a value.
+
+        Raises:
+            ZpassesError: if the driver refuses to lock so much.
+        """
+        size = max(1, value.numel() * value.element_size())
+        key = size, value.device.type
+        with self._lock:
+            free = self._free[key]
+            block = free.pop() if free else None
+        if block is None:
+            block = _Block(-1, size)
+            if value.device.type == "cuda":
+                block.lock(value.device)
+            with self._lock:
+                self.reserved_bytes += size
+        memory = memoryview(block)
+        weakref.finalize(memory, self._give_back, key, block).atexit = False
+        with self._lock:
+            self.live_bytes += size
+        flat = torch.frombuffer(memory, dtype=value.dtype, count=max(1, value.numel()))
+        return flat.as_strided(value.shape, value.stride()).detach()
+
+    def release(self) -> None:
+        """Returns the blocks that hold no tensor to the system."""
+        with self._lock:
+            for (size, _), blocks in self._free.items():
+                self.reserved_bytes -= size * len(blocks)
+            self._free.clear()
+
+    def _give_back(self, key: _Key, block: _Block) -> None:
+        with self._lock:
+            self.live_bytes -= key[0]
+            self._free[key].append(block)
+
+
+class _Block(mmap.mmap):
+    """Anonymous memory, locked for a device until nothing uses it any more."""
+
+    _locked: tuple[int, torch.device] | None = None
+
+    def lock(self, device: torch.device) -> None:
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        with torch.cuda.device(device):
+            runtime: Any = torch.cuda.cudart()
+            code = int(runtime.cudaHostRegister(address, len(self), 0))
+        if code:
+            raise ZpassesError(
+                f"the driver does not lock {format_size(len(self))} of host memory for {device} "
+                f"(error {code}). Lower the option host_memory, or raise the limit of locked "
+                "memory (ulimit -l)."
+            )
+        self._locked = address, device
+
+    def __del__(self) -> None:
+        if self._locked is not None:
+            address, device = self._locked
+            try:
+                torch.cuda.synchronize(device)  # a copy may still be running
+                runtime: Any = torch.cuda.cudart()
+                runtime.cudaHostUnregister(address)
+            except Exception:  # the driver is gone when the process ends
+                return
+
+
+blocks = HostBlocks()
+"""Those of this process."""
+
+
+# --- the operators --------------------------------------------------------------------------------
+@dataclass(eq=False)
+class _Copy:
+    """A copy that has started."""
+
+    source: Tensor
+    result: Tensor
+    event: Any
+    """None if the copy has ended."""
+
+
+_started: dict[int, _Copy] = {}
+_numbers = itertools.count()
+_streams: dict[tuple[Platform, str, str], SideStream] = {}
+
+
+def _stream(device: torch.device, direction: str) -> SideStream | None:
+    platform = platform_of(device.type)
+    if platform is None:
+        return None
+    key = platform, str(device), direction
+    if key not in _streams:
+        _streams[key] = platform.side_stream()
+    return _streams[key]
+
+
+def _start(source: Tensor, result: Tensor, device: torch.device, direction: str) -> Tensor:
+    """Starts a copy, and returns its ticket. A copy whose ticket is freed without a wait, because
+    the graph failed, is forgotten.
+    """
+    stream = _stream(device, direction)
+    event = None
+    if stream is None:
+        result.copy_(source)
+    else:
+        stream.follow_current()
+        stream.run(lambda: result.copy_(source, non_blocking=True))
+        event = stream.record()
+    number = next(_numbers)
+    _started[number] = _Copy(source, result, event)
+    ticket = torch.tensor([number])
+    weakref.finalize(ticket, _forget, number).atexit = False
+    return ticket
+
+
+def _forget(number: int) -> None:
+    left = _started.pop(number, None)
+    if left is not None and left.event is not None:
+        for stream in _streams.values():
+            stream.synchronize()  # both tensors are freed now
+
+
+def _wait(ticket: Tensor) -> Tensor:
+    copy = _started.pop(int(ticket.item()), None)
+    if copy is None:
+        raise ZpassesError("a copy to or from the host was awaited twice, or never started.")
+    if copy.event is not None:
+        copy.event.wait()
+    return copy.result
+
+
+def _offload(value: Tensor) -> Tensor:
+    return _start(value, blocks.like(value), value.device, "out")
+
+
+def _offload_wait(ticket: Tensor, value: Tensor) -> Tensor:
+    return _wait(ticket)
+
+
+def _reload(host: Tensor, device: torch.device) -> Tensor:
+    return _start(host, empty_like_on(host, device), device, "in")
+
+
+def _reload_wait(ticket: Tensor, host: Tensor, device: torch.device) -> Tensor:
+    return _wait(ticket)
+
+
+for _name, _run in (
+    ("offload", _offload),
+    ("offload_wait", _offload_wait),
+    ("reload", _reload),
+    ("reload_wait", _reload_wait),
+):
+    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
