@@ -3,12 +3,12 @@
 Before
   full = zpasses.unshard(shard, 10, bf16, ...)
   y = mm(x, full)
-After                                          After, encode=int8
-  cast = _to_copy(shard, dtype=bf16)             record = zpasses.encode(shard, 24, 1, "int8/128")
-  padded = constant_pad_nd(cast, [0, 0, 0, 1])   started = all_gather_into_tensor(record, 4, group)
-  started = all_gather_into_tensor(padded, ...)  gathered = wait_tensor(started)
-  gathered = wait_tensor(started)                full = zpasses.decode(gathered, [10, 8], ...)
-  full = slice(gathered, 0, 0, 10)               y = mm(x, full)
+After                                     After, encode=int8
+  cast = _to_copy(shard, dtype=bf16)        record = zpasses.encode(shard, ...)
+  padded = constant_pad_nd(cast, ...)       started = all_gather(record, ...)
+  started = all_gather(padded, ...)         gathered = wait_tensor(started)
+  gathered = wait_tensor(started)           full = zpasses.decode(gathered, ...)
+  full = slice(gathered, 0, 0, 10)          y = mm(x, full)
   y = mm(x, full)
 
 Contract: each rank holds a block of ceil(rows / ranks) rows; the last ranks may hold fewer. The

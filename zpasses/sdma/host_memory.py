@@ -1,9 +1,8 @@
 """Runs copies to and from the host (`zpasses.graph.host_copies`), in host memory of its own.
 
-A block of host memory has the exact size of a value: torch's allocator of pinned memory would round
-it up to a power of two. For accelerators its pages are locked. A block whose tensor is freed serves
-the next value of its size, so a training step allocates nothing after its first forward. The pages
-come from the NUMA node of the process that first touches them, which is the rank.
+A block of host memory has the exact size of a value, and is locked for accelerators. A block whose
+tensor is freed serves the next value of its size, so a training step allocates nothing after its
+first forward.
 
 On accelerators, a copy runs on a stream for its direction, which first waits for the current
 stream; its wait makes the current stream wait for its end. So a block may be written again although
@@ -14,7 +13,6 @@ ended when it returns.
 from __future__ import annotations
 
 import itertools
-import mmap
 import threading
 import weakref
 from collections import defaultdict
@@ -26,7 +24,7 @@ from torch import Tensor
 
 from zpasses.errors import ZpassesError
 from zpasses.graph.host_copies import LIBRARY, empty_like_on
-from zpasses.option_values import format_size
+from zpasses.sdma.locked_memory import LockedMemory
 from zpasses.sdma.platform import Platform, SideStream, platform_of
 
 _Key = tuple[int, str]
@@ -41,7 +39,7 @@ class HostBlocks:
         """Bytes of the tensors that exist."""
         self.reserved_bytes = 0
         """Bytes of all blocks."""
-        self._free: dict[_Key, list[_Block]] = defaultdict(list)
+        self._free: dict[_Key, list[LockedMemory]] = defaultdict(list)
         self._lock = threading.RLock()  # a finalizer may run while the lock is held
 
     def like(self, value: Tensor) -> Tensor:
@@ -56,7 +54,7 @@ class HostBlocks:
             free = self._free[key]
             block = free.pop() if free else None
         if block is None:
-            block = _Block(-1, size)
+            block = LockedMemory(-1, size)
             if value.device.type == "cuda":
                 block.lock(value.device)
             with self._lock:
@@ -75,39 +73,10 @@ class HostBlocks:
                 self.reserved_bytes -= size * len(blocks)
             self._free.clear()
 
-    def _give_back(self, key: _Key, block: _Block) -> None:
+    def _give_back(self, key: _Key, block: LockedMemory) -> None:
         with self._lock:
             self.live_bytes -= key[0]
             self._free[key].append(block)
-
-
-class _Block(mmap.mmap):
-    """Anonymous memory, locked for a device until nothing uses it any more."""
-
-    _locked: tuple[int, torch.device] | None = None
-
-    def lock(self, device: torch.device) -> None:
-        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        with torch.cuda.device(device):
-            runtime: Any = torch.cuda.cudart()
-            code = int(runtime.cudaHostRegister(address, len(self), 0))
-        if code:
-            raise ZpassesError(
-                f"the driver does not lock {format_size(len(self))} of host memory for {device} "
-                f"(error {code}). Lower the option host_memory, or raise the limit of locked "
-                "memory (ulimit -l)."
-            )
-        self._locked = address, device
-
-    def __del__(self) -> None:
-        if self._locked is not None:
-            address, device = self._locked
-            try:
-                torch.cuda.synchronize(device)  # a copy may still be running
-                runtime: Any = torch.cuda.cudart()
-                runtime.cudaHostUnregister(address)
-            except Exception:  # the driver is gone when the process ends
-                return
 
 
 blocks = HostBlocks()

@@ -7,7 +7,6 @@ import io
 import pytest
 import torch
 
-from zpasses.optim import host_arena
 from zpasses.optim.host_arena import HostArena
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -57,7 +56,7 @@ class Runtime:
 
 
 def with_runtime(monkeypatch, runtime):
-    monkeypatch.setattr(host_arena, "_runtime", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: runtime.calls.append("wait"))
     return runtime
