@@ -223,7 +223,11 @@ def assert_same(results, expected):
 SHARES = (0.85, 0.7, 0.55)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+_SLOW = pytest.mark.slow(quick="the same test of stage 3")
+STAGES = [pytest.param(1, marks=_SLOW), pytest.param(2, marks=_SLOW), 3]
+
+
+@pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2, timeout_s=400)
 def test_measured_bytes_of_the_device_fall_by_what_the_plan_says(stage):
     expected, graphs, held, rich = trained(stage, profiled=True, codegen="eager")
@@ -246,7 +250,7 @@ def test_measured_bytes_of_the_device_fall_by_what_the_plan_says(stage):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2, timeout_s=400)
 def test_generated_code_has_the_same_bits_and_holds_less(stage):
     expected, graphs, _, rich = trained(stage, profiled=True, cache=False)
