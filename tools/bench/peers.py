@@ -123,8 +123,8 @@ class Peer:
     ranks: int | None = None
     """Number of processes; None is the requested number."""
     reduces: bool = True
-    """Whether gradients are averaged over ranks. If so, losses must equal those of other peers with
-    the same worker.
+    """Whether gradients are averaged over ranks, exactly. If so, losses must equal those of other
+    peers with the same worker.
     """
     worker: str = "zpasses.tools.bench.worker"
     """Module that measures the peer in the suite "train"."""
@@ -283,6 +283,9 @@ def _all_peers() -> Iterator[Peer]:
     }
     for name, (summary, build) in on_meshes.items():
         yield Peer(name, summary, build, any_mesh=True)
+    both = "zero3{gather-params.encode=int8,reduce-grads.encode=int8}"
+    summary, build = "ZeRO stage 3, one byte per value", _zpasses(pipeline=both)
+    yield Peer("zpasses-3-int8", summary, build, reduces=False, any_mesh=True)
     for stage in (1, 2, 3):
         summary, build = f"DeepSpeed, ZeRO stage {stage}, eager", _deepspeed(stage)
         yield Peer(f"deepspeed-{stage}", summary, build, "deepspeed", _DEEPSPEED)
