@@ -83,6 +83,7 @@ def test_the_host_makes_room_and_each_copy_out_comes_back():
     assert peak(found) <= int(0.6 * whole)
 
 
+@pytest.mark.slow(quick="test_the_host_makes_room_and_each_copy_out_comes_back")
 def test_plans_keep_to_both_memories_and_their_graphs_hold_what_they_say():
     def check(trials):
         assert trials.host_bytes == 8 << 20
@@ -227,7 +228,8 @@ _SLOW = pytest.mark.slow(quick="the same test of stage 3")
 STAGES = [pytest.param(1, marks=_SLOW), pytest.param(2, marks=_SLOW), 3]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.slow(quick="test_generated_code_has_the_same_bits_and_holds_less")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2, timeout_s=400)
 def test_measured_bytes_of_the_device_fall_by_what_the_plan_says(stage):
     expected, graphs, held, rich = trained(stage, profiled=True, codegen="eager")
@@ -265,6 +267,7 @@ def test_generated_code_has_the_same_bits_and_holds_less(stage):
         assert lean[at] < rich[at]
 
 
+@pytest.mark.slow(quick="test_generated_code_has_the_same_bits_and_holds_less")
 @on_ranks(2, timeout_s=400)
 def test_windows_accumulate_the_same_bits():
     expected, graphs, *_ = trained(2, backwards=2, codegen="eager")
