@@ -159,14 +159,26 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
     """Check the state that an optimizer has loaded, and shard what the state of the unsharded model
     has.
     """
-    for param, entries in optimizer.state.items():
-        if not _is_ours(param) or not isinstance(entries, dict):
-            continue
+    ours = {
+        param: entries
+        for param, entries in optimizer.state.items()
+        if _is_ours(param) and isinstance(entries, dict)
+    }
+    # Numbers such as the count of steps look like values of a parameter without dimensions.
+    of_scalars = {
+        name
+        for param, entries in ours.items()
+        for name, value in entries.items()
+        if param.dim() and isinstance(value, Tensor) and value.shape == param.shape
+    }
+    for param, entries in ours.items():
         note_edit(param, "load of the state of an optimizer")
         for name, value in entries.items():
             if isinstance(value, DTensor):
                 check_owner(value, cast(DTensor, param), f"{name} of the optimizer's state")
-            elif isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
+            elif not isinstance(value, Tensor) or value.shape != param.shape:
+                continue
+            elif value.dim() or name in of_scalars:
                 # That of the unsharded model, whose parameters have full values, too.
                 note_edit(param, f"load of the optimizer's {name}", value)
                 entries[name] = shard_tensor(value, layout_of(cast(DTensor, param)))

@@ -127,6 +127,36 @@ def test_state_of_the_same_rank_is_loaded(tmp_path):
     assert_same(zpasses.full_state_dict(again), zpasses.full_state_dict(model))
 
 
+class _Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 5)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+def test_state_of_an_unsharded_optimizer_is_loaded(kind):
+    torch.manual_seed(0)
+    plain, model = _Scaled(), sharded(_Scaled())
+    optimizers = [kind(each.parameters(), lr=0.1) for each in (plain, model)]
+    x = torch.randn(8, 4)
+
+    def step(each, optimizer):
+        each(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(plain, optimizers[0])
+    model.load_state_dict(plain.state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        step(each, optimizer)
+    torch.testing.assert_close(zpasses.full_state_dict(model), dict(plain.state_dict()))
+
+
 def _save_alone(folder):
     model, optimizer = _trained()
     torch.save((model.state_dict(), optimizer.state_dict()), f"{folder}/{dist.get_rank()}.pt")
