@@ -9,49 +9,32 @@ from pathlib import Path
 import click
 
 from zpasses.tools.bisect.bisect_run import BisectRequest, run_bisect
-from zpasses.tools.cli.common import errors_as_messages, versioned
+from zpasses.tools.cli.common import as_json as json_option
+from zpasses.tools.cli.common import versioned
+from zpasses.tools.cli.running import count_option, program_command
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument(
-    "command", metavar="SCRIPT [ARGUMENTS]...", nargs=-1, required=True, type=click.UNPROCESSED
+@program_command(
+    "SCRIPT [ARGUMENTS]...",
+    click.option(
+        "--tolerance",
+        type=click.FloatRange(min=0),
+        default=1e-3,
+        show_default=True,
+        help="Largest difference to the run without passes, relative to the norm of each tensor.",
+    ),
+    count_option("--calls", 32, "Number of compiled calls to compare on each rank."),
+    click.option(
+        "-o",
+        "--output",
+        "out",
+        metavar="DIR",
+        type=click.Path(path_type=Path),
+        help="Folder to keep the log and the dump of every run.",
+    ),
+    json_option,
 )
-@click.option(
-    "--tolerance",
-    type=click.FloatRange(min=0),
-    default=1e-3,
-    show_default=True,
-    help="Largest difference to the run without passes, relative to the norm of each tensor.",
-)
-@click.option(
-    "--calls",
-    type=click.IntRange(min=1),
-    default=32,
-    show_default=True,
-    help="Number of compiled calls to compare on each rank.",
-)
-@click.option(
-    "--timeout",
-    "timeout_s",
-    metavar="SECONDS",
-    type=click.FloatRange(min=1),
-    default=1800.0,
-    show_default=True,
-    help="Time limit of one run.",
-)
-@click.option(
-    "-o",
-    "--output",
-    "out",
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    help="Folder to keep the log and the dump of every run.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print plain values instead of text.")
-@click.pass_context
-@errors_as_messages
 def bisect(
-    context: click.Context,
     command: tuple[str, ...],
     tolerance: float,
     calls: int,
@@ -81,4 +64,4 @@ def bisect(
         )
         if report.tail:
             click.echo(f"The end of its output:\n{report.tail}")
-    context.exit(0 if report.culprit is None else 1)
+    click.get_current_context().exit(0 if report.culprit is None else 1)

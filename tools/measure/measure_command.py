@@ -8,47 +8,26 @@ import click
 
 from zpasses.inspect import CollectiveRows, Limits
 from zpasses.inspect import open as open_dump
-from zpasses.tools.cli.common import as_json, errors_as_messages, print_view
+from zpasses.tools.cli.common import as_json, print_view
+from zpasses.tools.cli.running import count_option, program_command, warmup_option
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument(
-    "command", metavar="COMMAND [ARGUMENTS]...", nargs=-1, required=True, type=click.UNPROCESSED
+@program_command(
+    "COMMAND [ARGUMENTS]...",
+    click.option(
+        "-o",
+        "--output",
+        metavar="DIR",
+        type=click.Path(path_type=Path, file_okay=False),
+        default=Path("zpasses-measured"),
+        show_default=True,
+        help="New folder for the dump and the traces.",
+    ),
+    count_option("--steps", 3, "Optimizer steps to record."),
+    warmup_option,
+    as_json,
+    limited="the run",
 )
-@click.option(
-    "-o",
-    "--output",
-    metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("zpasses-measured"),
-    show_default=True,
-    help="New folder for the dump and the traces.",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    help="Optimizer steps to record.",
-)
-@click.option(
-    "--warmup",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    help="Optimizer steps before them.",
-)
-@click.option(
-    "--timeout",
-    "timeout_s",
-    metavar="SECONDS",
-    type=click.FloatRange(min=1),
-    default=1800.0,
-    show_default=True,
-    help="Time limit of the run.",
-)
-@as_json
-@errors_as_messages
 def measure(
     command: tuple[str, ...],
     output: Path,

@@ -4,51 +4,25 @@ from __future__ import annotations
 
 import click
 
-from zpasses.tools.cli.common import as_json, errors_as_messages, print_view
+from zpasses.tools.cli.common import as_json, print_view
+from zpasses.tools.cli.running import count_option, program_command, warmup_option
 from zpasses.tools.tune.table import tune_view
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument(
-    "command", metavar="COMMAND [ARGUMENTS]...", nargs=-1, required=True, type=click.UNPROCESSED
+@program_command(
+    "COMMAND [ARGUMENTS]...",
+    count_option(
+        "--plans", 4, "Memory budgets to try, those with the shortest predicted step.", 20, 0
+    ),
+    count_option("--steps", 10, "Optimizer steps to time in each run."),
+    warmup_option,
+    click.option(
+        "--memory",
+        metavar="SIZE",
+        help='Largest peak of a plan, such as "60GiB". Default: whatever runs.',
+    ),
+    as_json,
 )
-@click.option(
-    "--plans",
-    type=click.IntRange(0, 20),
-    default=4,
-    show_default=True,
-    help="Memory budgets to try, those with the shortest predicted step.",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    default=10,
-    show_default=True,
-    help="Optimizer steps to time in each run.",
-)
-@click.option(
-    "--warmup",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    help="Optimizer steps before them.",
-)
-@click.option(
-    "--memory",
-    metavar="SIZE",
-    help='Largest peak of a plan, such as "60GiB". Default: whatever runs.',
-)
-@click.option(
-    "--timeout",
-    "timeout_s",
-    metavar="SECONDS",
-    type=click.FloatRange(min=1),
-    default=1800.0,
-    show_default=True,
-    help="Time limit of one run.",
-)
-@as_json
-@errors_as_messages
 def tune(
     command: tuple[str, ...],
     plans: int,
