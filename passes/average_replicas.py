@@ -13,36 +13,53 @@ After
   mean_a = wait(s[0]);  mean_b = wait(s[1])
   return mean_a, mean_b, ...
 
+After, encode=int8, for each launch
+  records = zpasses.encode(a, ...)
+  s = all_to_all_single(records, ..., replicate_group)
+  gc = mm(..)
+  mine = zpasses.encode(zpasses.decode_mean(wait(s), ...), ...)
+  mean_a = zpasses.decode(wait(all_gather(mine, replicate_group)), ...)
+
 Contract: gradients that are awaited together are averaged together, as soon as they are there. They
 share one all-reduce; only over gloo, which copies what shares one, large gradients have one each.
 Averages are awaited before their first reader, mostly the graph's output. They so run beside the
 kernels that are left, on links that gathers and reductions within a replica do not use. Runs after
 the passes that move reductions, since these take the average for a part of what completes a
 reduction.
+
+With `encode`, each replica averages a part of the values in fp32, of which the others send it codes
+of one byte (zpasses.graph.encoding), and sends codes of the result to them. The gather starts where
+the next launch does, or before the first reader. The graph equals, bit for bit, the one whose
+`average_grad` has the argument `encoding`. All replicas get the same values.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import fx
 
 from zpasses import compat
 from zpasses.cost.memory.liveness import gloo_packs
-from zpasses.graph.dialect import AVERAGE_GRAD, group_size
+from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, group_size, rows_per_rank
 from zpasses.graph.queries import (
     Editor,
     calls,
     collective_of,
     is_wait,
+    named_arguments,
     nbytes,
     replace_node,
     value_of,
 )
 from zpasses.graph.tags import REDUCE_ROLES, Tag, add_tag, tag_of
+from zpasses.passes.writers.encode_options import EncodeOptions
+from zpasses.passes.writers.encoded_average import EncodedAverage, EncodedMember
+from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass
 
 aten = torch.ops.aten
@@ -55,19 +72,86 @@ class AverageReplicas(Pass):
     name: ClassVar[str] = "average-replicas"
     level: ClassVar[Level] = Level.BACKWARD
 
+    encode: Literal["int8", "fp8"] | None = None
+    """Exchange and gather codes of one byte per value instead of exact values: integers or
+    `float8_e4m3fn`. Scalars and vectors, such as gradients of norms and biases, and small ones stay
+    exact. See docs/encoding.md."""
+    block: int | None = None
+    """Most values that share one scale; `none` takes 128. Needs `encode`."""
+    exact_below_kib: float = 16.0
+    """Gradients of which a full block of a shard is smaller than this, in KiB, stay exact."""
+
+    def __post_init__(self) -> None:
+        self._options()
+
+    def _options(self) -> EncodeOptions | None:
+        return EncodeOptions.of(self.name, self.encode, self.block, self.exact_below_kib)
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(changes_values=self._choose_encodings if self.encode else None)
+
+    def _choose_encodings(self, graph: fx.Graph) -> None:
+        """Gives the averages that are to be encoded the argument that says so."""
+        options = self._options()
+        if options is None:
+            return
+        for node in calls(graph, AVERAGE_GRAD):
+            value, group = value_of(node.all_input_nodes[0]), compat.group_name(node.args[2])
+            chosen = options.chosen(value, _block_rows(node), value.dtype, group)
+            if chosen is not None and _encoding_of(node) is None and nbytes(value):
+                node.args = (*node.args[:3], str(chosen))
+
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of averages lowered."""
-        found = 0
-        for before, members in _launches(graph):
+        self._choose_encodings(graph)
+        launches, found = _launches(graph), 0
+        order = {node: at for at, node in enumerate(graph.nodes)}
+        encoded: list[tuple[EncodedAverage, list[fx.Node], fx.Node]] = []
+        for before, members in launches:
             found += len(members)
-            _lower(graph, before, members)
+            under_way = encoded[-1:]
+            encoding = _encoding_of(members[0])
+            if encoding is None:
+                _lower(graph, before, members)
+            else:
+                reader = min(
+                    (_first_reader(graph, each, order) for each in members), key=order.__getitem__
+                )
+                average = _start_encoded(graph, before, members, encoding)
+                encoded.append((average, members, reader))
+            for average, _, reader in under_way:
+                if order[before] < order[reader]:
+                    average.gather(Editor(graph, before, like=members[0]))
+        for average, members, reader in encoded:
+            results = average.results(Editor(graph, reader, like=members[0]))
+            for node, result in zip(members, results, strict=True):
+                _replace(node, result)
         return found
+
+
+def _encoding_of(average: fx.Node) -> str | None:
+    encoding = named_arguments(average, AVERAGE_GRAD).get("encoding")
+    return None if encoding is None else str(encoding)
+
+
+def _block_rows(average: fx.Node) -> Any:
+    """Returns the rows of a full block of the shard, equal on all ranks that share a parameter."""
+    reduced = average.all_input_nodes[0]
+    value, tag = value_of(reduced), tag_of(reduced)
+    if reduced.target is REDUCE_GRAD:
+        given = named_arguments(reduced, REDUCE_GRAD)
+        return rows_per_rank(given["rows"], group_size(compat.group_name(given["group_name"])))
+    rows = value.shape[0] if value.dim() else 1
+    if tag is not None and tag.block_bytes and nbytes(value):
+        return tag.block_bytes * rows // nbytes(value)
+    return rows
 
 
 def _launches(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node]]]:
     """Returns averages that can start together, and the node before which they start.
 
-    They have one group and dtype, and nothing but parts of reductions lies between them.
+    They have one group, dtype and encoding, and nothing but parts of reductions lies between them.
     """
     found: list[tuple[fx.Node, list[fx.Node]]] = []
     together: dict[Any, list[fx.Node]] = {}
@@ -75,7 +159,8 @@ def _launches(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node]]]:
     for node in graph.nodes if calls(graph, AVERAGE_GRAD) else ():
         if node.target is AVERAGE_GRAD:
             value = value_of(node.all_input_nodes[0])
-            together.setdefault((node.args[2], value.dtype, value.device), []).append(node)
+            key = node.args[2], value.dtype, value.device, _encoding_of(node)
+            together.setdefault(key, []).append(node)
         elif not _reads_average(node) and _completes_reduction(node, completing):
             completing.add(node)
         else:
@@ -130,8 +215,25 @@ def _lower(graph: fx.Graph, before: fx.Node, members: list[fx.Node]) -> None:
         _tag_start(started, together)
     order = {node: at for at, node in enumerate(graph.nodes)}
     for node in members:
-        first = min((*node.users, graph.output_node()), key=order.__getitem__)
+        first = _first_reader(graph, node, order)
         _finish(graph, node, results[node], first, awaits=node in sent)
+
+
+def _first_reader(graph: fx.Graph, node: fx.Node, order: Mapping[fx.Node, int]) -> fx.Node:
+    return min((*node.users, graph.output_node()), key=order.__getitem__)
+
+
+def _start_encoded(
+    graph: fx.Graph, before: fx.Node, members: list[fx.Node], encoding: str
+) -> EncodedAverage:
+    group: Any = members[0].args[2]
+    given = [
+        EncodedMember(node.all_input_nodes[0], _params(node), value_of(node).dtype)
+        for node in members
+    ]
+    edit = Editor(graph, before, like=members[0])
+    name = compat.group_name(group)
+    return EncodedAverage(edit, given, encoding, name, AverageReplicas.name)
 
 
 def _sharing(
@@ -160,7 +262,7 @@ def _finish(
 ) -> None:
     """Replaces an average by its result, which is awaited before a node."""
     edit = Editor(graph, before, like=node)
-    tag, dtype = tag_of(node), value_of(node).dtype
+    dtype = value_of(node).dtype
     if awaits:
         result = edit.call(compat.functional.wait_tensor.default, result)
         add_tag(result, Tag("reduced", _params(node), origin=AverageReplicas.name))
@@ -169,6 +271,11 @@ def _finish(
     elif not awaits:
         # Of no bytes, or on one replica. The gradient before the average stays a node of its own.
         result = edit.call(aten.clone.default, result)
+    _replace(node, result)
+
+
+def _replace(node: fx.Node, result: fx.Node) -> None:
+    tag = tag_of(node)
     if tag is not None:
         add_tag(result, replace(tag, role="shard_grad", nbytes=0, origin=AverageReplicas.name))
     replace_node(node, result)

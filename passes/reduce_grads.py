@@ -66,8 +66,8 @@ class ReduceGrads(Pass):
     """
     encode: Literal["int8", "fp8"] | None = None
     """Exchange codes of one byte per value instead of exact values: integers or `float8_e4m3fn`.
-    Scalars and vectors, such as gradients of norms and biases, and small ones stay exact. Averages
-    over replicas do, too. See docs/encoding.md."""
+    Scalars and vectors, such as gradients of norms and biases, and small ones stay exact.
+    `average-replicas` encodes averages over replicas. See docs/encoding.md."""
     block: int | None = None
     """Most values that share one scale; `none` takes 128. Needs `encode`."""
     exact_below_kib: float = 16.0
@@ -261,7 +261,7 @@ def _complete_tag(average: fx.Node, within: Reduction, block_bytes: int) -> None
         within: the reduction within a replica.
         block_bytes: bytes of a full block, in the dtype of that reduction.
     """
-    _, dtype, group = average.args
+    _, dtype, group = average.args[:3]
     assert isinstance(dtype, torch.dtype)
     how = replace(within, dtype=dtype, replicate_group=compat.group_name(group))
     if tag_of(average) is not None:

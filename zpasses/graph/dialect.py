@@ -4,7 +4,7 @@
                      encoding) -> full parameter
     zpasses::reduce_grad(grad, rows, shard_rows, dtype, reduce_dtype, group, encoding)
         -> shard's gradient
-    zpasses::average_grad(grad, dtype, group) -> shard's gradient, averaged over replicas
+    zpasses::average_grad(grad, dtype, group, encoding) -> shard's gradient, averaged over replicas
 
 Passes lower them to collectives. Their eager implementations are the reference: every lowered graph
 must compute the same values. A parameter of `rows` rows is split into blocks of ceil(rows / world
@@ -45,7 +45,7 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "average_grad(Tensor grad, ScalarType dtype, str group_name) -> Tensor",
+    "average_grad(Tensor grad, ScalarType dtype, str group_name, str? encoding=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -251,12 +251,19 @@ def _reduce_encoded(
 ) -> Tensor:
     size, shape = group_size(group_name), [shard_rows, *grad.shape[1:]]
     count = rows_per_rank(rows, size) * math.prod(shape[1:])
-    records, splits = encode(grad, count, size, how), [how.record_bytes(count)] * size
+    arrived = _exchanged(encode(grad, count, size, how), group_name)
+    return decode_mean(arrived, shape, count, size, dtype, how)
+
+
+def _exchanged(records: Tensor, group_name: str) -> Tensor:
+    """Sends each rank its part of the records, and returns what arrives from each."""
+    size = group_size(group_name)
+    splits = [records.numel() // size] * size
     with _collectives.guard("all_to_all", records, group_name):
         arrived: Tensor = compat.functional.wait_tensor(
             compat.functional.all_to_all_single(records, splits, splits, group_name)
         )
-    return decode_mean(arrived, shape, count, size, dtype, how)
+    return arrived
 
 
 def _reduce_grad_fake(
@@ -266,7 +273,9 @@ def _reduce_grad_fake(
     return grad.new_empty(shape, dtype=dtype)
 
 
-def _average_grad(grad: Tensor, dtype: torch.dtype, group_name: str) -> Tensor:
+def _average_grad(
+    grad: Tensor, dtype: torch.dtype, group_name: str, encoding: str | None = None
+) -> Tensor:
     """Averages the gradient of a shard over the replicas.
 
     Args:
@@ -274,16 +283,35 @@ def _average_grad(grad: Tensor, dtype: torch.dtype, group_name: str) -> Tensor:
             that of the communication and of the sum.
         dtype: dtype of the result, the shard's.
         group_name: process group of the ranks that hold equal shards.
+        encoding: each rank averages a part of the values, of which the others send it codes, and
+            sends codes of the result; None sends exact values. Passes set it.
 
     Returns:
         The gradient of the shard, [shard_rows, ...], in `dtype`; never an alias of `grad`.
     """
     if is_local_call(AVERAGE_GRAD, grad):
         return grad.to(dtype, copy=True)
+    if encoding is not None:
+        return _average_encoded(grad, dtype, group_name, Encoding.parse(encoding))
     return _averaged(grad, group_name).to(dtype, copy=True)
 
 
-def _average_grad_fake(grad: Tensor, dtype: torch.dtype, group_name: str) -> Tensor:
+def _average_encoded(grad: Tensor, dtype: torch.dtype, group_name: str, how: Encoding) -> Tensor:
+    size = group_size(group_name)
+    count = -(-grad.numel() // size)
+    arrived = _exchanged(encode(grad, count, size, how), group_name)
+    mean = decode_mean(arrived, [count], count, size, torch.float32, how)
+    mine = encode(mean, count, 1, how)
+    with _collectives.guard("all_gather", mine, group_name):
+        records: Tensor = compat.functional.wait_tensor(
+            _collectives.all_gather(mine, size, group_name)
+        )
+    return decode(records, [grad.numel()], size, dtype, how).view(grad.shape)
+
+
+def _average_grad_fake(
+    grad: Tensor, dtype: torch.dtype, group_name: str, encoding: str | None = None
+) -> Tensor:
     return grad.new_empty(grad.shape, dtype=dtype)
 
 
@@ -366,7 +394,7 @@ def _reduce_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _average_grad_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grad, _, group_name = inputs
+    grad, _, group_name, _ = inputs
     state: Any = ctx
     state.call = (grad.dtype, group_name)
 
@@ -374,7 +402,7 @@ def _average_grad_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], outpu
 def _average_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     # Every replica uses the average in its own loss, so each gradient is the average of theirs.
     dtype, group_name = ctx.call
-    return torch.ops.zpasses.average_grad(grad, dtype, group_name), None, None
+    return (torch.ops.zpasses.average_grad(grad, dtype, group_name), *[None] * 3)
 
 
 for _name, _impl, _fake, _setup_context, _backward in (

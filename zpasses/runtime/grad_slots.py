@@ -157,7 +157,7 @@ def grad_sites(graph: fx.Graph) -> dict[GradSlot, GradSlotNodes]:
 def _reduction(grad: fx.Node, tag: Tag) -> Reduction | None:
     arguments: Any = grad.args
     if grad.target is AVERAGE_GRAD and tag.reduction is None:
-        inner, dtype, replicas = arguments
+        inner, dtype, replicas = arguments[:3]
         found = _reduction(inner, tag) if inner.target is REDUCE_GRAD else None
         return found and replace(found, dtype=dtype, replicate_group=compat.group_name(replicas))
     if grad.target is REDUCE_GRAD:

@@ -98,8 +98,20 @@ def _reduce_grad(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -
 
 
 def _average_grad(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    dtype = calls[0]["dtype"]
+    if encoding := calls[0].get("encoding"):
+        how, size, (grad, *_) = Encoding.parse(encoding), len(inputs), inputs
+        count = -(-grad.numel() // size)
+        parts = torch.stack([encode(each, count, size, how).view(size, -1) for each in inputs], 1)
+        means = [
+            decode_mean(arrived.reshape(-1), [count], count, size, torch.float32, how)
+            for arrived in parts
+        ]
+        records = torch.cat([encode(mean, count, 1, how) for mean in means])
+        mean = decode(records, [grad.numel()], size, dtype, how)
+        return [mean.view(grad.shape).clone() for _ in inputs]
     total = reduce(inputs, "avg")
-    return [total.to(calls[0]["dtype"], copy=True) for _ in inputs]
+    return [total.to(dtype, copy=True) for _ in inputs]
 
 
 def _unshard_held(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:

@@ -10,6 +10,7 @@ from torch import nn
 
 import zpasses
 from tests.on_ranks import on_ranks
+from tests.zpasses.parallel_models import mesh_2d
 from zpasses import Facts, Level, Pass, Pipeline
 from zpasses.testing import world_mesh
 
@@ -25,6 +26,14 @@ CASES = [
     ({"pipeline": STAGE2}, 1),
     ({"pipeline": BOTH.replace("zero3", "zero2"), "backwards_per_step": 2}, 2),
     ({"pipeline": HOISTED, "prefetch": "auto", "codegen": "eager"}, 1),
+]
+SLOW = pytest.mark.slow(quick="the first case, and the drawn graphs of test_encoded_averages.py")
+AVERAGE = "average-replicas{encode=int8,exact_below_kib=0}"
+REPLICAS = [
+    (f"gather-params,reduce-grads,reshard-after-forward,schedule,{AVERAGE},defer-reduction", 1),
+    (f"gather-params,reduce-grads,cache-params,schedule,{AVERAGE},defer-reduction", 2),
+    (f"gather-params,reduce-grads,schedule,{AVERAGE},defer-reduction{{part=average}}", 2),
+    (HOISTED.replace("defer-reduction", f"{AVERAGE},defer-reduction"), 1),
 ]
 
 
@@ -46,9 +55,9 @@ class Declared(Pass):
         return 1
 
 
-def declared(text):
+def declared(text, last="defer-reduction"):
     """The dialect; windows also need the passes that leave and defer reductions."""
-    return Pipeline((Declared(text), *Pipeline.parse("defer-reduction")))
+    return Pipeline((Declared(text), *Pipeline.parse(last)))
 
 
 class Layers(nn.Module):
@@ -64,11 +73,11 @@ class Layers(nn.Module):
         return self.last(F.relu(self.first(x))) @ self.frozen
 
 
-def outcome(options, steps=3, backwards=1):
+def outcome(options, steps=3, backwards=1, mesh=None):
     """Outputs, gradients and parameters of some steps."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = zpasses.shard(Layers(), mesh=world_mesh())
+    model = zpasses.shard(Layers(), mesh=mesh or world_mesh())
     step = torch.compile(model, backend="zpasses", options=options, fullgraph=True)
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.01), []
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
@@ -96,6 +105,27 @@ def test_training_equals_the_dialect_bit_for_bit(options, backwards):
     exact = outcome({"zero_stage": 3, "codegen": "eager"})
     assert not torch.equal(ours[0], exact[0])
     torch.testing.assert_close(ours[0], exact[0], rtol=0, atol=0.5)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    ("pipeline", "backwards"),
+    [REPLICAS[0], *(pytest.param(*each, marks=SLOW) for each in REPLICAS[1:])],
+)
+@on_ranks(2, timeout_s=240)
+def test_averages_over_replicas_equal_the_dialect_bit_for_bit(pipeline, backwards):
+    mesh = mesh_2d(2, 1, ("replicate", "shard"))
+    options = {"pipeline": pipeline, "backwards_per_step": backwards}
+    if "fp8" in pipeline:
+        options |= {"prefetch": "auto", "codegen": "eager"}
+    kept = "defer-reduction{part=average}" if "part=average" in pipeline else "defer-reduction"
+    dialect = {"pipeline": declared(pipeline, kept), "codegen": "eager"}
+    ours = outcome(options, backwards=backwards, mesh=mesh)
+    reference = outcome(options | dialect, backwards=backwards, mesh=mesh)
+    for got, expected in zip(ours, reference, strict=True):
+        assert torch.equal(got, expected)
+    exact = outcome({"zero_stage": 3, "codegen": "eager"}, mesh=mesh)
+    assert not torch.equal(ours[-1], exact[-1]) or not torch.equal(ours[-3], exact[-3])
 
 
 @on_ranks(2)

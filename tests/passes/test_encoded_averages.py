@@ -1,0 +1,175 @@
+"""`average-replicas{encode=...}`: what is encoded, and that lowered graphs equal the dialect."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zpasses
+from tests.graphs import few_examples
+from zpasses import OptionError, Pipeline
+from zpasses.graph.dialect import AVERAGE_GRAD
+from zpasses.graph.queries import calls, collectives
+from zpasses.graph.tags import tagged
+from zpasses.passes import AverageReplicas
+from zpasses.testing import (
+    JointRecipe,
+    ParamSpec,
+    assert_equal_bits,
+    assert_step_equals_reference,
+    capture_ranks,
+    listing,
+    random_inputs,
+)
+from zpasses.testing.strategies import joint_recipes
+
+BF16 = torch.bfloat16
+ALL = "encode=int8,exact_below_kib=0"
+
+
+def lowered(*params, replicas=2, world_size=4, options=ALL, before="reduce-grads"):
+    """Returns the graph of the first rank after a pipeline."""
+    recipe = JointRecipe(tuple(params), world_size, replicas=replicas)
+    return recipe.run_pipeline(f"{before},average-replicas{{{options}}}")[1][0]
+
+
+def launches(gm):
+    """Returns the operators that communicate averages."""
+    made = {node for node, tag in tagged(gm.graph) if tag.origin == AverageReplicas.name}
+    return [each.op for node, each in collectives(gm.graph) if node in made]
+
+
+def test_an_average_is_an_exchange_and_a_gather_of_codes():
+    gm = lowered(ParamSpec((16, 20)), ParamSpec((40, 20)))
+    nodes = [
+        f"{node.target.overloadpacket.__name__} {','.join(tag.params)} {tag.encoding}".strip()
+        for node, tag in tagged(gm.graph, "reduce_input", "reduce", "reduced", "shard_grad")
+    ]
+    assert "\n".join(nodes[2:]) == (
+        "encode p1\n"
+        "all_to_all_single p1 int8/128\n"
+        "reduce_scatter_tensor p0\n"
+        "wait_tensor p0\n"
+        "encode p0\n"
+        "all_to_all_single p0 int8/128\n"
+        # the gather of one average starts beside the next exchange
+        "wait_tensor p1\n"
+        "decode_mean p1\n"
+        "encode p1\n"
+        "all_gather_into_tensor p1 int8/128\n"
+        "wait_tensor p1\n"
+        "decode p1\n"
+        "view p1\n"
+        "wait_tensor p0\n"
+        "decode_mean p0\n"
+        "encode p0\n"
+        "all_gather_into_tensor p0 int8/128\n"
+        "wait_tensor p0\n"
+        "decode p0\n"
+        "view p0"
+    )
+
+
+def test_gradients_that_are_ready_together_share_launches():
+    one_bucket = "reduce-grads,schedule{plan=single}"
+    gm = lowered(ParamSpec((16, 20)), ParamSpec((40, 20)), before=one_bucket)
+    assert launches(gm) == ["all_to_all_single", "all_gather_into_tensor"]
+    by_dtype = ParamSpec((16, 20), reduce_dtype=BF16), ParamSpec((40, 20))
+    assert len(launches(lowered(*by_dtype, before=one_bucket))) == 4
+
+
+def test_each_option_changes_the_graph():
+    params = ParamSpec((512, 64)), ParamSpec((64, 64))
+    options = (
+        "exact_below_kib=16",
+        "encode=int8",
+        "encode=fp8",
+        "encode=int8,block=64",
+        "encode=int8,exact_below_kib=4",
+    )
+    assert len({listing(lowered(*params, options=each)) for each in options}) == len(options)
+
+
+def test_scalars_vectors_small_and_double_gradients_stay_exact():
+    f64 = torch.float64
+    params = ParamSpec((4096,)), ParamSpec((2, 4)), ParamSpec((64, 64), param_dtype=f64, dtype=f64)
+    gm = lowered(*params, ParamSpec((64, 64)), options="encode=int8,exact_below_kib=1")
+    encoded = [tag.params for _, tag in tagged(gm.graph, "reduce") if tag.encoding]
+    assert encoded == [("p3",)] * 2
+
+
+def test_ranks_with_fewer_rows_make_the_same_choice():
+    recipe = JointRecipe((ParamSpec((5, 64)),), 4, replicas=2)
+    text = "reduce-grads,average-replicas{encode=int8,exact_below_kib=0.6}"
+    graphs = recipe.run_pipeline(text)[1]  # 3 rows have 768 bytes, and 2 have 512
+    assert {tuple(launches(gm)) for gm in graphs} == {
+        ("all_to_all_single", "all_gather_into_tensor")
+    }
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0.27), (BF16, 0.53)])
+def test_bytes_on_the_wire(dtype, most):
+    params = [ParamSpec(shape, param_dtype=dtype) for shape in ((512, 256), (1000, 96))]
+    recipe = JointRecipe(tuple(params), 8, replicas=4)
+
+    def sent(text):
+        gm = recipe.run_pipeline(f"reduce-grads,{text}")[1][0]
+        found = {}
+        for _, tag in tagged(gm.graph, "reduce"):
+            if tag.origin == "average-replicas":
+                found[tag.encoding] = found.get(tag.encoding, 0) + tag.nbytes
+        return found
+
+    (exact,) = sent("average-replicas").values()
+    (codes,) = sent("average-replicas{encode=int8}").values()
+    # Of 4 replicas, an all-reduce sends 2 * 3/4 of its input. The exchange sends 3/4 of the
+    # records, and the gather 3 times its input, which is 1/4 of them: tags have 5/4.
+    assert codes * 2 * (3 / 4) / (5 / 4) <= most * exact * 2 * (3 / 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("encode=mxfp8", "got 'mxfp8' .*'int8' or 'fp8' or none"),
+        ("block=64", "block=64 without 'encode' has no effect. Give a format"),
+    ],
+)
+def test_wrong_options_are_refused(options, said):
+    with pytest.raises(OptionError, match=said):
+        Pipeline.parse(f"average-replicas{{{options}}}")
+
+
+# --- the same bits --------------------------------------------------------------------------------
+@few_examples
+@given(
+    joint_recipes(world_sizes=[4, 6], replicas=[2, 3]),
+    st.sampled_from(["int8", "fp8"]),
+    st.sampled_from([1, 3, 32]),
+    st.sampled_from(["", "schedule,"]),
+)
+def test_bits_of_drawn_graphs(recipe, name, block, schedule):
+    average = AverageReplicas(encode=name, block=block, exact_below_kib=0)
+    first = Pipeline.parse(f"merge-reads,gather-params,reduce-grads,{schedule}".rstrip(","))
+    before, after = recipe.run_pipeline(Pipeline((*first, average)))
+    assert_equal_bits(before, after, random_inputs(before, bound=1), recipe.groups())
+    assert not any(calls(gm.graph, AVERAGE_GRAD) for gm in after)
+
+
+@pytest.mark.slow(quick="test_bits_of_drawn_graphs")
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_a_step_equals_the_dialect_on_six_ranks(dtype):
+    def shard(model, mesh):
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=names)
+        zpasses.shard(model, mesh=mesh, param_dtype=dtype)
+
+    text = (
+        "gather-params{encode=int8,exact_below_kib=0},reduce-grads{encode=fp8,exact_below_kib=0},"
+        f"reshard-after-forward,schedule,average-replicas{{{ALL}}},defer-reduction"
+    )
+    model = nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30), nn.Linear(30, 51, bias=False))
+    options = {"world_size": 6, "shard": shard, "pipeline": text}
+    ranks = capture_ranks(model, (torch.ones(4, 40, dtype=dtype),), **options)
+    assert_step_equals_reference(ranks)
