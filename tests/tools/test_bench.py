@@ -333,6 +333,21 @@ def test_overhead_reports_microseconds_per_parameter(tmp_path):
     assert "overhead us/param" in table
 
 
+# --- optimizer ------------------------------------------------------------------------------------
+@pytest.mark.slow(quick="test_a_step_has_the_bits_of_dtensors_and_dispatches_none")
+def test_optimizer_counts_operators_of_steps(measured):
+    size = ["--width", "16", "--layers", "1", "--steps", "1"]
+    table, result = measured("optimizer", *size, "--modes", "loop,fused")
+    found = {(each["mode"], each["model"]): each for each in result["results"]}
+    assert len(found) == 6
+    for (mode, model), each in found.items():
+        assert each["first_ms"] > 0
+        assert each["operators"] == found[mode, "plain"]["operators"]
+        assert (each["of_dtensors"] > 0) == (model == "fsdp2")
+        assert (each["operators"] >= each["params"]) == (mode == "loop")
+    assert "later ms" in table
+
+
 # --- device ---------------------------------------------------------------------------------------
 def test_device_measures_one_rank_of_a_larger_group(measured):
     size = ["--width", "16", "--layers", "1", "--heads", "2", "--seq", "8", "--batch", "1"]

@@ -13,6 +13,11 @@ from zpasses.errors import OptionError
 from zpasses.tools.bench.compiling import CompileConfig, compile_table, run_compile
 from zpasses.tools.bench.device import DeviceConfig, device_table, run_device
 from zpasses.tools.bench.launch import RankError
+from zpasses.tools.bench.optimizer_steps import (
+    OptimizerConfig,
+    optimizer_table,
+    run_optimizer,
+)
 from zpasses.tools.bench.overhead import OverheadConfig, overhead_table, run_overhead
 from zpasses.tools.bench.predicted_schedules import ScheduleConfig, run_schedule, schedule_table
 from zpasses.tools.bench.report import write_json
@@ -53,6 +58,9 @@ SUITES = {
         ScheduleConfig,
         run_schedule,
         schedule_table,
+    ),
+    "optimizer": Suite(
+        "the step of AdamW on sharded models", OptimizerConfig, run_optimizer, optimizer_table
     ),
     "overhead": Suite(
         "runtime overhead per parameter and step", OverheadConfig, run_overhead, overhead_table

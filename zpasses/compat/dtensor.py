@@ -27,6 +27,7 @@ __all__ = [
     "locals_of",
     "make_dtensor",
     "mesh_ranks",
+    "plain_spec",
     "replace_dtensor",
     "root_mesh",
     "set_local",
@@ -78,9 +79,14 @@ class _SharedSpec(DTensorSpec):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain spec, so that checkpoints can be loaded without zpasses."""
-        plain = DTensorSpec.__new__(DTensorSpec)
-        plain.__dict__.update(self.__dict__)
-        return plain.__reduce_ex__(protocol)
+        return plain_spec(self).__reduce_ex__(protocol)
+
+
+def plain_spec(spec: DTensorSpec) -> DTensorSpec:
+    """Returns an equal spec that a checkpoint may hold."""
+    plain = DTensorSpec.__new__(DTensorSpec)
+    plain.__dict__.update(spec.__dict__)
+    return plain
 
 
 def wrap_local(local: Tensor, spec: DTensorSpec, kind: type[DTensor] = DTensor) -> DTensor:

@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zpasses import compat
 from zpasses.errors import ZpassesError
+from zpasses.optim.expected_states import expected_layouts
 from zpasses.optim.host_arena import HostArena
 from zpasses.optim.offload_budget import (
     OffloadOptions,
@@ -37,7 +38,6 @@ from zpasses.optim.offload_budget import (
     check_host_memory,
     sharding_groups_of,
 )
-from zpasses.optim.partial_step import PartialStep, expected_layouts
 from zpasses.optim.resting_state import (
     Bucket,
     RestingState,
@@ -58,6 +58,7 @@ from zpasses.optim.state_buckets import (
 from zpasses.option_values import format_size, parse_size
 from zpasses.ranks.failures import report_failure
 from zpasses.runtime.offloaded import OFFLOAD_ATTRIBUTE, is_offloaded
+from zpasses.runtime.partial_step import PartialStep, run_last, with_evaluated_closure
 from zpasses.sdma.platform import SideStream, platform_of
 
 log = logging.getLogger("zpasses")
@@ -146,12 +147,8 @@ def _install_hook() -> None:
     step: Any = torch.compiler.disable(_step)
 
     def come_last(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Global hooks run before those of an optimizer. Move its own to the end of those."""
-        offload: _Offload | None = getattr(optimizer, OFFLOAD_ATTRIBUTE, None)
-        if offload is not None:
-            if offload.handle is not None:
-                offload.handle.remove()
-            offload.handle = optimizer.register_step_pre_hook(step)
+        if is_offloaded(optimizer):
+            run_last(optimizer, step)
 
     register_optimizer_step_pre_hook(torch.compiler.disable(come_last))
 
@@ -177,7 +174,6 @@ class _Offload:
     """The offloaded states of one optimizer."""
 
     def __init__(self, optimizer: Optimizer, options: OffloadOptions) -> None:
-        self.handle: Any = None
         self._options = options
         params = [param for group in optimizer.param_groups for param in group["params"]]
         devices = {local_part(param.detach()).device for param in params}
@@ -292,7 +288,7 @@ class _Offload:
         Returns:
             Arguments with which the `step` of its class has nothing left to do.
         """
-        args, kwargs = _with_evaluated_closure(args, kwargs)
+        args, kwargs = with_evaluated_closure(args, kwargs)
         groups: dict[Tensor, int] = {
             param: number
             for number, group in enumerate(optimizer.param_groups)
@@ -380,21 +376,3 @@ class _Offload:
             self._inward.run(turn.copy_in)
             free = self._inward.record()
         turn.ready = free
-
-
-def _with_evaluated_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call the closure of a step once, and hand on what it returned."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not callable(closure):
-        return args, kwargs
-    with torch.enable_grad():
-        loss = closure()
-
-    def known() -> Any:
-        return loss
-
-    if len(args) > 1:
-        return (args[0], known, *args[2:]), kwargs
-    return args, {**kwargs, "closure": known}

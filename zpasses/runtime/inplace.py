@@ -162,12 +162,17 @@ def run_on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
             paired = len(value) == len(first)
             likes: Sequence[Any] = first if paired else [None] * len(value)
             return [_local_like(func, like, item) for like, item in zip(likes, value, strict=True)]
-        if isinstance(value, DTensor):
-            return value.full_tensor() if not _is_replicated(value) else compat.local_of(value)
-        return value
+        return plain_scalar(value) if isinstance(value, DTensor) else value
 
     func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
     return True
+
+
+def plain_scalar(value: DTensor) -> Tensor:
+    """Returns the full value of what belongs to a whole list, such as a factor. Every rank calls
+    it.
+    """
+    return compat.local_of(value) if _is_replicated(value) else value.full_tensor()
 
 
 def _is_tensor_list(value: Any) -> bool:

@@ -172,7 +172,7 @@ def install_step_end() -> None:
     It applies to every torch optimizer of this process. Further calls do nothing. It also serves
     compiled steps, and optimizers whose kernels write to the memory of the shards.
     """
-    register_optimizer_step_post_hook(_after_step)
+    register_optimizer_step_post_hook(compat.dynamo_disable(_after_step))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

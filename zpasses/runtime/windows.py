@@ -412,7 +412,7 @@ def install_step_guard() -> None:
     gradients that are pending. Ranks whose graphs are compared on every run compare their steps,
     too.
     """
-    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_pre_hook(compat.dynamo_disable(_before_step))
     install_step_end()
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zpasses.errors import ShardingError
+from zpasses.runtime.shard_step import steps_by_element
 from zpasses.sharding.guard import last_read
 
 _WAYS_OUT: dict[type[torch.optim.Optimizer], str] = {
@@ -54,7 +55,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{kind.__name__} on parameters that zpasses sharded: it {why}. "
             "The page about optimizers in the documentation lists what is exact."
         )
-    _check_groups(optimizer)
+    if not steps_by_element(optimizer):
+        _check_groups(optimizer)
     _warn_of_empty_groups(optimizer)
 
 

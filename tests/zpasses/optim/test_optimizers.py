@@ -224,22 +224,39 @@ def test_ignored_parameters_beside_sharded_ones_in_one_group(cls, options):
     plain = nn.Linear(4, 5)
     model = copy.deepcopy(plain)
     zpasses.shard(model, mesh=world_mesh(), ignored_params=[model.bias])
+    steps = [cls(each.parameters(), lr=0.1, **options) for each in (plain, model)]
+    for _ in range(2):
+        for each, optimizer in zip((plain, model), steps, strict=True):
+            each(torch.ones(2, 4)).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.weight.detach(), plain.weight.detach())
+    torch.testing.assert_close(model.bias, plain.bias)
+
+
+@pytest.mark.parametrize("flag", ["foreach", "fused"])
+@on_ranks(2)
+def test_subclasses_take_sharded_and_ignored_parameters_in_groups_of_their_own(flag):
+    class Other(optim.AdamW):
+        pass
+
+    plain = nn.Linear(4, 5)
+    model = copy.deepcopy(plain)
+    zpasses.shard(model, mesh=world_mesh(), ignored_params=[model.bias])
     for each in (plain, model):
         each(torch.ones(2, 4)).pow(2).sum().backward()
-    (flag,) = options.keys() & {"foreach", "fused"}
-    optimizer = cls(model.parameters(), lr=0.1, **options)
+    optimizer = Other(model.parameters(), lr=0.1, **{flag: True})
     with pytest.raises(zpasses.ShardingError, match=rf"1 sharded .* 1 that are not.*leave {flag}"):
         optimizer.step()
     assert not optimizer.state
     # Both ways out give the step of the unsharded model.
-    without = {name: value for name, value in options.items() if name != flag}
     groups = [{"params": [param]} for param in model.parameters()]
-    for made, used in (
-        (cls(groups, lr=0.1, **options), options),
-        (cls(model.parameters(), lr=0.1, **without), without),
+    for made, options in (
+        (Other(groups, lr=0.1, **{flag: True}), {flag: True}),
+        (Other(model.parameters(), lr=0.1), {}),
     ):
         made.step()
-        cls(plain.parameters(), lr=0.1, **used).step()
+        optim.AdamW(plain.parameters(), lr=0.1, **options).step()
         torch.testing.assert_close(model.weight.detach(), plain.weight.detach())
         torch.testing.assert_close(model.bias, plain.bias)
 

@@ -10,9 +10,10 @@ from torch import nn
 
 import zpasses
 from zpasses.errors import OptionError, ZpassesError
-from zpasses.optim.partial_step import PartialStep, expected_layouts
+from zpasses.optim.expected_states import expected_layouts
 from zpasses.optim.state_buckets import nbytes_of, plan_states
 from zpasses.option_values import format_size, parse_size
+from zpasses.runtime.partial_step import PartialStep
 
 
 def test_states_stay_in_the_order_of_the_parameters_while_they_fit():

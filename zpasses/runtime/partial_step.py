@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zpasses import compat
 from zpasses.errors import ZpassesError
-from zpasses.optim.state_buckets import ValueLayout, layouts_of, local_part
-from zpasses.runtime.offloaded import OFFLOAD_ATTRIBUTE
+from zpasses.runtime.offloaded import OFFLOAD_ATTRIBUTE, is_offloaded
+from zpasses.runtime.shard_step import on_shards, steps_by_element
 
 Part = Mapping[int, Sequence[Tensor]]
 """Number of a parameter group -> those of its parameters that step."""
@@ -56,7 +56,8 @@ class PartialStep:
                 each part has others.
         """
         made = self.on(part)
-        compat.step_without_hooks(made, *args, **kwargs)
+        with on_shards(made):
+            compat.step_without_hooks(made, *args, **kwargs)
         changed = self._changes(made)
         before, self._changed = self._changed, changed
         if before is None:
@@ -113,46 +114,63 @@ def _replaced(groups: list[dict[str, Any]]) -> dict[str, Any]:
     return {"param_groups": groups, OFFLOAD_ATTRIBUTE: None, **hooks}
 
 
-# --- before there is state ------------------------------------------------------------------------
-def expected_layouts(optimizer: Optimizer) -> dict[Tensor, tuple[ValueLayout, ...]]:
-    """Returns the layouts of what the optimizer holds, or will hold, for each of its parameters
-    that is trained or has state.
+# --- as the last hook before a step ---------------------------------------------------------------
+def step_on_shards(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let the step of an optimizer run on the shards of its parameters, if it can (on_shards).
 
-    Only the optimizer knows what it makes. So it steps a parameter of zeros, once for each shape.
-
-    Raises:
-        ZpassesError: if it cannot step a parameter by itself.
+    A global hook before steps. Those of offloaded optimizers are partial steps already.
     """
-    found: dict[Tensor, tuple[ValueLayout, ...]] = {}
-    tried: dict[Any, tuple[ValueLayout, ...]] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            entries = optimizer.state.get(param)
-            if entries:
-                found[param] = layouts_of(entries)
-            elif param.requires_grad or param.grad is not None:
-                local = local_part(param.detach())
-                key = (number, local.shape, local.stride(), local.dtype)
-                if key not in tried:
-                    tried[key] = _layouts_after_step(optimizer, number, local)
-                found[param] = tried[key]
-    return found
+    if is_offloaded(optimizer) or not steps_by_element(optimizer):
+        return
+    groups = optimizer.param_groups
+    if any(isinstance(param, DTensor) for group in groups for param in group["params"]):
+        run_last(optimizer, _whole_step)
 
 
-def _layouts_after_step(
-    optimizer: Optimizer, number: int, local: Tensor
-) -> tuple[ValueLayout, ...]:
-    param = nn.Parameter(torch.zeros_like(local))
-    param.grad = torch.zeros_like(local)
-    alone = PartialStep(optimizer).on({number: [param]}, defaultdict(dict))
-    devices = [local.device] if local.device.type != "cpu" else []
-    try:
-        with torch.random.fork_rng(devices, device_type=local.device.type):
-            compat.step_without_hooks(alone)
-    except Exception as error:
-        raise ZpassesError(
-            f"{type(optimizer).__name__} cannot step a parameter by itself, which offloading its "
-            f"states needs ({type(error).__name__}: {error}). Offload the states of optimizers "
-            "whose state is per parameter, such as AdamW."
-        ) from error
-    return layouts_of(alone.state[param])
+def run_last(optimizer: Optimizer, hook: Callable[..., Any]) -> None:
+    """Move a hook before the steps of an optimizer behind its others. For global hooks, which run
+    before those.
+    """
+    handle = getattr(optimizer, _HANDLE, None)
+    if handle is not None:
+        handle.remove()
+    setattr(optimizer, _HANDLE, optimizer.register_step_pre_hook(hook))
+
+
+_HANDLE = "_zpasses_last_hook"
+
+
+@compat.dynamo_disable
+def _whole_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do the whole step.
+
+    Returns:
+        Arguments with which the `step` of its class has nothing left to do.
+    """
+    args, kwargs = with_evaluated_closure(args, kwargs)
+    part = {
+        number: [param for param in group["params"] if param.grad is not None]
+        for number, group in enumerate(optimizer.param_groups)
+    }
+    stepped = PartialStep(optimizer)
+    stepped.run(part, args[1:], kwargs)
+    stepped.finish()
+    return (PartialStep(optimizer).on({}), *args[1:]), kwargs
+
+
+def with_evaluated_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call the closure of a step once, and hand on what it returned."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+
+    def known() -> Any:
+        return loss
+
+    if len(args) > 1:
+        return (args[0], known, *args[2:]), kwargs
+    return args, {**kwargs, "closure": known}
