@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zpasses
+from zpasses import compat
 from zpasses.tools.bench.launch import rank_main, run_ranks
 from zpasses.tools.bench.model import GPT, ModelSize, build_model
 from zpasses.tools.bench.report import report_text
@@ -150,7 +150,7 @@ def _milliseconds(step: Callable[[], Any]) -> float:
     return (time.process_time() - started) * 1e3
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(compat.TorchDispatchMode):
     """Counts the operators that compute with the values of parameters."""
 
     def __init__(self) -> None:
