@@ -45,7 +45,7 @@ from zpasses.cost.plan.schedule_evaluation import Action, Cost, Plan, evaluate, 
 from zpasses.cost.plan.schedule_planner import Planned, memory_limit, plan_schedule
 from zpasses.cost.plan.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.plan.simple_plans import CAP_BYTES, SIMPLE_PLANS, simple_plans
-from zpasses.cost.time.route_figures import planned_route, route_figures
+from zpasses.cost.time.route_figures import engine_route, planned_route, route_figures
 from zpasses.cost.time.target import current_target
 from zpasses.errors import OptionError
 from zpasses.graph.patterns import tag_foreign_gathers
@@ -275,7 +275,7 @@ def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
 
 def _routes(problem: ScheduleProblem, planned: Planned) -> dict[tuple[int, ...], str]:
     """Returns the reason for the route of each launch that a copy engine could run."""
-    plan, route, found = planned.plan, current_target().routes[:1], dict[tuple[int, ...], str]()
+    plan, route, found = planned.plan, engine_route(current_target()), dict[tuple[int, ...], str]()
     for number in engine_launches(problem, plan):
         with_it, without = (
             evaluate(problem, replace(plan, engines=engines)).total_us
@@ -286,7 +286,7 @@ def _routes(problem: ScheduleProblem, planned: Planned) -> dict[tuple[int, ...],
         mib = sum(problem.items[job.number].tag.nbytes for job in cost.members) / _MIB
         effect = f"{'gain' if gain >= 0 else 'lose'}{'s' if taken else ''} {abs(gain):.0f} us"
         found[plan.launches[number]] = (
-            f"{'by' if taken else 'not by'} {route[0]}: {mib:.3g} MiB per rank in "
+            f"{'by' if taken else 'not by'} {route}: {mib:.3g} MiB per rank in "
             f"{cost.duration_us:.0f} us, {'' if taken else 'would '}{effect}"
         )
     return found

@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.time.route_figures import engine_obstacle, route_figures
+from zpasses.cost.time.route_figures import engine_obstacle, engine_route, route_figures
 from zpasses.cost.time.step_time import Timeline
 from zpasses.cost.time.target import Target, current_target
 from zpasses.errors import OptionError
@@ -153,7 +153,8 @@ class Sdma(Pass):
         def decision(outcome: Outcome, reason: str, **figures: Any) -> Decision:
             return Decision(node, outcome, reason, collective.group, **figures)
 
-        if not target.routes:
+        route = engine_route(target)
+        if route is None:
             return decision("route missing", f"{target.name} has no copy-engine route")
         unfit = engine_obstacle(compat.group_ranks(collective.group), target)
         if unfit:
@@ -168,14 +169,14 @@ class Sdma(Pass):
         gather, compute = timeline.timing(node, True).duration_us, timeline.compute_until_wait(node)
         gain = timeline.run(replaced).total_us - timeline.run(replaced | {node}).total_us
         figures = {
-            "route": target.routes[0],
+            "route": route,
             "gather_us": gather,
             "compute_us": compute,
             "gain_us": gain,
         }
         timing = (
             f"{collective.nbytes / _MIB:.3g} MiB per rank in {gather:.0f} us by "
-            f"{target.routes[0]}, overlapping {compute:.0f} us of compute"
+            f"{route}, overlapping {compute:.0f} us of compute"
         )
         if compute < self.min_hidden * gather:
             return decision("too little overlap", timing, **figures)

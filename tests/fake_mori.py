@@ -40,7 +40,7 @@ from zpasses import compat
 from zpasses.sdma.lifecycle import reset_routes
 from zpasses.sdma.platform import SymmMemory, register_platform
 
-__all__ = ["DeviceFaultError", "HostStream", "Settings", "installed"]
+__all__ = ["DeviceFaultError", "HostPlatform", "HostStream", "Settings", "installed"]
 
 _POISON = 0xA5
 _UID_BYTES = 128
@@ -87,7 +87,7 @@ def installed(settings: Settings | None = None) -> Iterator[Settings]:
     variable = os.environ.pop("MORI_ENABLE_SDMA", None)
     modules = _modules(given)
     sys.modules.update(modules)
-    register_platform("cpu", _HostPlatform(given))
+    register_platform("cpu", HostPlatform(given))
     reset_routes()
     try:
         yield given
@@ -104,7 +104,7 @@ def installed(settings: Settings | None = None) -> Iterator[Settings]:
 
 
 # --- the device -----------------------------------------------------------------------------------
-class _HostPlatform:
+class HostPlatform:
     """This process as a device."""
 
     def __init__(self, settings: Settings) -> None:

@@ -270,6 +270,8 @@ def _versions(routes: Sequence[str]) -> dict[str, str]:
         found["hip"] = str(torch.version.hip)
     if "mori" in routes:
         found["mori"] = installed_version()
+    if "nccl_zero" in routes:
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
 
 

@@ -88,25 +88,29 @@ def test_targets_without_mori_keep_their_graphs_node_for_node(target):
     assert listing(default) == listing(off)
     _, asked = scheduled(PARAMS, gaining, copy_engines="on")
     weighed = [note for _, tag in tagged(asked.graph, "gather") if (note := tag.note)]
-    assert all(note.startswith("not by symm_mem: ") for note in weighed)
+    assert all(note.startswith("not by nccl_zero: ") for note in weighed)
     assert bool(weighed) == (target != "cpu")
 
 
-def test_measured_figures_are_enough_for_other_routes(tmp_path, monkeypatch):
-    """Of symmetric memory on NVIDIA, nothing is known but what was measured."""
+@pytest.mark.parametrize("route", ["nccl_zero", "symm_mem"])
+def test_measured_figures_are_enough_for_other_routes(tmp_path, monkeypatch, route):
+    """On NVIDIA, nothing is known of routes but what was measured."""
     figures = {"latency_us": 1.0, "gb_s": 0.02, "compute_slowdown": 1.0, "copied_parts": 1.0}
     c10d = {"latency_us": 1.0, "gb_s": 0.012, "compute_slowdown": 1.3, "collective_slowdown": 1.2}
     machine = {
         "architecture": "sm90",
         "versions": {"torch": torch.__version__},
-        "routes": {"symm_mem": figures, "c10d": c10d},
+        "routes": {route: figures, "c10d": c10d},
     }
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps({"format": FORMAT, "machines": {"one": machine}}))
     target = f"h100,{SLOW_LINKS}"
     assert not any(routes(scheduled(PARAMS, target)[1]))
     monkeypatch.setenv(CALIBRATION_VARIABLE, str(path))
-    assert any(routes(scheduled(PARAMS, target)[1]))
+    moved = scheduled(PARAMS, target)[1]
+    assert any(routes(moved))
+    notes = [tag.note for _, tag in tagged(moved.graph, "gather")]
+    assert any(note.startswith(f"by {route}: ") for note in notes)
 
 
 @pytest.mark.parametrize(

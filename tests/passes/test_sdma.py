@@ -138,7 +138,7 @@ def test_gathers_of_activations_are_swapped_and_named():
 @pytest.mark.parametrize(
     ("each", "target", "world_size", "outcome", "reason"),
     [
-        (ALL, "h100", 2, "replaced", "by symm_mem, overlapping"),
+        (ALL, "h100", 2, "replaced", "by nccl_zero, overlapping"),
         (ALL, "cpu", 2, "route missing", "cpu has no copy-engine route"),
         (ALL, "mi300x,ranks_per_node=1", 2, "group", "ranks 0 to 1 are not on one node of 1"),
         (ALL, "mi300x", 16, "group", "ranks 0 to 15 are not on one node of 8"),
@@ -197,7 +197,7 @@ def test_a_gather_that_pays_is_swapped_and_one_that_cannot_hide_is_not():
     assert [each.outcome for each in slow] == ["too little overlap", "replaced"]
     assert slow[1].gather_us < slow[1].compute_us
     assert slow[1].gain_us > 0
-    assert slow[1].route in ("mori", "symm_mem")
+    assert slow[1].route in ("mori", "nccl_zero")
     assert "32 MiB per rank in " in slow[1].reason
 
 

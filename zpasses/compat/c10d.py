@@ -36,16 +36,20 @@ __all__ = [
     "low_contention_reduce_scatter",
     "make_group",
     "make_second_group",
+    "make_zero_sm_group",
     "mesh_dimension",
     "parent_group",
     "process_group",
     "process_groups",
     "register_work",
+    "registered_memory",
     "second_group",
     "second_group_name",
+    "start_all_gather",
     "storage_freed_check",
     "symm_mem_module",
     "symm_mem_stream",
+    "zero_sm_obstacle",
 ]
 
 
@@ -142,8 +146,9 @@ def is_gloo(name: str, device: torch.device | None = None) -> bool:
 def limited_timeouts(names: Sequence[str], seconds: float) -> Iterator[None]:
     """Context manager that limits the timeout of collectives of these groups that start inside it.
 
-    Timeouts longer than `seconds` become `seconds`. Shorter ones stay as they are. The second group
-    of each (`make_second_group`) gets the same timeouts, also if it is made inside.
+    Timeouts longer than `seconds` become `seconds`. Shorter ones stay as they are. The groups that
+    `make_second_group` and `make_zero_sm_group` make of each get the same timeouts, also if they
+    are made inside.
     """
     limit, before = timedelta(seconds=seconds), []
     for name in names:
@@ -172,19 +177,22 @@ def _timeout_on(group: dist.ProcessGroup, device: torch.device) -> timedelta | N
 
 
 def _set_timeout(group: dist.ProcessGroup, device: torch.device, limit: timedelta) -> None:
-    """Sets the time limit of a group's collectives on a device, and that of its second group."""
-    for each in (group, _live_second_group(group)):
-        if each is not None:
+    """Sets the time limit of a group's collectives on a device, and those of the groups that were
+    made of it.
+    """
+    for each in (group, _live(_second_groups, group), _live(_zero_sm_groups, group)):
+        if each is not None and device in each._device_types:
             cast(Any, each._get_backend(device))._set_default_timeout(limit)
 
 
 # --- second groups --------------------------------------------------------------------------------
 _SECOND = re.compile(r"(.+)\.reductions(?:-\d+)?")
 
-# torch holds the groups that exist, so a second group is forgotten where it was destroyed.
-_second_groups: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, weakref.ReferenceType[dist.ProcessGroup]
-] = weakref.WeakKeyDictionary()
+# torch holds the groups that exist, so a group that was made of another is forgotten where it was
+# destroyed.
+_Made = weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ReferenceType[dist.ProcessGroup]]
+_second_groups: _Made = weakref.WeakKeyDictionary()
+_zero_sm_groups: _Made = weakref.WeakKeyDictionary()
 
 
 def second_group_name(name: str, number: int) -> str:
@@ -203,14 +211,14 @@ def second_group(name: str) -> str | None:
 
     Returns None if there is none, or if it was destroyed.
     """
-    second = _live_second_group(process_group(name))
+    second = _live(_second_groups, process_group(name))
     return c10d._world.pg_names[second] if second is not None else None
 
 
-def _live_second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    reference = _second_groups.get(group)
-    second = reference() if reference is not None else None
-    return second if second in c10d._world.pg_names else None
+def _live(made: _Made, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    reference = made.get(group)
+    found = reference() if reference is not None else None
+    return found if found in c10d._world.pg_names else None
 
 
 def make_group(like: str, name: str, ranks: Sequence[int], label: str, limit: timedelta) -> None:
@@ -252,9 +260,30 @@ def make_second_group(name: str, second_name: str, limit: timedelta) -> None:
     _second_groups[group] = weakref.ref(second)
 
 
+def make_zero_sm_group(name: str, zero_name: str, limit: timedelta) -> None:
+    """Makes a process group of the ranks of a group, which runs gathers without compute units where
+    NCCL can (`zero_sm_obstacle`).
+
+    Arguments and errors are those of `make_second_group`.
+    """
+    group, nccl = process_group(name), cast(Any, dist).ProcessGroupNCCL
+    options = nccl.Options()
+    options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
+    options._timeout = limit
+    ranks, description = dist.get_process_group_ranks(group), f"zpasses: gathers of group {name}"
+    made = _make_group(group, zero_name, ranks, description, limit, ("nccl", options))
+    _zero_sm_groups[group] = weakref.ref(made)
+
+
 def _make_group(
-    like: dist.ProcessGroup, name: str, ranks: Sequence[int], description: str, limit: timedelta
+    like: dist.ProcessGroup,
+    name: str,
+    ranks: Sequence[int],
+    description: str,
+    limit: timedelta,
+    backend: tuple[str, Any] | None = None,
 ) -> dist.ProcessGroup:
+    """Makes a group. `backend` has a name and options; by default, it is that of `like`."""
     default = c10d._get_default_group()
     with _without_bound_device(default):
         # torch's new_group() would name the group by how many groups this process is in, which
@@ -263,14 +292,15 @@ def _make_group(
             len(ranks),
             list(ranks).index(default.rank()),
             list(ranks),
-            c10d.Backend(c10d._world.pg_map[like][0]),
+            c10d.Backend(backend[0] if backend else c10d._world.pg_map[like][0]),
             c10d._get_default_store(),
             cast(Any, name),
+            backend[1] if backend else None,
             timeout=limit,
             group_desc=description,
         )
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-    for device in like._device_types:
+    for device in made._device_types:
         usual = _timeout_on(like, device)
         if usual is not None:
             cast(Any, made._get_backend(device))._set_default_timeout(usual)
@@ -374,6 +404,37 @@ def low_contention_reduce_scatter(source: Tensor, reduce_op: str, group: str) ->
 def symm_mem_stream() -> torch.cuda.Stream:
     """Returns the stream on which low-contention collectives run."""
     return cast(torch.cuda.Stream, symm_mem_module()._get_backend_stream())
+
+
+def zero_sm_obstacle() -> str | None:
+    """Returns why NCCL of this torch runs no gathers by copy engines; None if it does."""
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if not hasattr(nccl, "NCCL_CTA_POLICY_ZERO") or not hasattr(nccl, "register_mem_pool"):
+        return f"torch {torch.__version__} cannot make process groups with NCCL's zero-CTA policy"
+    version = torch.cuda.nccl.version()
+    if version < _ZERO_SM_NCCL:
+        given, needed = (".".join(map(str, each)) for each in (version, _ZERO_SM_NCCL))
+        return f"NCCL {given} gathers by engines only from registered memory; {needed} from any"
+    hip = torch.version.hip
+    if hip is not None and tuple(map(int, hip.split(".")[:2])) < _ZERO_SM_ROCM:
+        return f"RCCL of ROCm {hip} does not gather by engines; that of 7.12 does"
+    return None
+
+
+_ZERO_SM_NCCL = (2, 29)
+"""NCCL 2.28 takes engines only if input and output are registered (its src/enqueue.cc)."""
+_ZERO_SM_ROCM = (7, 12)
+"""ROCm/rocm-systems#6771."""
+
+
+def registered_memory(name: str, device: torch.device) -> Any:
+    """Returns the NCCL backend of a group, which allocates and registers memory."""
+    return cast(Any, process_group(name)._get_backend(device))
+
+
+def start_all_gather(source: Tensor, out: Tensor, name: str) -> Any:
+    """Starts an all-gather into `out`, and returns its handle. Both are contiguous."""
+    return cast(Any, process_group(name))._allgather_base(out, source)
 
 
 def storage_freed_check(tensor: Tensor) -> Callable[[], bool]:

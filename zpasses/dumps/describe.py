@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.cost.memory.liveness import Liveness, liveness
 from zpasses.cost.time.roofline import compute_us
+from zpasses.cost.time.route_figures import engine_route
 from zpasses.cost.time.step_time import (
     Timeline,
     collective_timing,
@@ -288,15 +289,9 @@ class GraphDescriber:
             if tag is not None and tag.bucket is not None
             else ""
         )
-        routes = self._describer.target.routes
-        return " ".join(
-            each
-            for each in (
-                routes[0] if routes and is_copy_engine_collective(communicates) else "",
-                packed,
-            )
-            if each
-        )
+        by_engine = is_copy_engine_collective(communicates)
+        route = engine_route(self._describer.target) if by_engine else None
+        return " ".join(each for each in (route, packed) if each)
 
     def _cost(
         self, node: fx.Node, communicates: Collective | None

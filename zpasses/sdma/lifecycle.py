@@ -23,7 +23,7 @@ from zpasses.cost.time.route_figures import MAX_CHUNK_BYTES
 from zpasses.pipeline.events import runtime_note
 from zpasses.ranks.agree import exchange
 from zpasses.ranks.vote import current_timeout_s
-from zpasses.sdma import mori_route, symm_route
+from zpasses.sdma import mori_route, symm_route, zero_sm_route
 from zpasses.sdma.platform import Platform, platform_of
 from zpasses.sdma.routes import C10dRoute, Route, raise_if_capturing
 
@@ -33,7 +33,11 @@ CAPACITY_MIB = MAX_CHUNK_BYTES >> 20
 """Default for the most MiB per rank in one call of mori. Larger gathers are split. The buffers take
 18 times this size on 8 ranks.
 """
-_CANDIDATES: dict[str, Any] = {"mori": mori_route, "symm_mem": symm_route}
+_CANDIDATES: dict[str, Any] = {
+    "mori": mori_route,
+    "nccl_zero": zero_sm_route,
+    "symm_mem": symm_route,
+}
 """Copy-engine routes, the preferred one first."""
 
 
@@ -46,7 +50,7 @@ class RouteChoice:
     device: str
     """Type of the device, "cuda" or "cpu"."""
     route: str
-    """"mori", "symm_mem" or "c10d"."""
+    """"mori", "nccl_zero", "symm_mem" or "c10d"."""
     reason: str
     """Why no preferred route was taken; "" if this is the most preferred one."""
 
@@ -77,7 +81,7 @@ def init(
     Args:
         group: the process group or its name; None is the default group.
         capacity_mib: most MiB per rank in one call of mori. Its buffers take 2 * (ranks + 1) times
-            this size.
+            this size, and the outputs that `nccl_zero` registers at most 2 * ranks times.
         timeout_s: seconds to wait for the other ranks at each stage. None is 300 s, the default of
             the option `agreement_timeout_s`.
 
@@ -152,15 +156,18 @@ def shutdown(timeout_s: float | None = None) -> str | None:
             the option `agreement_timeout_s`.
 
     Returns:
-        None, or why the ranks could not leave together. In that case mori stays as it is until the
-        process ends.
+        None, or why the ranks could not leave together. What they share then stays as it is until
+        the process ends.
     """
     limit = current_timeout_s() if timeout_s is None else timeout_s
     with _lock:
         platform = platform_of("cuda" if torch.cuda.is_available() else "cpu")
         left = mori_route.shut_down(limit, platform) if platform is not None else None
+        alive = compat.group_names()
         for known in _routes.values():
-            for device, (_, choice) in known.items():
+            for device, (route, choice) in known.items():
+                if platform is not None and choice.group in alive:
+                    left = route.leave(choice.group, limit, platform) or left
                 known[device] = (
                     C10dRoute(),
                     RouteChoice(choice.group, device, "c10d", "sdma was shut down"),

@@ -7,6 +7,7 @@ for "cpu".
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from socket import gethostname
 from typing import Any, Protocol
@@ -62,6 +63,32 @@ class SymmMemory(Protocol):
         """Returns this rank's rows of the "sum" or "avg"."""
 
 
+class ZeroSmGathers(Protocol):
+    """NCCL's gathers by copy engines on a process group of their own, and memory that its ranks
+    have registered.
+    """
+
+    device: torch.device
+
+    @property
+    def stream(self) -> SideStream:
+        """A stream for copies of outputs."""
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Returns memory that is not registered yet, uint8[nbytes]."""
+
+    def register(self) -> None:
+        """Registers what was allocated last. All ranks must call it together."""
+
+    def start(self, source: Tensor, out: Tensor) -> Any:
+        """Starts a gather into registered memory, at the same place of it on all ranks. Returns a
+        handle: its `wait()` makes the current stream wait.
+        """
+
+    def deregister(self) -> None:
+        """Undoes `register`, for all memory. All ranks must call it together."""
+
+
 class Platform(Protocol):
     """One device type, as this process sees it."""
 
@@ -76,6 +103,14 @@ class Platform(Protocol):
     def side_stream(self) -> SideStream: ...
 
     def symm_memory(self) -> SymmMemory: ...
+
+    def zero_sm_obstacle(self) -> str | None:
+        """Why no process group of this torch has zero-SM gathers; None if they can be tried."""
+
+    def zero_sm_gathers(self, group: str, name: str, limit_s: float) -> ZeroSmGathers:
+        """Makes a process group `name` of the ranks of a group and connects it. All of them must
+        call this together; it raises RuntimeError if they do not connect within `limit_s` seconds.
+        """
 
     def bind_thread(self) -> Callable[[], None]:
         """Returns a function that makes another thread use this thread's device."""
@@ -103,6 +138,12 @@ class CudaPlatform:
 
     def symm_memory(self) -> SymmMemory:
         return _CudaSymmMemory()
+
+    def zero_sm_obstacle(self) -> str | None:
+        return compat.zero_sm_obstacle()
+
+    def zero_sm_gathers(self, group: str, name: str, limit_s: float) -> ZeroSmGathers:
+        return _CudaZeroSmGathers(group, name, limit_s)
 
     def bind_thread(self) -> Callable[[], None]:
         device = torch.cuda.current_device()
@@ -144,6 +185,40 @@ class _CudaSymmMemory:
 
     def reduce_scatter(self, source: Tensor, reduce_op: str, group: str) -> Tensor:
         return compat.low_contention_reduce_scatter(source, reduce_op, group)
+
+
+class _CudaZeroSmGathers:
+    def __init__(self, group: str, name: str, limit_s: float) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        compat.make_zero_sm_group(group, name, timedelta(seconds=limit_s))
+        # NCCL connects a group in its first collective, and registers only with those connected.
+        given, ranks = torch.ones(1, device=self.device), compat.process_group(name).size()
+        compat.start_all_gather(given, given.new_empty(ranks), name).wait()
+        torch.cuda.synchronize()
+        self._name, self._nccl = name, compat.registered_memory(name, self.device)
+        self._stream, self._pools = _CudaStream(torch.cuda.Stream()), list[torch.cuda.MemPool]()
+
+    @property
+    def stream(self) -> SideStream:
+        return self._stream
+
+    def allocate(self, nbytes: int) -> Tensor:
+        # A pool for each buffer: torch >= 2.15 registers only what a pool has at that time, and
+        # torch 2.13 would register more from the allocator, on some ranks only.
+        self._pools.append(torch.cuda.MemPool(self._nccl.mem_allocator))
+        with torch.cuda.use_mem_pool(self._pools[-1]):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def register(self) -> None:
+        self._nccl.register_mem_pool(self._pools[-1], symm=True)
+
+    def start(self, source: Tensor, out: Tensor) -> Any:
+        return compat.start_all_gather(source, out, self._name)
+
+    def deregister(self) -> None:
+        torch.cuda.synchronize()
+        while self._pools:
+            self._nccl.deregister_mem_pool(self._pools.pop())
 
 
 _platforms: dict[str, Platform] = {"cuda": CudaPlatform()}

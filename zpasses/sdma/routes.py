@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.runtime.gloo import all_gather
+from zpasses.sdma.platform import Platform, SideStream
 
 
 def gathered_shape(shape: Sequence[int], group_size: int) -> tuple[int, ...]:
@@ -46,6 +47,12 @@ class Route(ABC):
             resolve_contiguous(source), reduce_op, group_size, group
         )
         return result
+
+    def leave(self, group: str, timeout_s: float, platform: Platform) -> str | None:
+        """Give back what the route shares with other ranks, which all call this together. Returns a
+        reason if that was not possible.
+        """
+        return None
 
 
 class C10dRoute(Route):
@@ -84,6 +91,20 @@ class SideStreamWork(compat.Work):  # type: ignore[misc]  # torch's Work is an A
         self._event.wait()
         self._needs = ()
         return True
+
+
+def start_delivery(full: Tensor, source: Tensor, out: Tensor, stream: SideStream) -> None:
+    """Copy a gather that runs, uint8[bytes], into `out` on a stream. `wait_tensor` of `out` awaits
+    both.
+    """
+
+    def deliver() -> None:
+        # The stream waits for the gather, which removes it from the registry.
+        compat.functional.wait_tensor(full)
+        out.reshape(-1).view(torch.uint8).copy_(full)
+
+    stream.run(deliver)
+    compat.register_work(out, SideStreamWork(stream.record(), (full, source, out)))
 
 
 def raise_if_capturing(device: torch.device) -> None:

@@ -23,10 +23,10 @@ from zpasses.sdma.refusals import (
 )
 from zpasses.sdma.routes import (
     Route,
-    SideStreamWork,
     gathered_shape,
     raise_if_capturing,
     resolve_contiguous,
+    start_delivery,
 )
 
 _TRIAL_BYTES = 4096
@@ -95,15 +95,7 @@ class SymmRoute(Route):
     def all_gather_out(self, source: Tensor, group_size: int, group: str, out: Tensor) -> Tensor:
         if source.numel():
             full = self._gather(resolve_contiguous(source), group)
-            stream = self._memory.stream
-
-            def deliver() -> None:
-                # The stream waits for its own work, which removes the gather from the registry.
-                compat.functional.wait_tensor(full)
-                out.reshape(-1).view(torch.uint8).copy_(full)
-
-            stream.run(deliver)
-            compat.register_work(out, SideStreamWork(stream.record(), (full, source, out)))
+            start_delivery(full, source, out, self._memory.stream)
         return out
 
     def reduce_scatter(self, source: Tensor, reduce_op: str, group_size: int, group: str) -> Tensor:

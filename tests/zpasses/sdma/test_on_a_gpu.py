@@ -2,8 +2,8 @@
 
 torch refuses symmetric memory between processes on one device unless an environment variable allows
 it, and so does the vote. These tests set the variable and call the route directly. NCCL does not
-accept two ranks on one device, so the group uses gloo, which gathers no tensors of a GPU. Those of
-two processes have not run yet.
+accept two ranks on one device, so the group uses gloo, which gathers no tensors of a GPU, and its
+zero-SM gathers need two devices. Those of two processes have not run yet.
 """
 
 import pytest
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 
 from zpasses import compat
+from zpasses.sdma.platform import platform_of
 from zpasses.sdma.routes import C10dRoute, SideStreamWork, raise_if_capturing
 from zpasses.testing import run_in_fresh_ranks
 
@@ -56,8 +57,6 @@ def test_ops_and_fallback_equal_the_functional_collectives(single_rank):
 
 
 def test_a_side_stream_is_awaited_by_the_current_stream_and_not_by_the_cpu():
-    from zpasses.sdma.platform import platform_of
-
     platform = platform_of("cuda")
     stream = platform.side_stream()
     assert stream.handle != 0
@@ -164,7 +163,7 @@ def spans_beside_products(gather, part):
 def on_one_device():
     import zpasses
     from zpasses.ranks.agree import exchange
-    from zpasses.sdma.platform import CudaPlatform, platform_of
+    from zpasses.sdma.platform import CudaPlatform
     from zpasses.sdma.refusals import placement_obstacle
     from zpasses.sdma.symm_route import SymmRoute, probe
 
@@ -254,6 +253,58 @@ def test_copies_overlap_with_products(allowed):
         copies, products = each["spans"]["copies"], each["spans"]["products"]
         if not copies or not products:
             pytest.skip("the profiler records nothing of this device")
+        assert any(
+            start < other_end and other_start < end
+            for start, end in copies
+            for other_start, other_end in products
+        )
+
+
+# --- two devices ----------------------------------------------------------------------------------
+def on_two_devices():
+    import zpasses
+    from zpasses.sdma.lifecycle import available_routes
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group = compat.group_name(dist.new_group(backend="nccl"))
+    route = available_routes(group, device, 60).get("nccl_zero")
+    if route is None:
+        return {"refused": zpasses.sdma.init(group, timeout_s=60).reason}
+
+    def gather(part):
+        return route.all_gather([part], size, group)[0]
+
+    part = torch.full((64 << 20,), rank, dtype=torch.uint8, device=device)
+    out = torch.empty(size * part.numel(), dtype=torch.uint8, device=device)
+    wait(route.all_gather_out(part, size, group, out))
+    found = {
+        "wrong": wrong_values(gather, rank, size, DTYPES),
+        "given": out.view(size, -1).float().mean(dim=1).tolist(),
+        "busy": stays_busy(gather, part),
+        "spans": spans_beside_products(gather, part),
+    }
+    torch.cuda.synchronize()
+    return {**found, "left": route.leave(group, 60, platform_of("cuda"))}
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_zero_sm_gathers_run_on_copy_engines_beside_products():
+    outcomes = run_in_fresh_ranks(on_two_devices, timeout_s=240)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    for each in (outcome.result for outcome in outcomes):
+        if "refused" in each:
+            pytest.skip(each["refused"])
+        assert each["wrong"] == []
+        assert each["given"] == [0.0, 1.0]
+        assert each["busy"] == [True, True]
+        assert each["left"] is None
+        copies, products = each["spans"]["copies"], each["spans"]["products"]
+        if not copies and not products:
+            pytest.skip("the profiler records nothing of this device")
+        assert copies, "NCCL gathered by a kernel"
         assert any(
             start < other_end and other_start < end
             for start, end in copies

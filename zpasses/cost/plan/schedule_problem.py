@@ -37,7 +37,7 @@ from zpasses.cost.time.roofline import (
     copy_us,
     durations_us,
 )
-from zpasses.cost.time.route_figures import engine_obstacle, route_figures
+from zpasses.cost.time.route_figures import engine_obstacle, engine_route, route_figures
 from zpasses.cost.time.step_time import GraphTimings, Transfer, latency_of, transfer_of
 from zpasses.cost.time.target import Target
 from zpasses.graph.aliases import buffer_readers, memory_root, root_output
@@ -233,7 +233,7 @@ def problem_of(
         copy_engines: whether gathers may take the target's preferred copy-engine route.
     """
     items = [*movable_gathers(graph), *movable_reductions(graph), *host_copies(graph)]
-    route = target.routes[0] if copy_engines and target.routes else None
+    route = engine_route(target) if copy_engines else None
     return _Reader(graph, items, mode, target, second_group, route).read()
 
 

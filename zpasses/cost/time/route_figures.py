@@ -115,10 +115,18 @@ def planned_route(target: Target) -> str | None:
     It is mori where the hardware has it. Other routes have only been described, so they need
     measured figures.
     """
-    for route in target.routes[:1]:
-        if route == "mori" or route_figures(target)[route].source.startswith(_MEASURED):
+    figures = route_figures(target)
+    for route in target.routes:
+        if route == "mori" or figures[route].source.startswith(_MEASURED):
             return route
     return None
+
+
+def engine_route(target: Target) -> str | None:
+    """Returns the copy-engine route whose figures count for a target: the planned one, or else the
+    first that the hardware has.
+    """
+    return planned_route(target) or next(iter(target.routes), None)
 
 
 def engine_obstacle(ranks: Sequence[int], target: Target) -> str:
@@ -150,7 +158,8 @@ def _priors(target: Target) -> Mapping[str, RouteFigures]:
             latency_us, gb_s, beside.compute, beside.collective, **copied, source=source
         )
 
-    # Symmetric memory has two barriers and a copy in, as torch's code does.
+    # NCCL's zero-SM gathers have two barriers. Symmetric memory has a copy in, too, as torch's code
+    # does.
     known = {
         "c10d": figures(latency, bandwidth, by_kernels),
         "mori": figures(
@@ -160,6 +169,7 @@ def _priors(target: Target) -> Mapping[str, RouteFigures]:
             copied_full=1.0,
             copied_parts=1.0,
         ),
+        "nccl_zero": figures(2 * latency, bandwidth, by_engines),
         "symm_mem": figures(2 * latency, bandwidth, by_engines, copied_parts=1.0),
     }
     return {

@@ -29,7 +29,7 @@ from zpasses.cost.time.roofline import (
     nodes_of,
     ring_collective_us,
 )
-from zpasses.cost.time.route_figures import route_figures
+from zpasses.cost.time.route_figures import engine_route, route_figures
 from zpasses.cost.time.target import Target
 from zpasses.graph.host_copies import HostCopy, host_copy_of, is_host_wait
 from zpasses.graph.queries import (
@@ -266,7 +266,8 @@ def collective_timing(
     parts = _full_bytes(node, collective, len(group)) if full_bytes is None else [full_bytes]
     if by_engine is None:
         by_engine = is_copy_engine_collective(collective)
-    figures = route_figures(target).get(target.routes[0] if by_engine and target.routes else "c10d")
+    route = engine_route(target) if by_engine else None
+    figures = route_figures(target).get(route or "c10d")
     queue: Queue = (
         "groups" if compat.parent_group(collective.group) == collective.group else "beside"
     )
@@ -277,7 +278,7 @@ def collective_timing(
             channel=Channel("network" if nodes > 1 else "node", queue),
             issue_us=target.issue_us,
         )
-    if by_engine and target.routes:
+    if route is not None:
         took = copy_engine_launch_us(figures, collective.op, parts, ranks, target)
         queue = "engines"
     else:

@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import torch
 
+from zpasses import compat
 from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import field_types, parse_value
 
@@ -63,7 +64,8 @@ class Target:
     architecture: str = "cpu"
     """The compiler's name of the device: "gfx942", "gfx950", "sm90", ..., "cpu"."""
     routes: tuple[str, ...] = ()
-    """Copy-engine routes that this hardware has ("mori", "symm_mem"), the preferred one first."""
+    """Copy-engine routes that this hardware has ("mori", "nccl_zero", "symm_mem"), the
+    preferred one first."""
     issue_us: float = 0.0
     """Time for which the start of a collective keeps the device from computing: that of the host
     on a CPU, 0 where the host runs ahead of the device."""
@@ -114,7 +116,8 @@ class Target:
         """Returns the target that `ZPASSES_TARGET` names, else the target of this process's device.
 
         An accelerator without figures in `TARGETS` counts as an H100. A detected target has the
-        route mori only where mori is installed, so that nothing is planned for what cannot run.
+        route mori only where mori is installed, and nccl_zero only where NCCL has it, so that
+        nothing is planned for what cannot run.
         """
         named = os.environ.get(ENVIRONMENT_VARIABLE)
         if named:
@@ -128,10 +131,14 @@ class Target:
             properties.multi_processor_count,
             properties.total_memory,
         )
-        has_mori = importlib.util.find_spec("mori") is not None
+        missing = set()
+        if importlib.util.find_spec("mori") is None:
+            missing.add("mori")
+        if compat.zero_sm_obstacle() is not None:
+            missing.add("nccl_zero")
         return dataclasses.replace(
             found,
-            routes=tuple(each for each in found.routes if each != "mori" or has_mori),
+            routes=tuple(each for each in found.routes if each not in missing),
             ranks_per_node=torch.cuda.device_count(),
             memory_bytes=properties.total_memory,
         )
@@ -179,7 +186,7 @@ def _gpu(
     source: str,
     **host: Any,
 ) -> Target:
-    routes = ("mori", "symm_mem") if architecture in ("gfx942", "gfx950") else ("symm_mem",)
+    mori = ("mori",) if architecture in ("gfx942", "gfx950") else ()
     return Target(
         name,
         8,
@@ -194,7 +201,7 @@ def _gpu(
         5.0,
         source,
         architecture,
-        routes,
+        (*mori, "nccl_zero", "symm_mem"),
         **host,
     )
 

@@ -52,7 +52,7 @@ def test_priors_are_those_of_the_fit():
     rccl = route_figures(TARGETS["mi355x"])["c10d"].gb_s
     assert rccl / TARGETS["mi355x"].link_gb_s == pytest.approx(amd.link_efficiency, abs=0.005)
 
-    by_nccl, by_engines = beside("h100", "c10d"), beside("h100", "symm_mem")
+    by_nccl, by_engines = beside("h100", "c10d"), beside("h100", "nccl_zero")
     assert by_nccl.compute_slowdown == pytest.approx(nvidia.compute_slowdown, abs=0.005)
     assert by_engines.compute_slowdown == pytest.approx(nvidia.engine_compute_slowdown, abs=0.005)
     nccl = route_figures(TARGETS["h100"])["c10d"].gb_s
@@ -67,7 +67,7 @@ def test_priors_repeat_the_micro_benchmarks_that_they_are_fitted_to():
         took = together(product, ms, beside("mi355x", route))
         assert (product + ms) / took == pytest.approx(speedup, abs=0.005)
     gather = 7 * 2**26 / (fit_nvidia().link_efficiency * TARGETS["h100"].link_gb_s * 1e6)
-    for route, took in (("c10d", H100_NCCL), ("symm_mem", H100_ENGINES)):
+    for route, took in (("c10d", H100_NCCL), ("nccl_zero", H100_ENGINES)):
         found = together(H100_SEQUENTIAL - gather, gather, beside("h100", route))
         assert found == pytest.approx(took, abs=0.05)
 

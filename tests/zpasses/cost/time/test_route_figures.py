@@ -57,7 +57,7 @@ def test_measured_figures_replace_priors_of_their_architecture(tmp_path, monkeyp
     assert measured.source == "measured: gfx942 mori=1.2.4 torch=2.13.0"
     assert "uncalibrated" in route_figures(TARGETS["mi300x"]).get("c10d").source
     assert "uncalibrated" in route_figures(TARGETS["mi355x"]).get("mori").source
-    assert set(route_figures(TARGETS["h100"])) == {"c10d", "symm_mem"}
+    assert set(route_figures(TARGETS["h100"])) == {"c10d", "nccl_zero", "symm_mem"}
 
 
 def test_figures_of_this_torch_come_before_those_of_another(tmp_path, monkeypatch):

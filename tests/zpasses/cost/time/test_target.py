@@ -92,8 +92,9 @@ def test_gfx942_devices_are_distinguished_without_a_name(units, gib, name):
 def test_targets_say_which_copy_engine_routes_they_have():
     assert zpasses.Target is Target
     for name in ("mi300x", "mi308x", "mi355x"):
-        assert TARGETS[name].routes == ("mori", "symm_mem")
-    assert (TARGETS["h100"].routes, TARGETS["cpu"].routes) == (("symm_mem",), ())
+        assert TARGETS[name].routes == ("mori", "nccl_zero", "symm_mem")
+    routes = TARGETS["h100"].routes, TARGETS["cpu"].routes
+    assert routes == (("nccl_zero", "symm_mem"), ())
     names = ("mi300a", "mi325x", "mi355x", "h100")
     architectures = [TARGETS[name].architecture for name in names]
     assert architectures == ["gfx942", "gfx942", "gfx950", "sm90"]
@@ -133,7 +134,8 @@ def test_uuid_of_a_pass_changes_with_the_target(monkeypatch):
 
 
 @pytest.mark.parametrize("has_mori", [False, True])
-def test_a_detected_target_has_mori_only_where_it_is_installed(monkeypatch, has_mori):
+@pytest.mark.parametrize("obstacle", [None, "NCCL 2.28"])
+def test_a_detected_target_has_only_routes_that_this_machine_has(monkeypatch, has_mori, obstacle):
     device = SimpleNamespace(
         name="AMD Instinct MI300X",
         gcnArchName="gfx942:sramecc+:xnack-",
@@ -149,8 +151,11 @@ def test_a_detected_target_has_mori_only_where_it_is_installed(monkeypatch, has_
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if has_mori else None)
+    monkeypatch.setattr("zpasses.compat.zero_sm_obstacle", lambda: obstacle)
     found = Target.detect()
     assert planned_route(found) == ("mori" if has_mori else None)
+    assert ("nccl_zero" in found.routes) == (obstacle is None)
+    assert "symm_mem" in found.routes
     assert Target.parse(str(found)) == dataclasses.replace(found, routes=TARGETS["mi300x"].routes)
     # A named target is planned for whatever is installed here.
     assert planned_route(Target.parse("mi300x")) == "mori"
