@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import fake_zero_sm
 from tests.fake_mori import Settings, installed
 from tests.programs import forked_or_started, run_program
 from zpasses.cost.time.route_figures import calibrated_figures, route_figures
 from zpasses.cost.time.target import TARGETS
 from zpasses.testing import run_on_ranks
-from zpasses.tools.calibrate import Sample, fit, main, measure, write
+from zpasses.tools.calibrate import Sample, _versions, fit, main, measure, write
 
 MIB = 1 << 20
 
@@ -80,6 +81,24 @@ def measured():
     group = dist.group.WORLD.group_name
     with installed(Settings(latency_s=0.02)):
         return measure(group, torch.device("cpu"), [64 << 10, 4 * MIB], repeat=2, matrix=64)
+
+
+def test_figures_belong_to_the_versions_that_a_route_depends_on(monkeypatch):
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 30, 7))
+    assert _versions(["c10d", "symm_mem"]) == {"torch": str(torch.__version__)}
+    assert _versions(["c10d", "nccl_zero"])["nccl"] == "2.30.7"
+
+
+def measured_with_nccl():
+    with fake_zero_sm.installed():
+        return measure("0", torch.device("cpu"), [64 << 10, 4 * MIB], repeat=1, matrix=64)
+
+
+@pytest.mark.processes
+def test_zero_sm_gathers_of_real_ranks_are_measured():
+    first, _ = run_on_ranks(measured_with_nccl)
+    found = {each.full_bytes for each in first if each.route == "nccl_zero"}
+    assert found == {64 << 10, 4 * MIB}
 
 
 @pytest.mark.processes

@@ -23,6 +23,7 @@ VERSION = ".".join(torch.__version__.split(".")[:2])
 
 _OWNERS = {
     "_adjust_lr": "torch.optim._muon",
+    "_allgather_base": "torch.distributed.ProcessGroup",
     "_backend_fns": "torch._library.custom_ops.CustomOpDef",
     "_backward_hooks": "torch.Tensor",
     "_call_impl": "torch.nn.Module",
