@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from zpasses import compat
 from zpasses.errors import AgreementError
@@ -163,7 +163,7 @@ class _Buffers:
             return None
         self._free.remove(fitting[0])
         buffer = self._all[fitting[0]]
-        lent: Tensor = from_dlpack(to_dlpack(buffer.memory[:nbytes]))
+        lent: Tensor = from_dlpack(buffer.memory[:nbytes])
         buffer.is_back = compat.storage_freed_check(lent)
         return lent
 
