@@ -34,7 +34,6 @@ from zpasses import compat
 from zpasses.cost.time.route_figures import engine_obstacle, engine_route, route_figures
 from zpasses.cost.time.step_time import Timeline
 from zpasses.cost.time.target import Target, current_target
-from zpasses.errors import OptionError
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.queries import Collective, collective_of, value_of
 from zpasses.graph.tags import params_of
@@ -47,15 +46,7 @@ log = logging.getLogger("zpasses")
 
 _MIB = 1 << 20
 
-Outcome = Literal[
-    "replaced",
-    "too small",
-    "too little overlap",
-    "group",
-    "dtype",
-    "route missing",
-    "other ranks",
-]
+Outcome = Literal["replaced", "no gain", "group", "dtype", "route missing", "other ranks"]
 
 
 @dataclass(frozen=True)
@@ -69,10 +60,6 @@ class Decision:
     """Name of the process group."""
     route: str = ""
     """The copy-engine route that was considered: the one that the target prefers."""
-    gather_us: float = 0.0
-    """Predicted time of the gather by that route, in microseconds."""
-    compute_us: float = 0.0
-    """Predicted time of the compute between its start and its wait, in microseconds."""
     gain_us: float = 0.0
     """Predicted reduction of the graph's time compared with the functional collective, in
     microseconds.
@@ -84,31 +71,15 @@ class Decision:
 
 @dataclass(frozen=True)
 class Sdma(Pass):
-    """Replace all-gathers that compute hides by copy-engine all-gathers."""
+    """Replace all-gathers by copy-engine all-gathers where that is faster."""
 
     name: ClassVar[str] = "sdma"
     level: ClassVar[Level] = Level.PARTITIONED
     facts: ClassVar[Facts] = Facts(votes=True, uses_engines=True)
 
-    min_mb: float = 16.0
-    """Smallest size of one rank's part of a gather, in MiB. Smaller gathers stay, because copy
-    engines take longer to start.
-    """
-    min_hidden: float = 0.5
-    """Smallest fraction of a gather's time that the compute between its start and its wait must
-    cover; 0 also replaces gathers that no compute hides.
-    """
-
-    def __post_init__(self) -> None:
-        if not self.min_mb >= 0:
-            raise OptionError(
-                f"pass {self.name!r}, option 'min_mb': got {self.min_mb}; expected MiB >= 0."
-            )
-        if not self.min_hidden >= 0:
-            raise OptionError(
-                f"pass {self.name!r}, option 'min_hidden': got {self.min_hidden}; expected a "
-                "fraction of a gather's time, >= 0."
-            )
+    gathers: Literal["gaining", "all"] = "gaining"
+    """Which gathers are replaced: those with which the predicted time of the graph gets shorter, or
+    `all` that a copy engine can run."""
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of gathers replaced."""
@@ -162,30 +133,16 @@ class Sdma(Pass):
         opaque = [value.dtype for value in _inputs(node) if value.is_quantized]
         if opaque:
             return decision("dtype", f"{opaque[0]} is not plain bytes")
-        if collective.nbytes < self.min_mb * _MIB:
-            return decision(
-                "too small", f"{collective.nbytes / _MIB:.3g} of {self.min_mb:g} MiB per rank"
-            )
-        gather, compute = timeline.timing(node, True).duration_us, timeline.compute_until_wait(node)
+        took = timeline.timing(node, True).duration_us
         gain = timeline.run(replaced).total_us - timeline.run(replaced | {node}).total_us
-        figures = {
-            "route": route,
-            "gather_us": gather,
-            "compute_us": compute,
-            "gain_us": gain,
-        }
-        timing = (
-            f"{collective.nbytes / _MIB:.3g} MiB per rank in {gather:.0f} us by "
-            f"{route}, overlapping {compute:.0f} us of compute"
-        )
-        if compute < self.min_hidden * gather:
-            return decision("too little overlap", timing, **figures)
-        if self.min_hidden and gain <= 0:
-            return decision("too little overlap", f"{timing}, would lose {-gain:.0f} us", **figures)
+        taken = gain > 0 or self.gathers == "all"
+        effect = f"{'gain' if gain > 0 else 'lose'}{'s' if taken else ''} {abs(gain):.0f} us"
         return decision(
-            "replaced",
-            f"{timing}, {'gains' if gain > 0 else 'loses'} {abs(gain):.0f} us",
-            **figures,
+            "replaced" if taken else "no gain",
+            f"{collective.nbytes / _MIB:.3g} MiB per rank in {took:.0f} us by {route}, "
+            f"{'' if taken else 'would '}{effect}",
+            route=route,
+            gain_us=gain,
         )
 
 

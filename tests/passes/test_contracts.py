@@ -34,7 +34,7 @@ from zpasses.testing.strategies import param_lists
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 LOWER = [f"gather-params,reduce-grads{{form={form}}}" for form in ("reduce_scatter", "all_reduce")]
-SDMA = "sdma{min_mb=0,min_hidden=0}"
+SDMA = "sdma{gathers=all}"
 BUCKETS = [
     f"schedule{{plan=single,mode={mode},memory_budget=1GiB}}" for mode in ("coalesced", "flat")
 ]
@@ -212,12 +212,7 @@ def test_graphs_of_other_libraries_are_rewritten(text, dtype, gathers):
         ("schedule{budget=5%}", r"pass 'schedule' has no option 'budget'"),
         ("schedule{plan=two-ahead}", r"got 'two-ahead' .*'auto' or 'one-ahead' or 'single'"),
         ("schedule{mode=flatt}", r"option 'mode': got 'flatt' .*'auto' or 'coalesced' or 'flat'"),
-        ("sdma{min_mb=-1}", r"option 'min_mb': got -1.0; expected MiB >= 0"),
-        (
-            "sdma{min_hidden=-0.1}",
-            r"'min_hidden': got -0.1; expected a fraction of a gather's time",
-        ),
-        ("sdma{min_hidden=yes}", r"option 'min_hidden': got 'yes' \(str\); expected float"),
+        ("sdma{gathers=large}", r"option 'gathers': got 'large' .*'gaining' or 'all'"),
     ],
 )
 def test_wrong_options_say_what_is_expected(text, message):

@@ -39,7 +39,7 @@ from zpasses.testing.strategies import joint_recipes
 BF16 = torch.bfloat16
 FORMATS = ("int8", "fp8", "mxfp8")
 ALL = {"exact_below_kib": 0.0}
-SDMA = "sdma{min_mb=0,min_hidden=0}"
+SDMA = "sdma{gathers=all}"
 TAILS = [
     "schedule{plan=single,mode=coalesced,memory_budget=1GiB}",
     "schedule{plan=single,mode=flat,memory_budget=1GiB}",

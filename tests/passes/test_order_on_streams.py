@@ -33,7 +33,7 @@ PIPELINES = [
     LOWER % "all_reduce" + ",schedule{plan=one-ahead,mode=flat,memory_budget=1GiB}",
     LOWER % "reduce_scatter" + ",schedule{plan=one-ahead,mode=flat,memory_budget=1GiB}",
     LOWER % "reduce_scatter"
-    + ",schedule{plan=one-ahead,mode=coalesced,memory_budget=1GiB},sdma{min_mb=0,min_hidden=0}",
+    + ",schedule{plan=one-ahead,mode=coalesced,memory_budget=1GiB},sdma{gathers=all}",
 ]
 ELSEWHERE = {"flatten-on-device"}
 """Passes of graphs that are no training steps; they have tests of their own below."""

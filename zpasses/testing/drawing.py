@@ -30,7 +30,6 @@ VALUES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "cap_mb": (0.0, 0.0001, 0.0003, 0.001),
         "memory_budget": ("0%", "10%", "1000%", "1MiB"),
     },
-    "sdma": {"min_mb": (0.0, 0.0001), "min_hidden": (0.0, 1.0)},
 }
 """Pass -> option that is a number or a text -> values to draw in addition to its default. Values of
 other options follow from their types.

@@ -154,7 +154,7 @@ def test_copy_engine_gathers_have_the_route_and_the_times_that_the_pass_compared
         trace = Describer(target).graph("joint")
         before = trace.snapshot(gm.graph, 0)
         with use_target(target):
-            Pipeline.parse("sdma{min_mb=0,min_hidden=0}")(gm.graph)
+            Pipeline.parse("sdma{gathers=all}")(gm.graph)
         after = trace.snapshot(gm.graph, 1)
         expected = Timeline(gm.graph, target).run().collective_us
     replaced = [

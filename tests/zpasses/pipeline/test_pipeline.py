@@ -93,7 +93,10 @@ def test_text_is_read_as_passes_with_options():
             r"'zero3' is a named pipeline, which has no option 'max_hold_mb'; give options of its "
             r"passes, such as merge-reads.option=value. It is merge-reads\{max_hold_mb=1.0\}",
         ),
-        ("zero3{sdma.min_mb=1}", r"which has no option 'sdma.min_mb'; give options of its passes"),
+        (
+            "zero3{sdma.gathers=all}",
+            r"which has no option 'sdma.gathers'; give options of its passes",
+        ),
         ("zero3{merge-reads.hold=1}", r"pass 'merge-reads' has no option 'hold'"),
         ("gather-params,", r"cannot parse 'gather-params,'; expected passes separated by commas"),
         (
@@ -196,8 +199,7 @@ CHANGED = {
     "plan": "single",
     "copy_engines": "on",
     "part": "average",
-    "min_mb": 7.0,
-    "min_hidden": 0.7,
+    "gathers": "all",
 }
 
 

@@ -60,7 +60,7 @@ def _votes_and_log(pipeline, window):
 
 
 BUCKETS = f"{GATHER_AND_REDUCE},schedule{{copy_engines=off}},defer-reduction"
-COPY_ENGINES = f"{GATHER_AND_REDUCE},sdma{{min_mb=0,min_hidden=0}},defer-reduction"
+COPY_ENGINES = f"{GATHER_AND_REDUCE},sdma{{gathers=all}},defer-reduction"
 FLATTENING = f"{GATHER_AND_REDUCE},flatten-on-device{{group=0,free_bytes=1000000}},defer-reduction"
 
 

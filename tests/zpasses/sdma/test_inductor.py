@@ -191,7 +191,7 @@ def test_graphs_of_other_libraries_are_swapped_in_inductors_hook(monkeypatch):
         ("tensor_parallel", tensor_parallel, 8),
     ):
         watch = Watch()
-        hook = Pipeline((Sdma(min_mb=0.0, min_hidden=0.0), watch))
+        hook = Pipeline((Sdma("all"), watch))
         torch._dynamo.reset()
         monkeypatch.delitem(lowering.lowerings, SDMA_ALL_GATHER, raising=False)
         with (

@@ -17,7 +17,7 @@ SINGLE = f"{PLAIN},schedule{{plan=one-ahead,cap_mb=0,copy_engines=off}}"
 MERGED = "schedule{{plan=one-ahead,mode={},memory_budget=1GiB,copy_engines=off}}"
 COALESCED = f"{PLAIN},{MERGED.format('coalesced')},defer-reduction"
 FLAT = f"{PLAIN},{MERGED.format('flat')}"
-REPLACE_GATHERS = ",sdma{min_mb=0,min_hidden=0}"
+REPLACE_GATHERS = ",sdma{gathers=all}"
 GAINING = "mi300x,launch_us=0.01,hop_us=0.01,link_gb_s=0.02"
 """A target whose engines gain whatever the size of a gather."""
 

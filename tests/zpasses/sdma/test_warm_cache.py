@@ -45,7 +45,7 @@ def hooked(cases):
         torch._dynamo.reset()
         counters.clear()
         part = torch.arange(64.0).reshape(8, 8) + dist.get_rank()
-        hook = Pipeline((Sdma(min_mb=0.0, min_hidden=0.0),))
+        hook = Pipeline((Sdma("all"),))
         with (
             installed(settings) as fake,
             use_target(Target.parse(target)),

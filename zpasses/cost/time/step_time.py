@@ -172,19 +172,6 @@ class Timeline:
             self._timings[key] = self._of_graph.of(node, transfer, by_engine=key[1])
         return self._timings[key]
 
-    def compute_until_wait(self, started: fx.Node) -> float:
-        """Returns the duration of the kernels between a collective and its first wait, in us."""
-        events = iter(self._events.values())
-        for event in events:
-            if event.starts is started:
-                break
-        total = 0.0
-        for event in events:
-            if event.awaits is started:
-                return total
-            total += event.work_us
-        return 0.0
-
     def _add(self, node: fx.Node, work: float) -> None:
         transfer = transfer_of(node)
         if is_wait(node) or is_host_wait(node):
