@@ -55,17 +55,6 @@ _TIERS: tuple[Tier, ...] = ("plain", "distributed", "host")
 _HEADROOM = 0.1
 """Fraction of the device's free memory that stays unused."""
 
-TIER_DECISION_KEY = "zpasses_flatten"
-"""Key in the `meta` of a flat buffer's node that holds its TierDecision."""
-
-
-@dataclass(frozen=True)
-class TierDecision:
-    """Which tier makes one flat buffer, and why."""
-
-    tier: Tier
-    reason: str
-
 
 @dataclass(frozen=True)
 class FlattenOnDevice(Pass):
@@ -129,27 +118,27 @@ class FlattenOnDevice(Pass):
         ]
         if not plans:
             return 0
-        for plan, choice in zip(plans, self._choose(plans), strict=True):
+        for plan, (tier, reason) in zip(plans, self._choose(plans), strict=True):
             flat = plan.flattening.move
             dtype = str(plan.flattening.dtype).removeprefix("torch.")
             what = f"{dtype}[{plan.flattening.numel}] of {len(plan.flattening.names)} tensors"
-            note(f"{self.name}: {what} flattened as {choice.tier}: {choice.reason}")
-            if choice.tier != "host":
-                flat = plan.apply(graph, choice.tier)
-            add_tag(flat, plan.tag(f"{choice.tier}: {choice.reason}"))
-            flat.meta[TIER_DECISION_KEY] = choice
+            note(f"{self.name}: {what} flattened as {tier}: {reason}")
+            if tier != "host":
+                flat = plan.apply(graph, tier)
+            add_tag(flat, plan.tag(f"{tier}: {reason}"))
         return sum(plan.applied for plan in plans)
 
     # --- choosing ---------------------------------------------------------------------------------
-    def _choose(self, plans: Sequence[FlattenPlan]) -> list[TierDecision]:
+    def _choose(self, plans: Sequence[FlattenPlan]) -> list[tuple[Tier, str]]:
+        """Returns the tier of each flat buffer, and why."""
         if self.tier != "auto":
-            return [TierDecision(self.tier, "requested") for _ in plans]
+            return [(self.tier, "requested") for _ in plans]
         mine = [
             self._local_vote(plan, sum(each.flattening.nbytes for each in plans[:i]))
             for i, plan in enumerate(plans)
         ]
         if not self.group:
-            return [TierDecision(_TIERS[tier], reason) for tier, reason in mine]
+            return [(_TIERS[tier], reason) for tier, reason in mine]
         sizes = ", ".join(f"{plan.flattening.dtype}[{plan.flattening.numel}]" for plan in plans)
         # A rank may recompile for a new batch shape when the other ranks do not. Inside a compile,
         # the answer for the same graph is therefore remembered.
@@ -164,9 +153,7 @@ class FlattenOnDevice(Pass):
             merge=lambda votes: [max(column) for column in zip(*votes, strict=True)],
         )
         said = "rank {}: {}" if has_other_ranks(self.group) else "{1}"
-        return [
-            TierDecision(_TIERS[tier], said.format(-rank, reason)) for tier, rank, reason in worst
-        ]
+        return [(_TIERS[tier], said.format(-rank, reason)) for tier, rank, reason in worst]
 
     def _local_vote(self, plan: FlattenPlan, spent: int) -> tuple[int, str]:
         free = (

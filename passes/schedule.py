@@ -38,7 +38,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.cost.memory.collective_moves import equal_liveness
 from zpasses.cost.memory.liveness import NOTABLE_BYTES
-from zpasses.cost.plan.bound import schedule_bound
+from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.bucket_keys import compatibility_key
 from zpasses.cost.plan.plan_improvement import choose_routes, engine_launches
 from zpasses.cost.plan.schedule_evaluation import Action, Cost, Plan, evaluate, launch_cost
@@ -174,10 +174,6 @@ class Schedule(Pass):
             copy_engines=self._uses_engines(),
         )
 
-    @property
-    def _cap_bytes(self) -> float:
-        return self.cap_mb * _MIB
-
     def choose(self, problem: ScheduleProblem) -> Planned:
         """Returns the plan that this rank would make."""
         limit, most = memory_limit(problem, self._budget()), self._budget().most_bytes
@@ -187,10 +183,10 @@ class Schedule(Pass):
             ours = planned.plan, planned.cost
             plans = sorted((ours, *planned.simple), key=lambda each: each[1].total_us)
         else:
-            simple = list(simple_plans(problem, self.plan, self._cap_bytes))
+            simple = list(simple_plans(problem, self.plan, self.cap_mb * _MIB))
             plans = (self._with_routes(problem, each, limit) for each in simple)
             last = simple[-1], evaluate(problem, simple[-1])
-            planned = Planned(*last, schedule_bound(problem), limit, len(simple))
+            planned = Planned(*last, schedule_bound_us(problem), limit)
         found = self._first_fitting(problem, plans, limit if most is None else most)
         return planned if found is None else replace(planned, plan=found[0], cost=found[1])
 
@@ -268,7 +264,7 @@ def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
     return (
         f"{len(problem.jobs):,} collectives in launches: {gathers:,} of gathers and "
         f"{len(adopted.launches) - gathers:,} of reductions; {by_engine}predicted "
-        f"{cost.total_us / 1e3:,.2f} ms, bound {planned.bound.total_us / 1e3:,.2f} ms{without}; "
+        f"{cost.total_us / 1e3:,.2f} ms, bound {planned.bound_us / 1e3:,.2f} ms{without}; "
         f"peak {cost.peak_bytes / _MIB:,.1f} of {planned.limit_bytes / _MIB:,.1f} MiB"
     )
 

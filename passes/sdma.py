@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import fx
@@ -58,12 +58,6 @@ class Decision:
     reason: str
     group: str
     """Name of the process group."""
-    route: str = ""
-    """The copy-engine route that was considered: the one that the target prefers."""
-    gain_us: float = 0.0
-    """Predicted reduction of the graph's time compared with the functional collective, in
-    microseconds.
-    """
 
     def __str__(self) -> str:
         return f"{self.outcome}: {self.reason}"
@@ -121,8 +115,8 @@ class Sdma(Pass):
         replaced: set[fx.Node],
         target: Target,
     ) -> Decision:
-        def decision(outcome: Outcome, reason: str, **figures: Any) -> Decision:
-            return Decision(node, outcome, reason, collective.group, **figures)
+        def decision(outcome: Outcome, reason: str) -> Decision:
+            return Decision(node, outcome, reason, collective.group)
 
         route = engine_route(target)
         if route is None:
@@ -141,8 +135,6 @@ class Sdma(Pass):
             "replaced" if taken else "no gain",
             f"{collective.nbytes / _MIB:.3g} MiB per rank in {took:.0f} us by {route}, "
             f"{'' if taken else 'would '}{effect}",
-            route=route,
-            gain_us=gain,
         )
 
 

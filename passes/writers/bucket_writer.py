@@ -61,6 +61,7 @@ def merge_collectives(
     """
     writer = _BucketWriter(graph, items, number, origin)
     _WRITERS[items[0].is_gather, mode](writer)
+    writer.erase_members()
     made = writer.made
     split = next((at for at, node in enumerate(made) if is_wait(node)), len(made))
     waits = made[split:] or [item.wait for item in items]
@@ -139,7 +140,6 @@ class _BucketWriter:
             full = edit.call(aten.view.default, part, list(shape))
             self._replace_result(full, item)
             offset += count
-        self._erase_members()
 
     def _gather_at(self) -> Editor:
         first = self.items[0].started
@@ -209,7 +209,6 @@ class _BucketWriter:
                 part = edit.call(aten.view.default, part, list(value.shape))
             self._replace_result(part, item)
             offset += count
-        self._erase_members()
 
     def _reduce_flat_reduce_scatter(self, edit: Editor) -> None:
         """Pack the bucket so that each rank's block consists of its block of every gradient. The
@@ -230,7 +229,6 @@ class _BucketWriter:
             part = edit.call(aten.slice.Tensor, reduced, 0, offset, offset + value.numel())
             self._replace_result(edit.call(aten.view.default, part, list(value.shape)), item)
             offset += value.numel()
-        self._erase_members()
 
     def _reduce_flat_records(self, edit: Editor) -> None:
         """As `_reduce_flat_reduce_scatter`, for records that ranks exchange: what arrives is one
@@ -250,7 +248,6 @@ class _BucketWriter:
             add_tag(part, Tag("reduced", item.tag.params, 0, self._number, self._origin))
             self._replace_result(edit.call(aten.view.default, part, [-1]), item)
             offset += size
-        self._erase_members()
 
     def _packed_by_rank(self, edit: Editor) -> fx.Node:
         parts = [self._reshaped(edit, item, [self.ranks, -1]) for item in self.items]
@@ -310,7 +307,6 @@ class _BucketWriter:
             if at:
                 after.append(item.wait)
                 after = item.wait
-        self._erase_members()
 
     def _replace_result(self, node: fx.Node, item: SchedulableCollective) -> None:
         """Replace the result of `item` by `node`, which holds the same value."""
@@ -319,7 +315,7 @@ class _BucketWriter:
             add_tag(node, replace(tag, bucket=self._number, origin=self._origin))
         item.wait.replace_all_uses_with(node)
 
-    def _erase_members(self) -> None:
+    def erase_members(self) -> None:
         """Erase the members' own collectives. Runs last, because the first member's nodes mark
         where new nodes are inserted.
         """

@@ -22,8 +22,8 @@ from tests.graphs import expect_listing, few_examples
 from zpasses import AgreementError, OptionError, PassError
 from zpasses.cost.memory import device_memory
 from zpasses.graph.queries import calls, collectives
+from zpasses.graph.tags import tagged
 from zpasses.passes import FlattenOnDevice
-from zpasses.passes.flatten_on_device import TIER_DECISION_KEY
 from zpasses.passes.writers.flatten_patterns import find_flattenings
 from zpasses.pipeline.events import observe_graphs
 from zpasses.ranks.vote import vote_timeout
@@ -46,8 +46,9 @@ def host_concatenations(gm):
 
 
 def choices(gm):
-    made = [node.meta.get(TIER_DECISION_KEY) for node in gm.graph.nodes]
-    return [each for each in made if each is not None]
+    """The tier of each flat buffer, and its reason."""
+    notes = [tag.note for _, tag in tagged(gm.graph, "flat") if tag.note]
+    return [tuple(note.split(": ", 1)) for note in notes]
 
 
 def choice(gm):
@@ -290,22 +291,22 @@ def flat_of_products(*tensors):
 def test_tier_is_the_first_that_fits(fn, where, usable_mib, tier):
     auto = FlattenOnDevice(group="0", replicated=True, free_bytes=free_for(usable_mib))
     tensors = on_device(*HOST_TENSORS) if where == "device" else HOST_TENSORS
-    made = choice(rewritten(trace(fn, tensors), auto, 4, 0))
-    assert made.tier == tier
+    made, reason = choice(rewritten(trace(fn, tensors), auto, 4, 0))
+    assert made == tier
     if where != "device":
-        assert made.reason.startswith("plain needs 8.0 MiB, distributed needs 5.0 MiB; ")
+        assert reason.startswith("plain needs 8.0 MiB, distributed needs 5.0 MiB; ")
 
 
 def test_buffers_of_one_graph_share_the_memory():
     gm = trace(lambda a, b: (flatten(a, b), flatten(b, a)), HOST_TENSORS)
     graph = rewritten(gm, FlattenOnDevice(free_bytes=10 * MIB))
-    assert [each.tier for each in choices(graph)] == ["plain", "host"]
+    assert [tier for tier, _ in choices(graph)] == ["plain", "host"]
 
 
 def test_without_replicated_values_nothing_is_gathered():
     auto = FlattenOnDevice(group="0", free_bytes=7 * MIB)
     graph = rewritten(trace(flatten, HOST_TENSORS), auto, 4, 0)
-    assert choice(graph).tier == "host"
+    assert choice(graph)[0] == "host"
     assert not list(collectives(graph.graph))
 
 
@@ -313,12 +314,12 @@ def test_free_memory_of_the_device_is_queried(monkeypatch):
     """If it is unknown, the host form stays."""
     asked = []
     monkeypatch.setattr(device_memory, "free_bytes", lambda each: asked.append(each) or 100 * MIB)
-    assert choice(rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice())).tier == "plain"
+    assert choice(rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice()))[0] == "plain"
     assert asked == [CUDA]
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: None)
     graph = rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice())
-    assert choice(graph).tier == "host"
-    assert "the free memory of cuda:0 is unknown; set free_bytes=..." in choice(graph).reason
+    assert choice(graph)[0] == "host"
+    assert "the free memory of cuda:0 is unknown; set free_bytes=..." in choice(graph)[1]
     assert "host: the free memory of" in listing(graph)
 
 
@@ -331,7 +332,7 @@ def test_tier_and_reason_are_logged(caplog):
         "943718 bytes of 1.0 MiB free are usable"
     )
     # The host form is not planned again.
-    assert choice(rewritten(gm, FlattenOnDevice(free_bytes=100 * MIB))).tier == "host"
+    assert choice(rewritten(gm, FlattenOnDevice(free_bytes=100 * MIB)))[0] == "host"
 
 
 def test_free_memory_of_the_host_is_that_of_the_machine():
@@ -404,7 +405,7 @@ def _votes():
     if rank == 0:
         dist.barrier()
     assert FlattenOnDevice().uuid() == FlattenOnDevice().uuid()
-    return [(made.tier, made.reason) for made in seen], FlattenOnDevice().uuid(), PLAIN.uuid()
+    return seen, FlattenOnDevice().uuid(), PLAIN.uuid()
 
 
 def _compiles_on_one_rank(rank):

@@ -188,9 +188,8 @@ def test_a_gather_that_pays_is_swapped_and_one_that_cannot_hide_is_not():
         quick, slow = decide(graph, "mi300x"), decide(graph, "mi300x,tflops=1")
     assert [each.outcome for each in quick] == ["no gain"] * 2
     assert [each.outcome for each in slow] == ["no gain", "replaced"]
-    assert slow[1].gain_us > 0
-    assert slow[1].route in ("mori", "nccl_zero")
-    assert "32 MiB per rank in " in slow[1].reason
+    assert slow[1].reason.startswith("32 MiB per rank in ")
+    assert " us by mori, gains " in slow[1].reason
 
 
 @fewer

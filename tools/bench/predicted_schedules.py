@@ -22,7 +22,7 @@ from zpasses.compat.inductor_overlap import (
     schedule_by_inductor,
 )
 from zpasses.cost.memory.liveness import liveness
-from zpasses.cost.plan.bound import schedule_bound
+from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.time.clock import Clock, CollectiveTiming
 from zpasses.cost.time.roofline import compute_us
 from zpasses.cost.time.step_time import (
@@ -281,7 +281,7 @@ def _budgeted(step: Step, target: Target) -> SchedulePoint:
 
 
 def _bounds_ms(step: Step) -> list[float]:
-    return [schedule_bound(Schedule().problem(graph)).total_us / 1e3 for graph in step.graphs]
+    return [schedule_bound_us(Schedule().problem(graph)) / 1e3 for graph in step.graphs]
 
 
 _Scheduler = Callable[[fx.GraphModule], fx.GraphModule]

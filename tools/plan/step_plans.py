@@ -25,7 +25,7 @@ from zpasses.backend.step_trials import (
     StepTrials,
     full_params,
 )
-from zpasses.cost.plan.bound import schedule_bound
+from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import KeptParam
 from zpasses.cost.time.route_figures import planned_route
 from zpasses.cost.time.target import Target, use_target
@@ -356,7 +356,7 @@ class _Planner:
             for job in problem.jobs
             if job.is_gather and names.issuperset(problem.items[job.number].tag.params)
         }
-        return replace(found, bound_us=schedule_bound(problem.without(gone)).total_us)
+        return replace(found, bound_us=schedule_bound_us(problem.without(gone)))
 
     def _figures(self, gm: fx.GraphModule, predictor: Predictor) -> GraphFigures:
         found = predictor.predicted(gm.graph, scheduled=True)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.plan.bound import schedule_bound
+from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import (
     KeptParam,
     Repetition,
@@ -384,7 +384,7 @@ def _offloaded(graphs: Graphs, names: frozenset[str]) -> Graphs:
 
 
 def _bound_us(step: StepProblem) -> float:
-    return step.mean_us(lambda problem: schedule_bound(problem).total_us)
+    return step.mean_us(schedule_bound_us)
 
 
 def _mark_as_partitioned(joint: fx.Graph, graphs: Graphs) -> None:

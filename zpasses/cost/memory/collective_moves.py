@@ -63,12 +63,16 @@ class SchedulableCollective:
         return scratch_bytes(self.started) + sum(map(block_bytes, self.inputs))
 
 
-def movable_gathers(graph: fx.Graph) -> list[SchedulableCollective]:
-    """Returns the gathers of one tensor that depend on graph inputs only, in graph order.
+def movable_collectives(graph: fx.Graph) -> list[SchedulableCollective]:
+    """Returns what can move, each kind in graph order: gathers of one tensor that depend on graph
+    inputs only, reductions of one tensor whose results only the output reads, and copies to the
+    host and back.
 
-    They may start anywhere before their wait.
+    Gathers and copies from the host may start anywhere before their wait. Reductions and copies to
+    the host may be awaited anywhere until the end of the graph.
     """
-    return [item for node in graph.nodes if (item := _gather(node)) is not None]
+    kinds = (_gather, _reduction, _host_copy)
+    return [item for kind in kinds for node in graph.nodes if (item := kind(node)) is not None]
 
 
 def _gather(node: fx.Node) -> SchedulableCollective | None:
@@ -99,25 +103,12 @@ def _gather(node: fx.Node) -> SchedulableCollective | None:
     )
 
 
-def host_copies(graph: fx.Graph) -> list[SchedulableCollective]:
-    """Returns the copies to the host and back, in graph order. All of them can move: one to the
-    host after its source, until the end of the graph, and one from there before its first reader.
-    """
-    found = []
-    for node in graph.nodes:
-        copy, tag = host_copy_of(node), tag_of(node)
-        if copy is not None and tag is not None and len(node.users) == 1:
-            (wait,) = node.users
-            found.append(SchedulableCollective(node, wait, tag, (), (), copy.nbytes))
-    return found
-
-
-def movable_reductions(graph: fx.Graph) -> list[SchedulableCollective]:
-    """Returns the reductions of one tensor that can move, in graph order.
-
-    Only the graph's output reads their results.
-    """
-    return [item for node in graph.nodes if (item := _reduction(node)) is not None]
+def _host_copy(node: fx.Node) -> SchedulableCollective | None:
+    copy, tag = host_copy_of(node), tag_of(node)
+    if copy is None or tag is None or len(node.users) != 1:
+        return None
+    (wait,) = node.users
+    return SchedulableCollective(node, wait, tag, (), (), copy.nbytes)
 
 
 def _reduction(node: fx.Node) -> SchedulableCollective | None:
@@ -131,7 +122,7 @@ def _reduction(node: fx.Node) -> SchedulableCollective | None:
         )
     ):
         return None
-    results = epilogue(wait)
+    results = _epilogue(wait)
     if results is None:
         return None
     return SchedulableCollective(
@@ -139,7 +130,7 @@ def _reduction(node: fx.Node) -> SchedulableCollective | None:
     )
 
 
-def epilogue(wait: fx.Node) -> tuple[fx.Node, ...] | None:
+def _epilogue(wait: fx.Node) -> tuple[fx.Node, ...] | None:
     """Returns the nodes between a wait and the graph's output.
 
     The average over replicas is one of them, because a later pass starts it after its own launch.

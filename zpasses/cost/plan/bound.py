@@ -12,33 +12,16 @@ The order of kernels and the bytes of collectives are given. The bound knows thr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from zpasses.cost.plan.schedule_problem import Job, ScheduleProblem
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Lower bounds of a graph's duration, in microseconds."""
-
-    compute_us: float
-    """All kernels, with no waiting."""
-    link_us: float
-    """All bytes of the busiest link, with no latency."""
-    path_us: float
-    """The bound that also knows which kernels need which gathers, which reductions need which
-    kernels, and how collectives and kernels slow each other down."""
-
-    @property
-    def total_us(self) -> float:
-        """The largest of the bounds: no schedule is faster."""
-        return max(self.compute_us, self.link_us, self.path_us)
-
-
-def schedule_bound(problem: ScheduleProblem) -> Bound:
-    """Returns the bound of a graph."""
+def schedule_bound_us(problem: ScheduleProblem) -> float:
+    """Returns the largest of three bounds of a graph: all kernels without waiting, all bytes of the
+    busiest link without latency, and the longest path through kernels and what they wait for.
+    """
     moved = sum(job.start_us + job.wait_us for job in problem.jobs)
     compute = float(sum(problem.work_us)) + moved
     fixed = [event.timing for event in problem.fixed if event.timing is not None]
@@ -52,7 +35,7 @@ def schedule_bound(problem: ScheduleProblem) -> Bound:
         _path_us(problem, [job for job in jobs if job.channel.link == link], total)
         for link, total in moved_us.items()
     ]
-    return Bound(compute, max(moved_us.values(), default=0.0), max(paths, default=0.0))
+    return max([compute, *moved_us.values(), *paths])
 
 
 def _path_us(problem: ScheduleProblem, jobs: Sequence[Job], moved: float) -> float:

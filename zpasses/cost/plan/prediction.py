@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zpasses.cost.memory.liveness import liveness
-from zpasses.cost.plan.bound import schedule_bound
+from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.schedule_planner import plan_schedule
 from zpasses.cost.plan.schedule_problem import ScheduleProblem
 from zpasses.cost.time.step_time import step_time
@@ -68,7 +68,7 @@ def predict(
         time.total_us,
         time.waited_us,
         possible,
-        schedule_bound(problem).total_us,
+        schedule_bound_us(problem),
         peak,
         limit_bytes,
         sum(collective_of(node) is not None for node in graph.nodes),

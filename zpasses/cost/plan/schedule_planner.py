@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zpasses.cost.plan.bound import Bound, schedule_bound
+from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.list_scheduler import Policy, list_schedule
 from zpasses.cost.plan.plan_improvement import choose_routes, engine_launches, merge_launches
 from zpasses.cost.plan.schedule_evaluation import Cost, Plan, duration_us, evaluate
@@ -21,10 +21,9 @@ class Planned:
 
     plan: Plan
     cost: Cost
-    bound: Bound
+    bound_us: float
+    """What no schedule is faster than."""
     limit_bytes: int
-    tried: int
-    """How many plans were compared."""
     simple: tuple[tuple[Plan, Cost], ...] = ()
     """The plans of `simple_plans` that it was compared with. The planner counts memory from above,
     so one that exceeds the limit here may fit when its graph is judged."""
@@ -83,7 +82,7 @@ _FEWEST_PLANS, _ROUNDS = 12, 2
 class _Search:
     def __init__(self, problem: ScheduleProblem, limit_bytes: int, most: int | None) -> None:
         self._problem, self._limit = problem, limit_bytes
-        self._bound = schedule_bound(problem)
+        self._bound_us = schedule_bound_us(problem)
         self._found: list[tuple[_Rank, Plan, Cost]] = []
         self._costs: dict[Plan, Cost] = {}
         """Policies often lead to the same plan."""
@@ -118,9 +117,8 @@ class _Search:
         return Planned(
             plan,
             cost,
-            self._bound,
+            self._bound_us,
             self._limit,
-            len(self._found),
             tuple((each, self._costs[each]) for each in simple),
         )
 
@@ -129,7 +127,7 @@ class _Search:
         on_engines = fields.pop("engines")
         share = fields.pop("memory_share")
         limit = self._least + int(share * (self._limit - self._least))
-        fields["end_us"] *= self._bound.total_us
+        fields["end_us"] *= self._bound_us
         problem = self._problem.on_engines if on_engines else self._problem
         plan = list_schedule(problem, limit, Policy(**fields))
         if on_engines:

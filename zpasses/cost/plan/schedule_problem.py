@@ -23,9 +23,7 @@ from zpasses import compat
 from zpasses.cost.memory.collective_moves import (
     SchedulableCollective,
     equal_liveness,
-    host_copies,
-    movable_gathers,
-    movable_reductions,
+    movable_collectives,
 )
 from zpasses.cost.memory.liveness import reinplaceable_all_reduces, scratch_bytes
 from zpasses.cost.plan.bucket_keys import BucketKey, bucket_key, member_packing_bytes
@@ -232,7 +230,7 @@ def problem_of(
         second_group: whether gradient reductions will run on a second process group.
         copy_engines: whether gathers may take the target's preferred copy-engine route.
     """
-    items = [*movable_gathers(graph), *movable_reductions(graph), *host_copies(graph)]
+    items = movable_collectives(graph)
     route = engine_route(target) if copy_engines else None
     return _Reader(graph, items, mode, target, second_group, route).read()
 

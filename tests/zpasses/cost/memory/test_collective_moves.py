@@ -5,8 +5,7 @@ from tests.graphs import Param, joint, rewritten
 from zpasses import OptionError
 from zpasses.cost.memory.collective_moves import (
     equal_liveness,
-    movable_gathers,
-    movable_reductions,
+    movable_collectives,
 )
 from zpasses.graph.queries import Editor
 from zpasses.option_values import MemoryBudget, parse_budget
@@ -62,8 +61,12 @@ def test_wrong_budget_says_where_and_what_is_expected(text):
 
 
 # --- what can move --------------------------------------------------------------------------------
+def movable(graph, *, gathers):
+    return [each for each in movable_collectives(graph) if each.is_gather == gathers]
+
+
 def test_gathers_of_parameters_move_with_their_cast_and_padding():
-    items = movable_gathers(lowered(Param((7, 2), param_dtype=torch.bfloat16), Param((6, 2))))
+    items = movable(lowered(Param((7, 2), param_dtype=torch.bfloat16), Param((6, 2))), gathers=True)
     assert [names(item.inputs) for item in items] == [["_to_copy", "constant_pad_nd"], []]
     assert [item.source.name for item in items] == ["constant_pad_nd_default", "primals_3"]
     assert [item.full_bytes for item in items] == [9 * 2 * 2, 6 * 2 * 4]
@@ -71,7 +74,9 @@ def test_gathers_of_parameters_move_with_their_cast_and_padding():
 
 
 def test_reductions_move_with_their_epilogue():
-    items = movable_reductions(lowered(Param((7, 2), reduce_dtype=torch.float64), Param((6, 2))))
+    items = movable(
+        lowered(Param((7, 2), reduce_dtype=torch.float64), Param((6, 2))), gathers=False
+    )
     assert [item.tag.params for item in items] == [("p1",), ("p0",)]
     assert [names(item.results) for item in items] == [[], ["slice", "_to_copy"]]
     assert [item.full_bytes for item in items] == [6 * 2 * 4, 9 * 2 * 8]
@@ -79,21 +84,21 @@ def test_reductions_move_with_their_epilogue():
 
 def test_a_gather_of_a_computed_value_cannot_move():
     graph = lowered(Param((6, 2)))
-    (gather,) = movable_gathers(graph)
+    (gather,) = movable(graph, gathers=True)
     shard = gather.source
     edit, add = Editor(graph, before=gather.started), torch.ops.aten.add.Tensor
     other = edit.call(add, shard, edit.call(add, shard, shard))
     gather.started.replace_input_with(shard, other)
-    assert movable_gathers(graph) == []
+    assert movable(graph, gathers=True) == []
 
 
 def test_a_reduction_that_the_graph_reads_cannot_move():
     graph = lowered(Param((6, 2)))
-    (reduction,) = movable_reductions(graph)
+    (reduction,) = movable(graph, gathers=False)
     output, shard = graph.output_node(), graph.find_nodes(op="placeholder")[0]
     mixed = Editor(graph, before=output).call(torch.ops.aten.add.Tensor, reduction.wait, shard)
     output.args = ([mixed, *output.args[0]],)
-    assert movable_reductions(graph) == []
+    assert movable(graph, gathers=False) == []
 
 
 def test_untagged_collectives_cannot_move():
@@ -101,13 +106,13 @@ def test_untagged_collectives_cannot_move():
     for node in graph.nodes:
         node.meta.pop("zpasses", None)
         node.meta.pop("custom", None)
-    assert movable_gathers(graph) == movable_reductions(graph) == []
+    assert movable_collectives(graph) == []
 
 
 def test_a_launch_of_several_tensors_cannot_move_again():
     coalesced = Schedule("single", mode="coalesced", memory_budget="1GiB")
     graph = lowered(Param((7, 2)), Param((6, 2)), passes=(*LOWER, coalesced))
-    assert movable_gathers(graph) == movable_reductions(graph) == []
+    assert movable_collectives(graph) == []
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -123,7 +128,7 @@ def test_ranks_whose_rows_differ_plan_with_the_same_bytes():
         for rank in range(3):
             graph = lowered(*params, rank=rank, passes=(GatherParams(), ReduceGrads(form)))
             memory = equal_liveness(graph)
-            moved = [each.started for each in (*movable_gathers(graph), *movable_reductions(graph))]
+            moved = [each.started for each in movable_collectives(graph)]
             live = [memory.live_bytes[memory.nodes.index(each)] for each in moved]
             found.append((memory.peak_bytes, live))
         assert found[0] == found[1] == found[2], form
