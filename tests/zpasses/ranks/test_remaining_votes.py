@@ -69,7 +69,7 @@ def _log_names(occasion):
     if occasion in ("the end of a window", "compiling a graph"):
         return "in coalesce_grad_reduction blocks"
     if occasion.startswith("sdma: "):
-        return "about the routes of its gathers when they first run"
+        return "about the routes of gathers when they first run"
     names = {"the schedule": "schedule", "the choice of copy-engine gathers": "sdma"}
     voting = names.get(occasion) or occasion.partition("{")[0]
     return f"in {voting}, whose choices must be equal on all ranks"
