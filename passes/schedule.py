@@ -238,16 +238,17 @@ class Schedule(Pass):
         return regroup_reductions(graph, second)
 
     def _warn_over_budget(self, graph: fx.Graph, limit_bytes: int) -> None:
-        """Warn if the plan that all ranks share, made for other shapes, exceeds this rank's budget.
-        Ranks must still follow it.
+        """Warn if the plan that all ranks share, made for another graph with these collectives,
+        exceeds this rank's budget. Ranks must still follow it.
         """
         peak = equal_liveness(graph).peak_bytes
         if peak > limit_bytes + NOTABLE_BYTES:
             _log.warning(
                 "%s: all ranks use the plan that the first rank made when these collectives were "
-                "first compiled, for other shapes. For this graph, it raises the peak to %.1f MiB, "
-                "%.1f MiB above the budget. Compile shapes with a small peak first, or set "
-                "memory_budget in bytes.",
+                "first compiled: in another graph, such as that of training, or for other shapes. "
+                "In this graph, such as that of an evaluation, it raises the peak to %.1f MiB, "
+                "%.1f MiB above the budget. Where that is too much, set memory_budget to a size, "
+                "or compile the graph with the smaller peak first.",
                 self.name,
                 peak / _MIB,
                 (peak - limit_bytes) / _MIB,
@@ -255,15 +256,20 @@ class Schedule(Pass):
 
 
 def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
-    gathers = sum(problem.jobs[members[0]].is_gather for members in adopted.launches)
+    first = [members[0] for members in adopted.launches]
+    copies = sum(problem.items[job].is_host_copy for job in first)
+    gathers = sum(
+        problem.jobs[job].is_gather for job in first if not problem.items[job].is_host_copy
+    )
+    with_copies = f", {copies:,} copies to or from the host" if copies else ""
     cost = planned.cost
     # The planner knows no chains of collectives, so what completes a reduction takes no time.
     averages = replicate_groups(problem.nodes[-1].graph)
     without = " without the averages over replicas, which are inserted later" if averages else ""
     by_engine = f"{len(adopted.engines):,} by copy engines; " if problem.has_engines else ""
     return (
-        f"{len(problem.jobs):,} collectives in launches: {gathers:,} of gathers and "
-        f"{len(adopted.launches) - gathers:,} of reductions; {by_engine}predicted "
+        f"{len(problem.jobs) - copies:,} collectives in launches: {gathers:,} of gathers and "
+        f"{len(first) - gathers - copies:,} of reductions{with_copies}; {by_engine}predicted "
         f"{cost.total_us / 1e3:,.2f} ms, bound {planned.bound_us / 1e3:,.2f} ms{without}; "
         f"peak {cost.peak_bytes / _MIB:,.1f} of {planned.limit_bytes / _MIB:,.1f} MiB"
     )

@@ -127,11 +127,7 @@ class CompileJob:
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """Context in which votes are about this compile."""
-        ranks = self.options.dumping_ranks()
-        dumps = ranks is None or compat.global_rank() in ranks
-        folder = self.options.dump_folder() if dumps else None
-        params, options = list(self.captured.shards.values()), self.options.non_default()
-        with compiling(self.name, params, folder, options):
+        with compiling_graph(self.name, self.captured, self.options):
             yield
 
     @contextlib.contextmanager
@@ -162,6 +158,16 @@ class CompileJob:
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this rank failed to compile, if it has not told them yet."""
         report(self.captured, self.options, self.name, error)
+
+
+@contextlib.contextmanager
+def compiling_graph(name: str, captured: Capture, options: Options) -> Iterator[None]:
+    """Context in which votes are about the compile of a captured graph."""
+    ranks = options.dumping_ranks()
+    dumps = ranks is None or compat.global_rank() in ranks
+    folder = options.dump_folder() if dumps else None
+    with compiling(name, list(captured.shards.values()), folder, options.non_default()):
+        yield
 
 
 def report(captured: Capture, options: Options, name: str, error: BaseException) -> None:

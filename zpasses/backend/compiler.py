@@ -18,7 +18,7 @@ from zpasses import compat
 from zpasses.backend.aot_callbacks import compile_captured
 from zpasses.backend.cache.stored_graph import from_cache
 from zpasses.backend.captured import Capture, capture
-from zpasses.backend.compile_job import CompileJob, open_events, report
+from zpasses.backend.compile_job import CompileJob, compiling_graph, open_events, report
 from zpasses.backend.tuning import with_tried_options
 from zpasses.cost.time.target import Target, current_target, use_target
 from zpasses.errors import AgreementError, OptionError
@@ -93,7 +93,8 @@ def zpasses_backend(
     ):
         events = open_events(captured, example_inputs, chosen, pipeline, target)
         with _sending_failures(events):
-            begun = CompileJob.begin(captured, chosen, pipeline, target, events, result_hook)
+            with compiling_graph(compat.current_compile_id(), captured, chosen):
+                begun = CompileJob.begin(captured, chosen, pipeline, target, events, result_hook)
             job, compiled = from_cache(begun, example_inputs)
             if compiled is None:
                 compiled = compile_captured(job)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from zpasses.backend.step_trials import (
@@ -30,14 +31,15 @@ from zpasses.cost.plan.offloaded_values import SavedValue
 from zpasses.cost.time.target import current_target
 from zpasses.errors import MemoryBudgetError
 from zpasses.graph.encoding import records_of
+from zpasses.graph.host_copies import RELOAD
 from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.tags import params_of
+from zpasses.option_values import format_size
 from zpasses.pipeline.events import Events
 from zpasses.ranks.agree import adopt
 
 log = logging.getLogger("zpasses")
 
-_GIB = float(1 << 30)
 _MIB = float(1 << 20)
 
 
@@ -211,7 +213,7 @@ class _Partitioner:
         if self._policy.budget is not None:
             parts.append(
                 f"predicted {plan.total_us / 1e3:.2f} ms, bound {plan.bound_us / 1e3:.2f} ms, peak "
-                f"{plan.peak_bytes / _GIB:.3f} of {plan.limit_bytes / _GIB:.3f} GiB"
+                f"{format_size(plan.peak_bytes)} of {format_size(plan.limit_bytes)}"
             )
         return "; ".join(parts)
 
@@ -221,10 +223,8 @@ def too_little_memory(text: str, plan: StepPlan) -> str:
     peaks = [liveness(gm.graph) for gm in plan.trial.graphs]
     largest = max(peaks, key=lambda each: each.peak_bytes)
     holders = ", ".join(
-        f"{buffer.node.name} {list(value.shape) if hasattr(value, 'shape') else ''} "
-        f"{buffer.nbytes / _MIB:.1f} MiB"
+        f"{buffer.node.name}{_shape_of(buffer.node)} {buffer.nbytes / _MIB:.1f} MiB"
         for buffer in largest.alive_at(largest.peak_node)[:5]
-        for value in [value_of(buffer.node)]
     )
     missing = plan.peak_bytes - plan.limit_bytes
     on_host = f", {plan.host_bytes / _MIB:.1f} MiB of them on the host," if plan.host_bytes else ""
@@ -236,3 +236,9 @@ def too_little_memory(text: str, plan: StepPlan) -> str:
         f"peak, in {graph}, the largest values are: {holders}. Raise the budget, take a smaller "
         "batch, or train on more ranks."
     )
+
+
+def _shape_of(node: fx.Node) -> str:
+    """` [8, 128]` of the tensor that a node makes, or copies from the host; empty for several."""
+    value = value_of(node.all_input_nodes[0] if node.target is RELOAD else node)
+    return f" {list(value.shape)}" if isinstance(value, torch.Tensor) else ""

@@ -14,7 +14,7 @@ import torch
 from zpasses import compat
 from zpasses.cost.time.target import Target
 from zpasses.errors import OptionError, suggestion
-from zpasses.option_values import build_dataclass, parse_budget, parse_size
+from zpasses.option_values import build_dataclass, field_types, parse_budget, parse_size
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.runner import Verify
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
@@ -102,6 +102,7 @@ class Options:
             OptionError: for unknown keys, unknown passes and values of the wrong type. The message
                 suggests the most similar known name.
         """
+        _refuse_options_of_passes(given or {})
         options = build_dataclass(cls, given or {}, "backend 'zpasses'", _REMOVED)
         if options.zero_stage is not None and options.pipeline is not None:
             raise OptionError(
@@ -145,10 +146,16 @@ class Options:
     def _check_memory_budget(self) -> None:
         if self.host_memory is not None:
             parse_size(self.host_memory, "option 'host_memory'")
-            if self.memory_budget is None or self.prefetch:
+            if self.memory_budget is None:
                 raise OptionError(
                     f"host_memory={self.host_memory!r} needs memory_budget, which says what does "
-                    "not fit the device, and no prefetch, with which the step is no single graph."
+                    "not fit the device. Give it as well, such as memory_budget='60GiB'."
+                )
+            if self.prefetch:
+                raise OptionError(
+                    f"host_memory={self.host_memory!r} and prefetch={self.prefetch} exclude each "
+                    "other, because values leave within one graph. Compile the whole model by "
+                    "torch.compile, give prefetch=0, or leave host_memory out."
                 )
         if self.memory_budget is None:
             return
@@ -241,3 +248,14 @@ class Options:
                 for each in pipeline
             )
         )
+
+
+def _refuse_options_of_passes(given: Mapping[str, Any]) -> None:
+    """Raises an error that says where to give an option that only a pass of stage 3 has."""
+    for name in given.keys() - field_types(Options).keys() - _REMOVED.keys():
+        owners = [each.name for each in Pipeline.parse("zero3") if name in field_types(type(each))]
+        if owners:
+            raise OptionError(
+                f"backend 'zpasses' has no option {name!r}; it is one of {' and '.join(owners)}. "
+                f"Give it in the pipeline, such as pipeline='zero3{{{owners[0]}.{name}=...}}'."
+            )

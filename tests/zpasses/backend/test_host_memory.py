@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zpasses
@@ -20,7 +21,8 @@ from tests.zpasses.backend.cache.test_warm_start import COLD, Messages, on_fresh
 from tests.zpasses.backend.test_memory_budget import Blocks, peak
 from tests.zpasses.backend.test_step_trials import within_compile
 from tests.zpasses.cost.memory.test_liveness import allocated
-from zpasses import MemoryBudgetError, OptionError
+from tests.zpasses.dumps.test_dump import only_compile
+from zpasses import AgreementError, MemoryBudgetError, OptionError
 from zpasses.backend.free_memory import agreed_host_bytes
 from zpasses.cost.memory import device_memory
 from zpasses.cost.memory.liveness import liveness
@@ -139,8 +141,36 @@ def test_host_memory_is_a_size_beside_a_memory_budget():
         Options.parse({"host_memory": "2GiB"})
     with pytest.raises(OptionError, match="expected a size such as '2GiB'"):
         Options.parse({"memory_budget": "1GiB", "host_memory": "much"})
-    with pytest.raises(OptionError, match="no prefetch"):
+    with pytest.raises(OptionError, match="give prefetch=0"):
         Options.parse({"memory_budget": "1GiB", "host_memory": "2GiB", "prefetch": "auto"})
+
+
+@pytest.mark.slow(quick="test_too_small_budget_says_what_is_missing_and_what_holds_the_memory")
+def test_too_small_a_budget_names_values_that_come_back_by_their_shape():
+    with pytest.raises(Exception, match="MemoryBudgetError") as caught:
+        captured(memory_budget="40KiB", host_memory="1GiB")
+    text = str(caught.value)
+    assert " of them on the host," in text
+    assert "[2048, 64] 0.5 MiB" in text
+    assert "[1] " not in text
+
+
+@pytest.mark.slow(quick="test_options_that_differ_are_named")
+@on_ranks(2)
+def test_ranks_of_which_one_has_host_memory_are_told_which_option_differs():
+    torch._dynamo.reset()
+    net = nn.Linear(8, 8)
+    zpasses.shard(net, mesh=world_mesh())
+    options = {"memory_budget": "1GiB", "codegen": "eager"}
+    if dist.get_rank() == 1:
+        options["host_memory"] = "1GiB"
+    step = torch.compile(net, backend="zpasses", options=options)
+    with pytest.raises(BackendCompilerFailed) as caught:
+        step(torch.ones(2, 8))
+    assert isinstance(caught.value.inner_exception, AgreementError)
+    assert "options differ: host_memory is not given on rank 0 and '1GiB' on rank 1" in str(
+        caught.value
+    )
 
 
 def test_more_than_the_machine_has_for_each_rank_is_refused(monkeypatch):
@@ -308,7 +338,8 @@ def test_a_warm_start_moves_the_same_values(tmp_path):
 
 def test_a_dump_shows_copies_beside_collectives(tmp_path):
     whole = peak(captured(memory_budget="1GiB"))
-    captured(memory_budget=f"{int(0.6 * whole)}B", host_memory="1GiB", dump=str(tmp_path))
+    budget = f"{int(0.6 * whole)}B"
+    found = captured(memory_budget=budget, host_memory="1GiB", dump=str(tmp_path))
     for command in ("collectives", "show", "memory"):
         shown = CliRunner().invoke(cli, [command, str(tmp_path)])
         assert shown.exit_code == 0, shown.output
@@ -317,3 +348,7 @@ def test_a_dump_shows_copies_beside_collectives(tmp_path):
     made = CliRunner().invoke(cli, ["html", str(tmp_path), "-o", str(page)])
     assert made.exit_code == 0, made.output
     assert "host-out" in page.read_text()
+    runs = [step.run for step in only_compile(tmp_path).graphs["forward"].steps if step.run]
+    note = next(run.notes[0] for run in runs if run.name == "schedule")
+    out = len(copies(found.after.forward.graph))
+    assert f"of gathers and 0 of reductions, {out} copies to or from the host; " in note
