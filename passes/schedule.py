@@ -239,11 +239,14 @@ class Schedule(Pass):
 
     def _warn_over_budget(self, graph: fx.Graph, limit_bytes: int) -> None:
         """Warn if the plan that all ranks share, made for another graph with these collectives,
-        exceeds this rank's budget. Ranks must still follow it.
+        exceeds this rank's budget. Ranks must still follow it. Without a budget of the program's,
+        that is only noted, because programs that train and evaluate have such graphs.
         """
         peak = equal_liveness(graph).peak_bytes
         if peak > limit_bytes + NOTABLE_BYTES:
-            _log.warning(
+            is_default = self.memory_budget == Schedule.memory_budget
+            _log.log(
+                logging.INFO if is_default else logging.WARNING,
                 "%s: all ranks use the plan that the first rank made when these collectives were "
                 "first compiled: in another graph, such as that of training, or for other shapes. "
                 "In this graph, such as that of an evaluation, it raises the peak to %.1f MiB, "

@@ -187,7 +187,8 @@ def _parse_items(text: str) -> Iterator[tuple[str, dict[str, str]]]:
             raise OptionError(
                 f"pipeline {text!r}: cannot parse {text[position:].strip()!r}; expected passes "
                 "separated by commas with options in braces, such as "
-                "merge-reads,reduce-grads{form=all_reduce}."
+                "merge-reads,reduce-grads{form=all_reduce}. A named pipeline takes options of its "
+                "passes with a dot, such as zero3{reduce-grads.encode=int8}."
             )
         yield match["name"], _options(text, match["options"])
         position = match.end()
