@@ -98,7 +98,7 @@ def budgeted(pipeline, budget):
 
 
 def test_a_budget_below_the_logits_takes_chunks_if_they_are_allowed(caplog):
-    budget = "7MiB"  # the logits take 8 MiB
+    budget = "7MiB"  # fp32 logits take 8 MiB
     with pytest.raises(Exception, match=MemoryBudgetError.__name__):
         budgeted("zero3", budget)
     with caplog.at_level(logging.INFO, "zpasses"):
