@@ -52,15 +52,15 @@ def test_listing(capture_step, listing_snapshot):
     listing_snapshot(joint.rows_2, "backward")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_steps_on_simulated_ranks_equal_those_with_all_logits(tied):
+def test_steps_on_simulated_ranks_equal_those_with_all_logits():
     pipeline, options = "chunk-loss{chunks=3},zero3", {"verify": "simulate"}
     step = capture_graphs(
-        Model(tied=tied), batch(), world_size=2, pipeline=pipeline, shard=BF16, options=options
+        Model(tied=True), batch(), world_size=2, pipeline=pipeline, shard=BF16, options=options
     )
     assert step.records[0].changes == 1
 
 
+@pytest.mark.slow(quick="test_steps_on_simulated_ranks_equal_those_with_all_logits")
 def test_the_head_is_gathered_once_for_all_chunks_and_its_gradient_reduced_once():
     step = capture_graphs(
         Model(), batch(), world_size=2, pipeline="chunk-loss{chunks=6},zero3", shard=BF16
@@ -71,6 +71,7 @@ def test_the_head_is_gathered_once_for_all_chunks_and_its_gradient_reduced_once(
         assert all(numel(value_of(node)) < 12 * 64 for node in gm.graph.nodes)
 
 
+@pytest.mark.slow(quick="test_steps_on_simulated_ranks_equal_those_with_all_logits")
 def test_auto_without_a_budget_and_one_chunk_leave_graphs_alone():
     for chunks in ("auto", 1):
         passes = Pipeline((ChunkLoss(chunks), *Pipeline.parse("zero3")))
@@ -97,6 +98,7 @@ def budgeted(pipeline, budget):
     return capture_graphs(model, inputs, world_size=2, pipeline=pipeline, options=options)
 
 
+@pytest.mark.slow(quick="test_steps_on_simulated_ranks_equal_those_with_all_logits")
 def test_a_budget_below_the_logits_takes_chunks_if_they_are_allowed(caplog):
     budget = "7MiB"  # fp32 logits take 8 MiB
     with pytest.raises(Exception, match=MemoryBudgetError.__name__):
@@ -109,6 +111,7 @@ def test_a_budget_below_the_logits_takes_chunks_if_they_are_allowed(caplog):
             assert liveness(gm.graph).peak_bytes <= 7 << 20
 
 
+@pytest.mark.slow(quick="test_steps_on_simulated_ranks_equal_those_with_all_logits")
 def test_a_budget_that_suffices_takes_no_chunks():
     wide = [budgeted(text, "1GiB").after.forward for text in ("chunk-loss,zero3", "zero3")]
     assert str(wide[0].graph) == str(wide[1].graph)
