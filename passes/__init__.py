@@ -2,6 +2,7 @@
 
 from zpasses.passes.average_replicas import AverageReplicas
 from zpasses.passes.cache_params import CacheParams
+from zpasses.passes.chunk_loss import ChunkLoss
 from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.flatten_on_device import FlattenOnDevice
 from zpasses.passes.gather_params import GatherParams
@@ -26,6 +27,7 @@ __all__ = [
     "ZERO3_ONE_AHEAD",
     "AverageReplicas",
     "CacheParams",
+    "ChunkLoss",
     "DeferReduction",
     "FlattenOnDevice",
     "GatherParams",

@@ -63,8 +63,9 @@ def _place_launches(
 
 def copied(problem: ScheduleProblem) -> tuple[fx.Graph, ScheduleProblem]:
     """Returns a copy of the graph, which shares metadata values, and the problem with its nodes."""
-    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     old = problem.nodes[-1]
+    # The module holds the subgraphs that the graph calls.
+    graph, new = fx.Graph(old.graph.owning_module), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(old.graph, new))
     new[old] = graph.output_node()
 

@@ -30,7 +30,9 @@ LOWER = "merge-reads,gather-params,reduce-grads{form=%s}"
 NAMED = sorted(name for name, each in catalogue().items() if isinstance(each, Pipeline))
 PIPELINES = [
     *NAMED,
-    LOWER % "all_reduce" + ",schedule{plan=one-ahead,mode=flat,memory_budget=1GiB}",
+    "chunk-loss{chunks=2},"
+    + LOWER % "all_reduce"
+    + ",schedule{plan=one-ahead,mode=flat,memory_budget=1GiB}",
     LOWER % "reduce_scatter" + ",schedule{plan=one-ahead,mode=flat,memory_budget=1GiB}",
     LOWER % "reduce_scatter"
     + ",schedule{plan=one-ahead,mode=coalesced,memory_budget=1GiB},sdma{gathers=all}",

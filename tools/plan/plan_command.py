@@ -35,6 +35,11 @@ from zpasses.tools.plan.shape_table import shape_view
     help='What a plan may take of the host on each rank, such as "40GiB", as in the option.',
 )
 @click.option(
+    "--chunk-loss",
+    is_flag=True,
+    help="A plan may compute the head and its loss in chunks of tokens, as with the pass.",
+)
+@click.option(
     "--points",
     type=click.IntRange(2, 50),
     default=8,
@@ -68,6 +73,7 @@ def plan(
     step: StepOptions,
     memory: str | None,
     host_memory: str | None,
+    chunk_loss: bool,
     points: int,
     backwards_per_step: int,
     compile_blocks: str | None,
@@ -93,7 +99,7 @@ def plan(
     from zpasses.tools.plan.step_plans import plan_shapes, plan_step
 
     if compile_blocks is not None:
-        _check_blocks(ctx, backwards_per_step, host_memory)
+        _check_blocks(ctx, backwards_per_step, host_memory, chunk_loss)
 
     if picture is not None:
         check_matplotlib()
@@ -119,6 +125,7 @@ def plan(
         None if isinstance(step.mesh, AutoMesh) else step.mesh,
         compile_blocks,
         host_memory,
+        chunk_loss,
     )
     if auto is not None:
         if picture is not None:
@@ -136,7 +143,9 @@ def plan(
         ctx.exit(1)
 
 
-def _check_blocks(ctx: click.Context, backwards_per_step: int, host_memory: str | None) -> None:
+def _check_blocks(
+    ctx: click.Context, backwards_per_step: int, host_memory: str | None, chunk_loss: bool
+) -> None:
     """Refuses options that change nothing in a step of blocks."""
     if ctx.get_parameter_source("points") is not click.core.ParameterSource.DEFAULT:
         raise CommandError(
@@ -153,4 +162,9 @@ def _check_blocks(ctx: click.Context, backwards_per_step: int, host_memory: str 
         raise CommandError(
             f"--host-memory {host_memory} does not go together with --compile-blocks, whose blocks "
             "save all values on the device; leave out one of the two."
+        )
+    if chunk_loss:
+        raise CommandError(
+            "--chunk-loss does not go together with --compile-blocks, because the loss is outside "
+            "of the blocks; leave out one of the two."
         )

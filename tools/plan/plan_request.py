@@ -39,6 +39,8 @@ class PlanRequest:
     one graph."""
     host_memory: str | None = None
     """What a plan may take of the host on each rank, such as "40GiB"; None is nothing."""
+    chunk_loss: bool = False
+    """Whether a plan may compute the head and its loss in chunks of tokens."""
     stages: bool = True
     """Whether to plan stages 2 and 3 without a budget, too."""
 

@@ -50,6 +50,8 @@ class PlanPoint:
     """For how many graphs ahead gathers start; None if the step is one graph."""
     host_bytes: int = 0
     """Bytes of those that rest on the host until backward."""
+    chunks: int = 1
+    """In how many chunks the head and its loss are computed."""
 
     @property
     def total_us(self) -> float:
@@ -172,6 +174,8 @@ class PlanTable(StepTable):
         found = super().options_of(point)
         if point.host_bytes and self.host_memory is not None:
             found["host_memory"] = self.host_memory
+        if point.chunks > 1:
+            found["pipeline"] = "chunk-loss,zero3"
         return found
 
     @property
@@ -277,7 +281,7 @@ NOTABLY = 0.999
 """Durations that differ by a factor nearer to 1 are equal."""
 _COLUMNS = (
     *("plan", "memory_budget", "ahead", "step", "exposed", "bound", "peak"),
-    *("collectives", "kept", "cached", "activations", "host"),
+    *("collectives", "kept", "cached", "activations", "host", "chunks"),
 )
 _LEGEND = (
     "step: predicted mean duration of a forward and its backward. exposed: its part in which "
@@ -296,6 +300,7 @@ def plan_view(found: PlanTable) -> View:
     rows += [_row(f"{each.name}, no budget", each) for each in found.stages]
     left_out = ["ahead"] if found.blocks is None else ["cached", "activations"]
     left_out += [] if any(each.host_bytes for each in found.plans) else ["host"]
+    left_out += [] if any(each.chunks > 1 for each in found.plans) else ["chunks"]
     columns = [name for name in _COLUMNS if name not in left_out]
     shown = table(
         columns,
@@ -315,8 +320,9 @@ def plan_view(found: PlanTable) -> View:
     if found.blocks is not None:
         return found.view(shown, result, _blocks_legend(found.blocks, found.uncompiled))
     kept = "kept: full parameters that stay until backward. cached: those that stay longer."
-    on_host = " host: bytes of them that rest there." if "host" in columns else ""
-    return found.view(shown, result, (kept, f"activations: share that forward saves.{on_host}"))
+    more = " host: bytes of them that rest there." if "host" in columns else ""
+    more += " chunks: those of the loss." if "chunks" in columns else ""
+    return found.view(shown, result, (kept, f"activations: share that forward saves.{more}"))
 
 
 _MOST_UNCOMPILED = 3
@@ -366,6 +372,7 @@ def _row(mark: str, point: PlanPoint) -> dict[str, str]:
         f"{point.cached_bytes / (1 << 20):,.0f} MiB",
         f"{point.activations:.0%}",
         f"{point.host_bytes / (1 << 20):,.0f} MiB",
+        str(point.chunks),
     )
     return dict(zip(_COLUMNS, cells, strict=True))
 

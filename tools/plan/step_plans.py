@@ -88,7 +88,7 @@ def plan_step(
         nonlocal steps
         steps += 1
         if steps == 1:
-            trials.host_bytes = host_bytes
+            trials.host_bytes, trials.chunks_loss = host_bytes, request.chunk_loss
             tables.append(_Planner(request, target, trials, probe.seen[-1], progress).run())
 
     joint = tuple(each for each in ZERO3 if each.level is Level.JOINT)
@@ -244,6 +244,7 @@ class _Planner:
                 plan.activations,
                 _bytes(*plan.cached),
                 plan.host_bytes,
+                plan.trial.chunks,
             )
         return self._made[budget]
 
@@ -294,6 +295,7 @@ class _Planner:
         activations: float,
         cached_bytes: int = 0,
         host_bytes: int = 0,
+        chunks: int = 1,
     ) -> PlanPoint:
         """Runs the passes after partitioning, and measures the graphs by the cost model."""
         predictors = {}
@@ -313,6 +315,7 @@ class _Planner:
             cached_bytes,
             activations,
             host_bytes=host_bytes,
+            chunks=chunks,
         )
         self._progress(point)
         return point

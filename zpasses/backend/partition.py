@@ -61,6 +61,8 @@ class PartitionPolicy:
     """How often a step runs the graph while parameters do not change."""
     host_bytes: int = 0
     """How many bytes of the host saved values may take on each rank."""
+    chunks_loss: bool = False
+    """Whether the loss may be computed in chunks."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def partition_step(
         fallback_cost,
         copy_engines,
         int(policy.host_bytes * policy.share),
+        policy.chunks_loss,
     )
     if policy.keeps and policy.share > 0:
         events.send(trials)
@@ -132,14 +135,14 @@ class _Partitioner:
                 100 * share,
             )
         plan = self._trials.fitting() if budget is None else self._within(budget)
-        activations, kept, cached, offloaded, limit = self._adopted(plan)
-        names = (frozenset(each.name for each in some) for some in (kept, cached, offloaded))
-        choice = Choice(activations, *names)
+        chunks, activations, kept, cached, offloaded, limit = self._adopted(plan)
+        names = [frozenset(each.name for each in some) for some in (kept, cached, offloaded)]
+        choice = Choice(activations, names[0], names[1], names[2], chunks)
         if not kept and not cached and choice == plan.choice:
             graphs = plan.trial.graphs
         else:
             graphs = self._trials.graphs(choice, copied=False)
-        note = self._note(plan, activations, kept, cached, offloaded)
+        note = self._note(plan, choice, kept, cached, offloaded)
         return Partitioned(graphs, limit if budget is not None else None, note)
 
     def _within(self, budget: str) -> StepPlan:
@@ -151,38 +154,41 @@ class _Partitioner:
 
     def _adopted(
         self, plan: StepPlan
-    ) -> tuple[float, list[fx.Node], list[fx.Node], list[SavedValue], int]:
+    ) -> tuple[int, float, list[fx.Node], list[fx.Node], list[SavedValue], int]:
         """The decision of the first rank, which all ranks adopt: they must gather identically.
 
         Equal parameters always get the same decision.
 
-        Returns the fraction of activations to save, the full parameters to keep until backward and
-        throughout the step (nodes of the joint graph), the values on the host, and the limit in
-        bytes.
+        Returns the number of chunks of the loss, the fraction of activations to save, the full
+        parameters to keep until backward and throughout the step (nodes of the joint graph), the
+        values on the host, and the limit in bytes.
         """
         full = full_params(self._trials.gm)
         described = [(params, size) for _, params, size in full]
         choice = plan.choice
+        plan_trials = self._trials.in_chunks(choice.chunks)
         mine: list[Any] = [
+            choice.chunks,
             choice.activations,
             [at for at, (node, *_) in enumerate(full) if node.name in choice.kept],
             [at for at, (node, *_) in enumerate(full) if node.name in choice.cached],
             [
                 at
-                for at, each in enumerate(self._trials.saved_values(choice.activations))
+                for at, each in enumerate(plan_trials.saved_values(choice.activations))
                 if each.name in choice.offloaded
             ],
             plan.limit_bytes,
         ]
-        (activations, kept, cached, offloaded, limit), _ = adopt(
+        (chunks, activations, kept, cached, offloaded, limit), _ = adopt(
             self._policy.groups,
             "which parameters to keep for backward",
             (described, replace(self._policy, groups=())),
             mine,
             planned_for=current_target(),
         )
-        saved = self._trials.saved_values(activations) if offloaded else []
+        saved = self._trials.in_chunks(chunks).saved_values(activations) if offloaded else []
         return (
+            chunks,
             activations,
             [full[at][0] for at in kept],
             [full[at][0] for at in cached],
@@ -193,7 +199,7 @@ class _Partitioner:
     def _note(
         self,
         plan: StepPlan,
-        activations: float,
+        choice: Choice,
         kept: Sequence[fx.Node],
         cached: Sequence[fx.Node],
         offloaded: Sequence[SavedValue],
@@ -208,8 +214,10 @@ class _Partitioner:
         if offloaded:
             held = sum(each.nbytes for each in offloaded)
             parts.append(f"{len(offloaded)} saved values, {held / _MIB:.1f} MiB, on the host")
-        if activations < 1.0:
-            parts.append(f"saves {100 * activations:.0f} % of the activations")
+        if choice.chunks > 1:
+            parts.append(f"computes the loss in {choice.chunks} chunks")
+        if choice.activations < 1.0:
+            parts.append(f"saves {100 * choice.activations:.0f} % of the activations")
         if self._policy.budget is not None:
             parts.append(
                 f"predicted {plan.total_us / 1e3:.2f} ms, bound {plan.bound_us / 1e3:.2f} ms, peak "
@@ -229,6 +237,8 @@ def too_little_memory(text: str, plan: StepPlan) -> str:
     missing = plan.peak_bytes - plan.limit_bytes
     on_host = f", {plan.host_bytes / _MIB:.1f} MiB of them on the host," if plan.host_bytes else ""
     graph = "forward" if largest is peaks[0] else "backward"
+    if plan.trial.chunks > 1:
+        on_host += f", computes the loss in {plan.trial.chunks} chunks"
     return (
         f"memory_budget={text!r}: the leanest plan, which saves {100 * plan.activations:.0f} % of "
         f"the activations{on_host} and keeps no parameter, needs {plan.peak_bytes / _MIB:.1f} MiB "

@@ -60,6 +60,7 @@ def partition_joint(
         options.recomputes_elementwise(),
         Repetition(options.backwards_per_step, job.captured.frozen),
         job.host_bytes,
+        any(each.facts.chunks_loss for each in pipeline),
     )
     with job.planning():
         partitioned = partition_step(
@@ -79,7 +80,7 @@ def partition_joint(
     if partitioned.note:
         log.info("graph %s: %s", job.name, partitioned.note)
         for each in pipeline:
-            if each.facts.regathers:
+            if each.facts.regathers or each.facts.chunks_loss:
                 job.listeners.send(RuntimeNote(each.name, partitioned.note))
     return partitioned.graphs
 

@@ -8,6 +8,7 @@ be planned for several limits.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +39,7 @@ from zpasses.graph.encoding import records_of
 from zpasses.graph.host_copies import offload_saved, offloadable_values
 from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.regathers import drop_unread_parts, remove_regathers
+from zpasses.graph.row_chunks import chunk_regions, find_regions
 from zpasses.graph.tags import GATHER_ROLES, retag, tag_of, tagged
 from zpasses.option_values import parse_budget
 
@@ -47,6 +49,8 @@ Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
 _ACTIVATIONS = (1.0, 0.7, 0.4, 0.2, 0.1)
 """Fractions of the activations to save that are tried with a budget."""
+_CHUNKS = (2, 4, 8, 16, 32)
+"""Numbers of chunks of the loss that are tried with a budget."""
 WHOLE = 0.999
 """Least share of the parameters of a graph that is a whole step."""
 _MARGIN = 1.004
@@ -68,6 +72,8 @@ class Choice:
     step."""
     offloaded: frozenset[str] = frozenset()
     """Names of the saved values that rest on the host."""
+    chunks: int = 1
+    """In how many chunks the loss is computed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +86,8 @@ class Trial:
     step: StepProblem
     offloaded: tuple[SavedValue, ...] = ()
     """What rests on the host from forward to backward."""
+    chunks: int = 1
+    """In how many chunks the loss is computed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +130,7 @@ class StepPlan:
             frozenset(each.name for each in self.kept),
             frozenset(each.name for each in self.cached),
             frozenset(each.name for each in self.trial.offloaded),
+            self.trial.chunks,
         )
 
     @property
@@ -148,6 +157,7 @@ class StepTrials:
             limit in bytes; see `zpasses.pipeline.facts.Facts.fallback_cost`.
         copy_engines: whether copy engines may run gathers.
         host_bytes: how many bytes of the host the saved values of the graph may take.
+        chunks_loss: whether the loss may be computed in chunks.
     """
 
     def __init__(
@@ -162,8 +172,10 @@ class StepTrials:
         fallback_cost: FallbackCost | None = None,
         copy_engines: bool = False,
         host_bytes: int = 0,
+        chunks_loss: bool = False,
     ) -> None:
-        self.host_bytes = host_bytes
+        self.host_bytes, self.chunks_loss = host_bytes, chunks_loss
+        self._chunks, self._chunked = 1, {1: self}
         self.gm, self.share, self._keeps, self.repetition = gm, share, keeps, repetition
         self._inputs, self._recompute, self._options = joint_inputs, recompute_elementwise, options
         self._fallback_cost, self._copy_engines = fallback_cost, copy_engines
@@ -172,12 +184,30 @@ class StepTrials:
         saves_all = compat.reads_changed_inputs_at_once(gm.graph)
         self._fractions = (1.0,) if saves_all else _ACTIVATIONS
 
+    def in_chunks(self, chunks: int) -> StepTrials:
+        """Returns the trials of the graph whose loss is computed in chunks. Its nodes have the same
+        names.
+        """
+        if chunks not in self._chunked:
+            gm = compat.clone_graph_module(self.gm)
+            chunk_regions(gm.graph, chunks)
+            made = copy.copy(self)
+            made.gm, made.chunks_loss, made._chunks = gm, False, chunks
+            made._made, made._saved, made._chunked = {}, {}, {chunks: made}
+            self._chunked[chunks] = made
+        return self._chunked[chunks]
+
+    def _chunk_counts(self) -> Iterator[int]:
+        """The numbers of chunks to compare with one."""
+        regions = find_regions(self.gm.graph)[0] if self.chunks_loss else ()
+        yield from (each for each in _CHUNKS if any(each <= one.rows for one in regions))
+
     def trial(self, activations: float) -> Trial:
         """Returns the trial that saves this fraction of the activations."""
         key = activations, frozenset[str]()
         if key not in self._made:
             graphs = self.partition(compat.clone_graph_module(self.gm), activations)
-            self._made[key] = Trial(activations, graphs, self._step(graphs))
+            self._made[key] = Trial(activations, graphs, self._step(graphs), chunks=self._chunks)
         return self._made[key]
 
     def offloading(self, trial: Trial, values: Sequence[SavedValue]) -> Trial:
@@ -186,7 +216,8 @@ class StepTrials:
         if key not in self._made:
             forward, backward = map(compat.clone_graph_module, trial.graphs)
             graphs = _offloaded((forward, backward), key[1])
-            self._made[key] = Trial(trial.activations, graphs, self._step(graphs), tuple(values))
+            step = self._step(graphs)
+            self._made[key] = Trial(trial.activations, graphs, step, tuple(values), self._chunks)
         return self._made[key]
 
     def saved_values(self, activations: float) -> list[SavedValue]:
@@ -218,6 +249,18 @@ class StepTrials:
 
     def fastest(self, limit_bytes: int) -> StepPlan:
         """Returns the fastest plan within a limit, or that which exceeds it least if none fits."""
+        best = self._fastest(limit_bytes)
+        in_one = self._unlimited_us(self.trial(1.0))
+        for chunks in self._chunk_counts():
+            if best.fits and best.total_us <= _NEAR * in_one:
+                break
+            trials = self.in_chunks(chunks)
+            if not best.fits or trials._unlimited_us(trials.trial(1.0)) < best.total_us:
+                best = min(best, trials._fastest(limit_bytes), key=lambda each: each._rank)
+        return best
+
+    def _fastest(self, limit_bytes: int) -> StepPlan:
+        """The fastest plan with this number of chunks."""
         best: StepPlan | None = None
         on_device: StepPlan | None = None
         for activations in self._fractions:
@@ -307,7 +350,8 @@ class StepTrials:
         """Returns the least limit that a plan fits."""
         trials = [self.trial(each) for each in _ACTIVATIONS]
         trials += [each for trial in trials for each in self._with_offloads(trial, 0)]
-        return min(each.step.peak_bytes(single_plan) for each in trials)
+        found = min(each.step.peak_bytes(single_plan) for each in trials)
+        return min([found, *(self.in_chunks(each).least_bytes() for each in self._chunk_counts())])
 
     def most_bytes(self) -> int:
         """Returns a limit that is larger than the peak of any plan."""
@@ -326,6 +370,8 @@ class StepTrials:
             choice: what the plan saves and keeps.
             copied: whether to leave the joint graph as it is.
         """
+        if choice.chunks != self._chunks:
+            return self.in_chunks(choice.chunks).graphs(choice, copied=copied)
         gm = compat.clone_graph_module(self.gm) if copied else self.gm
         if choice.activations < 1.0:
             _mark_as_partitioned(gm.graph, self.trial(choice.activations).graphs)

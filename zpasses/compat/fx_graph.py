@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "BOXED_CODEGEN",
+    "SUBGRAPH_CALL",
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
@@ -46,6 +47,10 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 
 OpOverloadPacket = torch._ops.OpOverloadPacket
 """Type of `torch.ops.aten.add`: all overloads of one operator."""
+
+
+SUBGRAPH_CALL: Callable[..., Any] = invoke_subgraph
+"""The operator that calls a subgraph: (subgraph, its name, inputs...) -> tuple of results."""
 
 
 def op_name(target: OpOverload) -> str:

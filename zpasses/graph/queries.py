@@ -266,13 +266,31 @@ class Editor:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Inserts a call of `target`, computes its fake value, and returns the new node."""
+        node = self._insert(target, args, kwargs)
+        node.meta["val"] = propagate(node)
+        return node
+
+    def call_subgraph(self, name: str, args: Sequence[fx.Node], values: Sequence[Any]) -> fx.Node:
+        """Inserts a call of a subgraph, and returns the new node.
+
+        Args:
+            name: the attribute of the graph's module that holds the subgraph.
+            args: its inputs.
+            values: the fake values that it returns.
+        """
+        with self._graph.inserting_before(self._before):
+            body = self._graph.get_attr(name)
+        node = self._insert(compat.SUBGRAPH_CALL, (body, name, *args), {})
+        node.meta["val"] = tuple(values)
+        return node
+
+    def _insert(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(target, args, kwargs)
         for key in _PROVENANCE:
             if key in self._like.meta:
                 node.meta[key] = self._like.meta[key]
         drop_tag(node)
-        node.meta["val"] = propagate(node)
         return node
 
 

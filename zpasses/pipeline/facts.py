@@ -42,6 +42,8 @@ class Facts:
     """Backward gathers parameters again instead of saving them full."""
     keeps_params: bool = False
     """Parameters that a pass has backward gather again may be kept full instead."""
+    chunks_loss: bool = False
+    """With a memory budget, the backend may compute the head and its loss in chunks of tokens."""
     defers: bool = False
     """The reductions of backward become deferrable. The pass has an option `part`, which is
     `"average"` to defer only the average over replicas."""

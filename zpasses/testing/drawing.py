@@ -24,6 +24,7 @@ WORLD_SIZES = (1, 2, 3, 4, 7)
 """No communication, powers of two, and sizes that no shape below divides."""
 
 VALUES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "chunk-loss": {"chunks": (1, 2)},
     "flatten-on-device": {"group": ("0",), "free_bytes": (0, 1 << 30)},
     "merge-reads": {"max_hold_mb": (0.0, 0.0001, 1.0)},
     "schedule": {

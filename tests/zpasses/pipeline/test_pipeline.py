@@ -72,7 +72,7 @@ def test_text_is_read_as_passes_with_options():
         (
             "gather-param",
             r"no pass is called 'gather-param'. Did you mean \"gather-params\"\? Known: "
-            r"average-replicas, cache-params, defer-reduction, flatten",
+            r"average-replicas, cache-params, chunk-loss, defer-reduction, flatten",
         ),
         ("zebra", r"no pass is called 'zebra'"),
         ("bucket{cap_mb=1},overlap", r"'bucket'. Write 'schedule\{plan=one-ahead,...\}' in place"),
@@ -182,6 +182,7 @@ def test_entry_point_that_is_wrong_is_named(entry_points, points, message):
 
 # --- cache keys -----------------------------------------------------------------------------------
 CHANGED = {
+    "chunks": 3,
     "encode": "fp8",
     "block": 64,
     "exact_below_kib": 1.0,

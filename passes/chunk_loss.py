@@ -1,0 +1,65 @@
+"""Compute the head of a language model and its loss for one chunk of tokens after the other.
+
+Before: logits of all tokens              After, chunks=2
+  logits = mm(hidden, head)                 a = rows_0(hidden[:n], head, labels[:n])
+  losses = ...(logits, labels)              b = rows_0(hidden[n:], head, labels[n:])
+                                            losses = cat([a, b])
+  ...                                       ...
+  dlogits = ...(logits, dlosses)            c, x = rows_1(hidden[:n], head, labels[:n], dlosses[:n])
+  dhead = mm(t(dlogits), hidden)            dhead, y = rows_2(hidden[n:], ..., dlosses[n:], c)
+  dhidden = mm(dlogits, t(head))            dhidden = cat([x, y])
+
+Contract: a head is a product of a matrix with hidden states that makes each token's row wider, and
+whose rows are then reduced to values per token. All that is as wide as the logits is computed in
+subgraphs, between which only values per token, hidden states, their gradients and sums over tokens
+pass (zpasses.graph.row_chunks). Backward computes the logits of each chunk again, so forward saves
+none. Parameters are gathered and gradients reduced as before. A graph that returns its logits, or
+does with them what has no rows, stays as it is.
+
+The loss is equal up to the rounding of products of other shapes. The gradients of the head are sums
+of one product per chunk, each rounded to the dtype of the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import fx
+
+from zpasses.errors import OptionError
+from zpasses.graph.row_chunks import chunk_regions
+from zpasses.pipeline.events import note
+from zpasses.pipeline.facts import Facts
+from zpasses.pipeline.passes import Level, Pass
+
+
+@dataclass(frozen=True)
+class ChunkLoss(Pass):
+    """Compute the head and its loss in chunks of tokens."""
+
+    name: ClassVar[str] = "chunk-loss"
+    level: ClassVar[Level] = Level.JOINT
+
+    chunks: int | Literal["auto"] = "auto"
+    """Number of chunks. With `auto`, the backend chooses it within the option `memory_budget`: one
+    chunk if that fits, or if recomputing activations is faster. Without a budget, it is one."""
+
+    def __post_init__(self) -> None:
+        if self.chunks != "auto" and self.chunks < 1:
+            raise OptionError(
+                f"pass 'chunk-loss', option 'chunks': got {self.chunks}; expected 1 or more."
+            )
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(reorders_sums=True, chunks_loss=self.chunks == "auto")
+
+    def rewrite(self, graph: fx.Graph) -> int:
+        """Returns the number of heads that are computed in chunks."""
+        if self.chunks == "auto" or self.chunks == 1:
+            return 0
+        found = chunk_regions(graph, self.chunks)
+        for each in found.notes:
+            note(f"{self.name}: {each}")
+        return found.changed

@@ -1,0 +1,229 @@
+"""Rewrites of graphs that compute the rows of a large product in chunks."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from tests.graphs import few_examples
+from zpasses import compat
+from zpasses.cost.memory.liveness import liveness
+from zpasses.graph.queries import copy_graph, numel, value_of
+from zpasses.graph.row_chunks import chunk_regions, find_regions, rows_per_chunk
+from zpasses.testing.step_graphs import trace_joint, trace_partitionable
+
+BF16, F32 = torch.bfloat16, torch.float32
+INNER = 3
+"""Elements per hidden state. Drawn vocabularies are larger."""
+
+OPTIONS = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "per token": {"reduction": "none"},
+    "smoothed": {"label_smoothing": 0.1},
+    "ignored": {"ignore_index": 2},
+}
+
+
+def cross_entropy(logits, labels, options):
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), **OPTIONS[options])
+
+
+LOSSES = {
+    **{name: lambda x, y, name=name: cross_entropy(x, y, name) for name in OPTIONS},
+    "weighted": lambda x, y: F.cross_entropy(
+        x.flatten(0, -2).float(), y.flatten(), weight=torch.arange(1.0, x.shape[-1] + 1)
+    ),
+    "with z-loss": lambda x, y: (
+        cross_entropy(x, y, "mean") + 0.1 * x.float().logsumexp(-1).square().mean()
+    ),
+    "soft-capped": lambda x, y: cross_entropy(3 * torch.tanh(x / 3), y, "mean"),
+    "scaled by a mean of all tokens": lambda x, y: (
+        x.logsumexp(-1).mean() * cross_entropy(x, y, "mean")
+    ),
+    "without padded vocabulary": lambda x, y: cross_entropy(x[..., :-1], y, "mean"),
+    "distilled": lambda x, y: F.kl_div(
+        x.float().log_softmax(-1), torch.softmax(x.detach().float().cos(), -1), reduction="none"
+    ).sum(),
+}
+
+
+def step(loss, dtype=F32, biased=False, tied=False, *, batch=2, seq=6, vocab=10):
+    """A head with its loss, and inputs that need gradients."""
+    torch.manual_seed(0)
+    hidden = torch.randn(batch, seq, INNER, dtype=dtype, requires_grad=True)
+    head = torch.randn(vocab, INNER, dtype=dtype, requires_grad=True)
+    bias = torch.randn(vocab, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, vocab - 1, (batch, seq))
+
+    def run(hidden, labels, head, bias):
+        states = hidden + F.embedding(labels, head) if tied else hidden
+        return LOSSES[loss](F.linear(states.tanh(), head, bias if biased else None), labels)
+
+    return run, (hidden, labels, head, bias)
+
+
+def decomposed(joint):
+    """The graph as Inductor's decompositions make it."""
+    old = joint.graph.find_nodes(op="placeholder")
+    trace = make_fx(joint, decomposition_table=dict(compat.inductor_decompositions()))
+    with compat.fake_mode_of([value_of(old[0])]):
+        gm = trace(*map(value_of, old))
+    for node, before in zip(gm.graph.find_nodes(op="placeholder"), old, strict=True):
+        node.name = node.target = before.name
+        node.meta["val"] = value_of(before)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return gm
+
+
+def with_tangents(joint, inputs):
+    wanted = joint.graph.find_nodes(op="placeholder")[len(inputs) :]
+    return [
+        *(each.detach() for each in inputs),
+        *(
+            torch.linspace(0.5, 1.5, numel(value_of(node))).view(value_of(node).shape)
+            for node in wanted
+        ),
+    ]
+
+
+def assert_close(got, expected, chunks):
+    for one, other in zip(got, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.dtype == other.dtype
+            rounding = (chunks + 4) * torch.finfo(one.dtype).eps
+            scale = float(other.abs().max())
+            torch.testing.assert_close(one, other, rtol=0, atol=rounding * scale)
+
+
+@few_examples
+@given(st.data())
+def test_results_are_equal_but_for_the_rounding_of_sums_over_chunks(data):
+    draw = data.draw
+    loss, dtype = draw(st.sampled_from(sorted(LOSSES))), draw(st.sampled_from([F32, BF16]))
+    sizes = {"batch": draw(st.integers(1, 3)), "seq": draw(st.integers(5, 9))}
+    sizes["vocab"] = draw(st.integers(INNER + 3, 17))
+    fn, inputs = step(loss, dtype, draw(st.booleans()), draw(st.booleans()), **sizes)
+    joint = trace_joint(fn, inputs)
+    values = with_tangents(joint, inputs)
+    if draw(st.booleans()):
+        joint = decomposed(joint)
+    chunks = draw(st.integers(2, 7))
+    rewritten = copy_graph(joint)
+    assert chunk_regions(rewritten.graph, chunks).changed == 1
+    rewritten.graph.lint()
+    rewritten.recompile()
+    assert_close(rewritten(*values), joint(*values), chunks)
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.slow(quick="test_results_are_equal_but_for_the_rounding_of_sums_over_chunks")
+def test_every_loss_in_both_forms(loss):
+    for dtype, biased, tied in [(F32, True, True), (BF16, False, False), (BF16, True, True)]:
+        fn, inputs = step(loss, dtype, biased, tied)
+        traced = trace_joint(fn, inputs)
+        values = with_tangents(traced, inputs)
+        for joint in (traced, decomposed(traced)):
+            rewritten = copy_graph(joint)
+            assert chunk_regions(rewritten.graph, 5).changed == 1
+            rewritten.recompile()
+            assert_close(rewritten(*values), joint(*values), 5)
+
+
+def test_forward_saves_no_logits_and_no_half_holds_more_than_one_chunk():
+    fn, inputs = step("smoothed", batch=8, seq=64, vocab=97)
+    traced = trace_partitionable(fn, inputs)
+    logits = 8 * 64 * 97 * 4
+    whole = [liveness(gm.graph).peak_bytes for gm in traced.partition(copy_graph(traced.joint))]
+    rewritten = copy_graph(traced.joint)
+    chunk_regions(rewritten.graph, 8)
+    halves = traced.partition(rewritten)
+    peaks = [liveness(gm.graph).peak_bytes for gm in halves]
+    assert all(peak > logits for peak in whole)
+    assert all(peak < 0.6 * logits for peak in peaks)
+    for gm in halves:
+        assert all(numel(value_of(node)) * 4 < 0.2 * logits for node in gm.graph.nodes)
+    values = with_tangents(traced.joint, inputs)
+    expected = traced.joint(*values)
+    outputs = halves[0](*values[: len(inputs)])
+    saved = outputs[traced.outputs :]
+    grads = halves[1](*saved, *values[len(inputs) :])
+    assert_close([*outputs[: traced.outputs], *grads], expected, 8)
+
+
+def test_equal_chunks_share_a_subgraph():
+    fn, inputs = step("mean", batch=4, seq=8)
+    joint = trace_joint(fn, inputs)
+    chunk_regions(joint.graph, 16)
+    calls = [node for node in joint.graph.nodes if compat.is_subgraph_call(node)]
+    assert len(calls) == 32
+    assert len({node.args[1] for node in calls}) == 3  # forward; backward; backward with a sum
+
+
+def test_phases_compute_a_sum_over_all_tokens_before_what_reads_it():
+    fn, inputs = step("scaled by a mean of all tokens")
+    joint = trace_joint(fn, inputs)
+    chunk_regions(joint.graph, 2)
+    assert len([node for node in joint.graph.nodes if compat.is_subgraph_call(node)]) == 4
+
+
+def test_chunks_are_multiples_of_tiles_if_they_are_large():
+    assert rows_per_chunk(8192, 16) == 512
+    assert rows_per_chunk(1000, 7) == 192
+    assert rows_per_chunk(100, 6) == 32
+    assert rows_per_chunk(7, 2) == 4
+
+
+# --- graphs that stay as they are -----------------------------------------------------------------
+def refused(fn, *inputs):
+    joint = trace_joint(fn, inputs)
+    before = str(joint.graph)
+    found = chunk_regions(joint.graph, 2)
+    assert found.changed == 0
+    assert str(joint.graph) == before
+    return "; ".join(found.notes)
+
+
+def test_a_graph_without_a_head_says_so():
+    x, w = torch.randn(6, 3, requires_grad=True), torch.randn(8, 3, requires_grad=True)
+    nothing = "no product whose rows become wider and are then reduced"
+    assert refused(lambda x: x.sin().sum(), x) == nothing
+    assert refused(lambda x, w: F.gelu(x @ w.t()) @ w, x, w) == nothing
+    assert refused(lambda x, w: (x @ w).logsumexp(-1), w, torch.randn(3, 2)) == nothing
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (lambda logits: (logits.logsumexp(-1).sum(), logits), "the graph returns mm"),
+        (lambda logits: logits.cumsum(0).logsumexp(-1).sum(), "cumsum is aten.cumsum.default"),
+        (lambda logits: logits.logsumexp(-1).sum() + logits.amax(0).sum(), "reduces rows by aten"),
+        (
+            lambda logits: (logits + torch.rand_like(logits)).logsumexp(-1).sum(),
+            "is aten.rand_like",
+        ),
+    ],
+    ids=["returned", "cumulative", "maximum over tokens", "random"],
+)
+def test_a_refusal_names_what_was_found(loss, reason):
+    x, w = torch.randn(6, 3, requires_grad=True), torch.randn(8, 3, requires_grad=True)
+    assert reason in refused(lambda x, w: loss(x @ w.t()), x, w)
+
+
+def test_two_heads_are_two_regions():
+    fn, inputs = step("mean")
+
+    def both(hidden, labels, head, bias):
+        return fn(hidden, labels, head, bias) + fn(hidden.flip(0), labels, head.flip(0), bias)
+
+    joint = trace_joint(both, inputs)
+    assert len(find_regions(joint.graph)[0]) == 2
+    rewritten = copy_graph(joint)
+    assert chunk_regions(rewritten.graph, 3).changed == 2
+    rewritten.recompile()
+    values = with_tangents(joint, inputs)
+    assert_close(rewritten(*values), joint(*values), 3)

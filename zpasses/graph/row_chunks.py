@@ -1,0 +1,442 @@
+"""Computes the rows of a large product, and all that is as large as it, a chunk after the other.
+
+The head of a language model is a product `hidden[T, D] @ head[D, V]` with V larger than D. What
+follows until losses per token is as large as the logits, and so is what leads from there to the
+gradients of hidden states and head. A chunk of rows is one call of a subgraph, which returns what
+is small: values per token, rows of gradients, and the sum over rows so far. Inductor does not fuse
+across calls of subgraphs, so no more than one chunk is alive at a time.
+
+What a chunk needs of a value for all rows, such as a mean over all tokens, must be known before, so
+a region has phases: forward, backward, and more if forward has such values. Each phase computes the
+large values of its chunks again from the hidden states, and reads small ones that earlier phases
+returned. So forward saves no logits, whatever the gradient of the loss is.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zpasses.graph.queries import Editor, nbytes, numel, value_of
+from zpasses.graph.row_steps import (
+    NoRowsError,
+    Read,
+    RowRules,
+    Step,
+    contiguous_view,
+)
+from zpasses.graph.walks import reachable
+
+aten = torch.ops.aten
+
+_MIB = float(1 << 20)
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
+
+
+@dataclass(frozen=True, eq=False)
+class RowRegion:
+    """A product and what is computed of it with its rows."""
+
+    product: fx.Node
+    rows: int
+    inner: int
+    """Elements per row of what the product reads. Wider values exist for one chunk at a time."""
+    steps: dict[fx.Node, Step]
+    copied: frozenset[fx.Node]
+    """Values that do not depend on the product: wide ones, and what is made of them. They also stay
+    if others read them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the product for all rows."""
+        return nbytes(value_of(self.product))
+
+    def is_wide(self, step: Step) -> bool:
+        """Whether a value is too large to exist for all rows."""
+        return _is_wide(step, self.inner)
+
+
+def find_regions(graph: fx.Graph) -> tuple[list[RowRegion], dict[str, str]]:
+    """Returns the regions of a joint graph, and why other products are none: name -> reason.
+
+    A region begins with a product of forward that makes its rows wider, and later reduces them.
+    """
+    regions: list[RowRegion] = []
+    reasons = {}
+    backward = _of_backward(graph)
+    for node in graph.nodes:
+        if node.target not in _PRODUCTS or node in backward:
+            continue
+        if any(node in each.steps for each in regions):
+            continue
+        try:
+            found = _region(node, backward)
+        except NoRowsError as error:
+            reasons[node.name] = str(error)
+            continue
+        if found is not None:
+            regions.append(found)
+    return regions, reasons
+
+
+def _of_backward(graph: fx.Graph) -> set[fx.Node]:
+    tangents = [
+        node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")
+    ]
+    return set(reachable(tangents, lambda node: node.users))
+
+
+def _region(product: fx.Node, backward: set[fx.Node]) -> RowRegion | None:
+    """Returns the region of a product; None if it is no head."""
+    value, hidden = value_of(product), value_of(product.args[-2])  # type: ignore[arg-type]
+    (rows, width), inner = value.shape, hidden.shape[1]
+    if not _reduces(product, backward):
+        return None
+    if not all(isinstance(size, int) for size in (rows, width, inner)):
+        raise NoRowsError("its sizes are dynamic")
+    if width <= inner or rows < 2:
+        return None
+    steps, copied = _grown(product, rows, inner)
+    order = {node: at for at, node in enumerate(product.graph.nodes)}
+    sorted_steps = {node: steps[node] for node in sorted(steps, key=order.__getitem__)}
+    region = RowRegion(product, rows, inner, sorted_steps, copied)
+    _check_reads(region)
+    return region
+
+
+def _grown(
+    product: fx.Node, rows: int, inner: int
+) -> tuple[dict[fx.Node, Step], frozenset[fx.Node]]:
+    """Returns the steps of a region, and which of them do not depend on the product.
+
+    All that reads a wide value is a part of the region. So is, if possible, what a part of it reads
+    by rows and is wide or depends on the product.
+    """
+    rules = RowRules(rows)
+    dependent = set(reachable([product], lambda node: node.users))
+    steps: dict[fx.Node, Step] = {}
+    queue = [(product, True)]
+    for node, needed in queue:  # grows
+        if node in steps:
+            continue
+        try:
+            step = rules.step(node)
+        except NoRowsError:
+            if needed:
+                raise
+            continue
+        if step.kind != "rows" and not needed:
+            continue
+        steps[node] = step
+        if node in dependent and (_is_wide(step, inner) or step.kind == "several"):
+            if any(user.op == "output" for user in node.users):
+                raise NoRowsError(f"the graph returns {node.name}")
+            queue += [(user, True) for user in node.users]
+        for read in step.reads:
+            depends, wide = read.node in dependent, math.prod(read.shape) > inner
+            if read.by_rows and (depends or wide or _is_made_of_wide(read, rules, inner)):
+                queue.append((read.node, wide and depends))
+    return steps, frozenset(steps) - dependent
+
+
+def _is_made_of_wide(read: Read, rules: RowRules, inner: int) -> bool:
+    """Whether a value per row is computed from wide values, such as the sum of a row's mask."""
+    per_row = [read]
+    for each in per_row:  # grows
+        try:
+            reads = [one for one in rules.step(each.node).reads if one.by_rows]
+        except NoRowsError:
+            continue
+        if math.prod(each.shape) == 1:
+            if any(math.prod(one.shape) > inner for one in reads):
+                return True
+            per_row += [one for one in reads if one not in per_row]
+    return False
+
+
+def _is_wide(step: Step, inner: int) -> bool:
+    return step.kind == "turned" or (step.kind == "rows" and math.prod(step.shape) > inner)
+
+
+_REDUCTIONS = frozenset(
+    {
+        aten.sum.dim_IntList,
+        aten.amax.default,
+        aten.logsumexp.default,
+        aten._log_softmax.default,
+        aten._softmax.default,
+    }
+)
+
+
+def _reduces(product: fx.Node, backward: set[fx.Node]) -> bool:
+    """Whether forward reduces or normalizes what is wider than the rows that a product reads."""
+    narrow = numel(value_of(product.args[-2]))  # type: ignore[arg-type]
+
+    def following(node: fx.Node) -> Iterable[fx.Node]:
+        return node.users.keys() - backward if numel(value_of(node)) > narrow else ()
+
+    return any(node.target in _REDUCTIONS for node in reachable([product], following))
+
+
+def _check_reads(region: RowRegion) -> None:
+    for step in region.steps.values():
+        for read in step.reads:
+            source = region.steps.get(read.node)
+            if source is None or source.kind != "rows":
+                continue
+            same = source.shape == read.shape if read.by_rows else not region.is_wide(source)
+            if not same:
+                raise NoRowsError(f"{step.node.name} reads {read.node.name} in another form")
+
+
+# --- rewriting ------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Chunked:
+    """What `chunk_regions` did."""
+
+    changed: int
+    """Number of regions that were rewritten."""
+    notes: tuple[str, ...]
+    """What is computed in chunks, and why other products are not."""
+
+
+def chunk_regions(graph: fx.Graph, chunks: int) -> Chunked:
+    """Rewrites all regions of a joint graph so that chunks compute their rows.
+
+    Args:
+        graph: a graph with a module, which gets the subgraphs.
+        chunks: the number of chunks; fewer if a product has fewer rows.
+    """
+    regions, refused = find_regions(graph)
+    notes = []
+    for each in regions:
+        size = rows_per_chunk(each.rows, chunks)
+        bounds = [(at, min(at + size, each.rows)) for at in range(0, each.rows, size)]
+        _Writer(each, bounds).run()
+        notes.append(
+            f"{each.product.name} in {len(bounds)} chunks of {size} tokens, instead of "
+            f"{each.nbytes / _MIB:.1f} MiB at once"
+        )
+    notes += [f"{name} in one piece, because {reason}" for name, reason in refused.items()]
+    if not notes:
+        notes.append("no product whose rows become wider and are then reduced")
+    return Chunked(len(regions), tuple(notes))
+
+
+def rows_per_chunk(rows: int, chunks: int) -> int:
+    """Returns the rows of each chunk but the last. They are a multiple of 64 or 16 if the chunks
+    are that large, which suits the tiles and the alignment that kernels expect.
+    """
+    size = -(-rows // chunks)
+    step = next(step for step in (64, 16, 1) if step * chunks <= rows)
+    return -(-size // step) * step
+
+
+@dataclass
+class _Phase:
+    """A part of a region whose values depend on no value for all rows of the same part."""
+
+    roots: list[Step]
+    """What it returns."""
+    steps: list[Step]
+    """What it computes, in order."""
+    reads: list[Read]
+    """What it takes from outside."""
+
+
+class _Writer:
+    def __init__(self, region: RowRegion, bounds: Sequence[tuple[int, int]]) -> None:
+        self._region, self._bounds = region, bounds
+        self._graph = region.product.graph
+        owner = self._graph.owning_module
+        assert owner is not None
+        self._owner = owner
+        self._number = _phase_numbers(region)
+        self._made: dict[fx.Node, fx.Node] = {}
+        """What the graph returned of a root -> what it returns now."""
+
+    def run(self) -> None:
+        steps = self._region.steps
+        phases = self._phases()
+        for each in steps.values():
+            if each.kind == "whole":
+                self._finish(each, Editor(self._graph, before=each.node), None)
+        for phase in phases:
+            self._write(phase)
+        for node in reversed(steps):
+            if not node.users:
+                self._graph.erase_node(node)
+
+    def _phases(self) -> list[_Phase]:
+        steps, numbers = self._region.steps, self._number
+        roots = {node for node, each in steps.items() if self._is_returned(each)}
+        phases = []
+        for number in sorted({numbers[node] for node in steps}, reverse=True):
+            mine = [
+                each for node, each in steps.items() if node in roots and numbers[node] == number
+            ]
+            if mine:
+                phases.append(self._phase(number, mine))
+                # Earlier phases return the small values that this one reads.
+                read = (steps.get(each.node) for each in phases[-1].reads)
+                roots.update(each.node for each in read if each and each.kind == "rows")
+        return phases[::-1]
+
+    def _phase(self, number: int, roots: list[Step]) -> _Phase:
+        steps, numbers = self._region.steps, self._number
+
+        def inside(read: Read) -> bool:
+            step = steps.get(read.node)
+            if step is None or not read.by_rows or step.kind != "rows":
+                return False
+            again = self._region.is_wide(step) or read.node in self._region.copied
+            return again or numbers[read.node] == number
+
+        needed = set(
+            reachable(
+                [each.node for each in roots],
+                lambda node: [read.node for read in steps[node].reads if inside(read)],
+            )
+        )
+        found = [each for node, each in steps.items() if node in needed]
+        outside = (read for each in found for read in each.reads if not inside(read))
+        return _Phase(roots, found, list(dict.fromkeys(outside)))
+
+    def _is_returned(self, step: Step) -> bool:
+        """Whether something reads a value that is not computed by rows."""
+        if step.node in self._region.copied or step.kind not in ("rows", "sum"):
+            return False
+        return any(user not in self._region.steps for user in step.node.users) or any(
+            read.node is step.node and not read.by_rows
+            for user in step.node.users
+            for read in self._region.steps[user].reads
+        )
+
+    # --- one phase --------------------------------------------------------------------------------
+    def _write(self, phase: _Phase) -> None:
+        first = phase.roots[0].node
+        self._move_up([read.node for read in phase.reads], first)
+        edit = Editor(self._graph, before=first)
+        whole = {read: self._outside(edit, read) for read in phase.reads}
+        sums = [each for each in phase.roots if each.kind == "sum"]
+        bodies: dict[tuple[int, bool], str] = {}
+        parts: list[list[fx.Node]] = []
+        for start, stop in self._bounds:
+            given = [
+                edit.call(aten.slice.Tensor, whole[read], 0, start, stop)
+                if read.by_rows
+                else whole[read]
+                for read in phase.reads
+            ]
+            if parts:
+                given += [parts[-1][phase.roots.index(each)] for each in sums]
+            key = stop - start, bool(parts and sums)
+            if key not in bodies:
+                bodies[key] = self._add_body(phase, stop - start, given, sums if parts else [])
+            parts.append(self._call(edit, bodies[key], given))
+        for at, each in enumerate(phase.roots):
+            of_chunks = [part[at] for part in parts]
+            self._finish(each, edit, self._joined(edit, each, of_chunks))
+
+    def _joined(self, edit: Editor, step: Step, of_chunks: list[fx.Node]) -> fx.Node:
+        if step.kind == "sum":
+            return of_chunks[-1]
+        joined = edit.call(aten.cat.default, of_chunks)
+        if step.finish is not None:
+            return joined
+        return contiguous_view(edit.call, joined, value_of(step.node).shape)
+
+    def _finish(self, step: Step, edit: Editor, value: fx.Node | None) -> None:
+        result = step.finish(edit.call, value) if step.finish is not None else value
+        assert result is not None
+        self._made[step.node] = result
+        step.node.replace_all_uses_with(result)
+
+    def _outside(self, edit: Editor, read: Read) -> fx.Node:
+        """Returns what a phase reads of the outer graph."""
+        node = self._made.get(read.node, read.node)
+        shape = (self._region.rows, *read.shape) if read.by_rows else read.shape
+        return contiguous_view(edit.call, node, shape) if value_of(node).shape != shape else node
+
+    def _move_up(self, nodes: Sequence[fx.Node], before: fx.Node) -> None:
+        """Moves what a phase reads before its first call, with all that this depends on."""
+        order = {node: at for at, node in enumerate(self._graph.nodes)}
+        limit = order[before]
+        late = [
+            node
+            for node in reachable(
+                [self._made.get(node, node) for node in nodes],
+                lambda node: [item for item in node.all_input_nodes if order[item] > limit],
+            )
+            if order[node] > limit
+        ]
+        for node in sorted(late, key=order.__getitem__):
+            before.prepend(node)
+
+    # --- subgraphs --------------------------------------------------------------------------------
+    def _add_body(
+        self, phase: _Phase, rows: int, given: Sequence[fx.Node], sums: Sequence[Step]
+    ) -> str:
+        """Adds a subgraph that computes some rows. Returns its name."""
+        body = fx.Graph()
+        inputs = [body.placeholder(f"input_{at}") for at in range(len(given))]
+        for node, outer in zip(inputs, given, strict=True):
+            node.meta["val"] = _own_memory(value_of(outer))
+        output = body.output(())
+        known: dict[Any, fx.Node] = dict(zip(phase.reads, inputs, strict=False))
+        earlier = dict(zip((each.node for each in sums), inputs[len(phase.reads) :], strict=True))
+        for each in phase.steps:
+            emit = Editor(body, before=output, like=each.node).call
+            values = [known[read] if read in known else known[read.node] for read in each.reads]
+            known[each.node] = each.build(emit, rows, values, earlier.get(each.node))
+        output.args = (tuple(known[each.node] for each in phase.roots),)
+        name = _free_name(self._owner)
+        setattr(self._owner, name, fx.GraphModule(torch.nn.Module(), body))
+        return name
+
+    def _call(self, edit: Editor, name: str, given: Sequence[fx.Node]) -> list[fx.Node]:
+        returned: Any = getattr(self._owner, name).graph.output_node().args[0]
+        values = [_own_memory(value_of(each)) for each in returned]
+        call = edit.call_subgraph(name, given, values)
+        return [edit.call(operator.getitem, call, at) for at in range(len(values))]
+
+
+def _phase_numbers(region: RowRegion) -> dict[fx.Node, int]:
+    """Returns the first phase that may read each value of the graph."""
+    number: dict[fx.Node, int] = {}
+    for node in region.product.graph.nodes:
+        number[node] = int(node.op == "placeholder" and node.name.startswith("tangents"))
+        for item in node.all_input_nodes:
+            number[node] = max(number[node], number[item] + _is_for_all_rows(region, item, node))
+    return number
+
+
+def _is_for_all_rows(region: RowRegion, item: fx.Node, user: fx.Node) -> bool:
+    """Whether a call needs what a region computes, of more rows than it computes itself."""
+    source, reader = region.steps.get(item), region.steps.get(user)
+    if source is None or item in region.copied or source.kind in ("several", "whole"):
+        return False
+    if reader is None:
+        return True
+    return source.kind == "sum" or any(
+        read.node is item and not read.by_rows for read in reader.reads
+    )
+
+
+def _own_memory(value: Tensor) -> Tensor:
+    """Returns a fake tensor of the same shape and strides at the beginning of its memory."""
+    return value.new_empty_strided(value.shape, value.stride())
+
+
+def _free_name(owner: torch.nn.Module) -> str:
+    at = 0
+    while hasattr(owner, f"rows_{at}"):
+        at += 1
+    return f"rows_{at}"
