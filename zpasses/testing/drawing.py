@@ -47,6 +47,7 @@ NOT_DRAWN: Mapping[str, Mapping[str, str]] = {
         "replicated": "promises that all ranks hold equal values, but drawn inputs differ",
         "tier=distributed": "needs replicated=true",
     },
+    "average-replicas": _ENCODES,
     "gather-params": _ENCODES,
     "reduce-grads": _ENCODES,
 }
