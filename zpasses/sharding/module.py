@@ -355,10 +355,10 @@ def parameters_on_host(model: nn.Module) -> set[DTensor]:
     found = set[DTensor]()
     for module in model.modules():
         if isinstance(module, ShardedModule):
-            specs = module._zpasses_specs.values()
-            params = [
-                module._parameters.get(spec.name) for spec in specs if spec.device is not None
+            names = [
+                name for name, spec in module._zpasses_specs.items() if spec.device is not None
             ]
+            params: list[Any] = [module._parameters.get(name) for name in names]
             found.update(param for param in params if isinstance(param, DTensor))
     return found
 
