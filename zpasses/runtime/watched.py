@@ -134,7 +134,7 @@ def await_device_reads(value: DTensor) -> None:
     """Make the host wait until the device has read a shard that rests on the host, so that whoever
     gets it may write to it.
     """
-    if value.device.type == "cpu" != value.device_mesh.device_type:
+    if compat.local_of(value).is_cpu and value.device_mesh.device_type != "cpu":
         torch.accelerator.synchronize()
 
 
