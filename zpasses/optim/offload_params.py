@@ -90,7 +90,7 @@ def offload_parameters(model: M, *, device_bytes: str = "0B", host_bytes: str | 
     change_specs(model, moved, lambda spec: replace(spec, device=device))
     plan = parameter_plan(model)
     log.info(
-        "%s: %s of frozen shards on the host, %s on the device",
+        "%s: %s of shards on the host, %s on the device",
         type(model).__name__,
         format_size(plan.host_bytes),
         format_size(plan.device_bytes),

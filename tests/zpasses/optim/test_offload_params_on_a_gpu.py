@@ -1,4 +1,4 @@
-"""Tests that need a GPU: shards of frozen parameters in locked host memory. They have not run yet."""
+"""Tests that need a GPU: frozen shards in locked host memory. They have not run yet."""
 
 import pytest
 import torch

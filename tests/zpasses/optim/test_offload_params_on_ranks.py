@@ -70,6 +70,7 @@ def trained(
     compiled=torch.compile,
     backwards=1,
     shard=None,
+    dtype=torch.float32,
     **options,
 ):
     """Trains. Returns losses, gradients and parameters, the reloads by graph, and the model."""
@@ -91,7 +92,7 @@ def trained(
     with observed:
         for _ in range(steps):
             for _ in range(backwards):
-                loss = step(torch.randn(16, WIDTH)).square().mean()
+                loss = step(torch.randn(16, WIDTH).to(dtype)).square().mean()
                 loss.backward()
                 results.append(loss.detach())
             trains = [each for each in net.parameters() if each.requires_grad]
@@ -99,7 +100,8 @@ def trained(
             optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():
-        results += [step(torch.ones(2, WIDTH)), net(torch.ones(2, WIDTH))]
+        x = torch.ones(2, WIDTH, dtype=dtype)
+        results += [step(x), net(x)]
     results += [each.detach().to_local().clone() for each in net.parameters()]
     return results, reloads, net
 
@@ -150,7 +152,10 @@ CASES = {
     "windows of stage 1": {"backwards": 2, "zero_stage": 1},
     "checkpoints": {"net": lambda: Net(checkpoints=True)},
     "some stay": {"offload": {"device_bytes": "3KiB", "host_bytes": "1MiB"}},
-    "bfloat16": {"shard": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}},
+    "bfloat16": {
+        "shard": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+        "dtype": torch.bfloat16,
+    },
     "columns": {"shard": {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 2 else None}},
     "packed": {"shard": {"pack_mb": 1.0}},
     "encoded": {"pipeline": "gather-params{encode=int8,exact_below_kib=0},reduce-grads,schedule"},
