@@ -12,7 +12,7 @@ import zpasses
 from zpasses import MemoryBudgetError, OptionError, ShardingError, ZpassesError
 from zpasses.cost.memory import device_memory
 from zpasses.cost.memory.liveness import liveness
-from zpasses.cost.plan.bound import schedule_bound
+from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.schedule_planner import plan_schedule
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.time.target import Target, use_target
@@ -206,17 +206,17 @@ def test_gathers_start_when_their_shards_have_come():
         jobs = {job.number: job for job in problem.jobs}
         for number, item in enumerate(problem.items):
             assert (jobs[number].reload_us > 0) == item.tag.params[0].startswith("frozen")
-        bound, planned = schedule_bound(problem), plan_schedule(problem, 1 << 30)
+        bound_us, planned = schedule_bound_us(problem), plan_schedule(problem, 1 << 30)
     copies = sum(job.reload_us for job in problem.jobs)
     first = max(job.reload_us for job in problem.jobs)
     assert copies > 0.7 * sum(problem.work_us)
-    assert bound.total_us <= planned.cost.total_us
+    assert bound_us <= planned.cost.total_us
     assert planned.cost.waited_us < 1.5 * first
     slow = Target.parse("h100,tflops=1,host_in_gb_s=0.01")
     with fake_world(2), use_target(slow):
         problem = problem_of(gm.graph, slow)
-        assert schedule_bound(problem).total_us == sum(job.reload_us for job in problem.jobs)
-        assert plan_schedule(problem, 1 << 30).cost.total_us >= schedule_bound(problem).total_us
+        assert schedule_bound_us(problem) == sum(job.reload_us for job in problem.jobs)
+        assert plan_schedule(problem, 1 << 30).cost.total_us >= schedule_bound_us(problem)
 
 
 @pytest.mark.slow(quick="test_a_shard_comes_ahead_of_its_gather_in_forward_and_in_backward")
