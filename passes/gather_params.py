@@ -17,6 +17,8 @@ padding exists only on ranks whose block is not full. The slice exists only if t
 not divisible by the number of ranks. Otherwise the collective reads the shard itself and its output
 is the parameter, without copies.
 
+A shard that rests on the host is copied first, by `zpasses::from_host(shard, device)`.
+
 With `encode`, the parameter that the model reads is rounded to codes of one byte
 (zpasses.graph.encoding): one record of codes and scales per rank and parameter moves in one launch.
 The graph equals, bit for bit, the one whose `unshard` has the argument `encoding`. Gradients are
@@ -35,6 +37,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.graph.dialect import UNSHARD, group_size, is_local_call, rows_per_rank
 from zpasses.graph.encoding import DECODE, ENCODE, Encoding
+from zpasses.graph.host_copies import FROM_HOST
 from zpasses.graph.queries import (
     Editor,
     calls,
@@ -83,11 +86,11 @@ class GatherParams(Pass):
         if options is None:
             return
         for read in calls(graph, UNSHARD):
-            shard, rows, dtype, _, group, *_ = arguments = _arguments(read)
+            shard, rows, dtype, _, group, *_, known, device = arguments = _arguments(read)
             value = value_of(shard)
             encoding = options.chosen(value, rows, dtype or value.dtype, group)
-            if encoding is not None and arguments[-1] is None:
-                read.args, read.kwargs = (*arguments[:-1], str(encoding)), {}
+            if encoding is not None and known is None:
+                read.args, read.kwargs = (*arguments[:-2], str(encoding), device), {}
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of reads lowered."""
@@ -98,18 +101,20 @@ class GatherParams(Pass):
         return len(reads)
 
     def _lower(self, graph: fx.Graph, read: fx.Node) -> None:
-        shard, rows, dtype, _, group, _, again, encoding = _arguments(read)
+        shard, rows, dtype, _, group, _, again, encoding, device = _arguments(read)
         tag = tag_of(read)
         params = tag.params if tag else (shard.name,)
         dtype = dtype or value_of(shard).dtype
         gather = _Gather(Editor(graph, before=read), params, self.name, group, again)
         value = value_of(shard)
+        if device is not None:
+            shard = gather.from_host(shard, rows, device)
         if value.dim() == 0 or (gather.size == 1 and encoding is None):
             full = gather.copy(shard, dtype)
         elif is_local_call(UNSHARD, value, rows):
             shape = [rows, *value.shape[1:]]
             full = gather.edit.call(
-                aten.empty.memory_format, shape, dtype=dtype, device=value.device
+                aten.empty.memory_format, shape, dtype=dtype, device=device or value.device
             )
         elif encoding is None:
             full = gather.exact(shard, rows, dtype)
@@ -139,8 +144,20 @@ class _Gather:
     def size(self) -> int:
         return group_size(self.group)
 
+    def from_host(self, shard: fx.Node, rows: Any, device: torch.device) -> fx.Node:
+        value = value_of(shard)
+        copied = self.edit.call(FROM_HOST, shard, device)
+        self._prepared(copied, self._block_bytes(value, rows, value.dtype))
+        return copied
+
+    def _block_bytes(self, value: Any, rows: Any, dtype: torch.dtype) -> int:
+        widths = (compat.size_hint(size) for size in value.shape[1:])
+        return rows_per_rank(rows, self.size) * math.prod(widths) * dtype.itemsize
+
     def copy(self, shard: fx.Node, dtype: torch.dtype) -> fx.Node:
         value = value_of(shard)
+        if shard.target is FROM_HOST and dtype == value.dtype and value.is_contiguous():
+            return shard
         strides = {} if value.is_contiguous() else {"memory_format": torch.contiguous_format}
         if dtype != value.dtype:
             return self.edit.call(aten._to_copy.default, shard, dtype=dtype, **strides)
@@ -154,8 +171,7 @@ class _Gather:
         whole, padded = 0, value.shape[0] < block
         if dtype != value.dtype:
             source = self.edit.call(aten._to_copy.default, source, dtype=dtype)
-            widths = (compat.size_hint(size) for size in value.shape[1:])
-            whole = block * math.prod(widths) * dtype.itemsize
+            whole = self._block_bytes(value, rows, dtype)
             self._prepared(source, 0 if padded else whole)
         if padded:
             padding = [0, 0] * (value.dim() - 1) + [0, block - value.shape[0]]

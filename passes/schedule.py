@@ -13,6 +13,8 @@ Before                                      After
                                               gb = mm(..)
                                               da = wait_tensor(started_a)
 
+Copies of shards from the host move last: each starts ahead of its gather, which waits for it.
+
 Contract: the order of all other nodes stays. Results stay equal bit for bit. The graph's peak
 memory stays within the budget, as modelled by `zpasses.cost.memory`. The plan is the fastest that
 `zpasses.cost.plan.schedule_planner` finds for the target, or, with `plan=one-ahead` and
@@ -36,7 +38,7 @@ from typing import Any, ClassVar, Literal
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.memory.collective_moves import equal_liveness
+from zpasses.cost.memory.collective_moves import equal_liveness, movable_collectives
 from zpasses.cost.memory.liveness import NOTABLE_BYTES
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.bucket_keys import compatibility_key
@@ -48,6 +50,7 @@ from zpasses.cost.plan.simple_plans import CAP_BYTES, SIMPLE_PLANS, simple_plans
 from zpasses.cost.time.route_figures import engine_route, planned_route, route_figures
 from zpasses.cost.time.target import current_target
 from zpasses.errors import OptionError
+from zpasses.graph.host_copies import split_shard_copies
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.queries import collective_of, is_dialect, is_wait
 from zpasses.graph.reduction_groups import regroup_reductions, replicate_groups
@@ -136,9 +139,36 @@ class Schedule(Pass):
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of collectives saved, or 1 if nodes only moved."""
         tag_foreign_gathers(graph, origin=self.name)
+        changes, limit_bytes = self._move_collectives(graph)
+        return changes + self._move_shard_copies(graph, limit_bytes)
+
+    def _move_shard_copies(self, graph: fx.Graph, limit_bytes: int | None) -> int:
+        """Starts the copies of shards from the host ahead of their gathers, which stay. Returns how
+        many there are. They are no collectives, so ranks need not agree.
+
+        Args:
+            limit_bytes: the largest allowed peak; None takes that of the memory budget.
+        """
+        copies = split_shard_copies(graph, self.name)
+        if copies:
+            found = movable_collectives(graph)
+            reloads = [item for item in found if item.is_host_copy and item.is_gather]
+            problem = problem_of(graph, current_target(), items=reloads)
+            planned = self.choose(problem, limit_bytes)
+            _apply(graph, problem, _by_node(problem, planned.plan), self.name)
+            cost = planned.cost
+            note(
+                f"{self.name}: {len(reloads):,} copies from the host; predicted "
+                f"{cost.total_us / 1e3:,.2f} ms; peak {cost.peak_bytes / _MIB:,.1f} of "
+                f"{planned.limit_bytes / _MIB:,.1f} MiB"
+            )
+        return copies
+
+    def _move_collectives(self, graph: fx.Graph) -> tuple[int, int | None]:
+        """Returns the number of changes, and the largest allowed peak if it had to be known."""
         problem = self.problem(graph)
         if not problem.jobs:
-            return 0
+            return 0, None
         collectives = [item for item in problem.items if not item.is_host_copy]
         gathers = sum(item.is_gather for item in collectives)
         few = gathers < 2 and len(collectives) - gathers < 2
@@ -146,7 +176,8 @@ class Schedule(Pass):
             # Such a plan is equal on all ranks without a vote. Ranks may compile such graphs
             # without the others, inside windows of gradient accumulation.
             simple = SIMPLE_PLANS["one-ahead" if self.plan == "auto" else self.plan]
-            return _apply(graph, problem, _by_node(problem, simple(problem, None)), self.name)
+            plan = _by_node(problem, simple(problem, None))
+            return _apply(graph, problem, plan, self.name), None
         planned = self.choose(problem)
         plan = _by_node(problem, planned.plan)
         adopted, agreed_groups = _agree_on_plan(problem, plan, str(self))
@@ -156,13 +187,13 @@ class Schedule(Pass):
                 "consumers of collectives have another order. Nothing moves.",
                 self.name,
             )
-            return self._regroup(graph, problem, agreed_groups)
+            return self._regroup(graph, problem, agreed_groups), planned.limit_bytes
         note(f"{self.name}: {_summary(problem, planned, adopted)}")
         reasons = _routes(problem, planned)
         changes = _apply(graph, problem, adopted, self.name, reasons)
         regrouped = self._regroup(graph, problem, agreed_groups)
         self._warn_over_budget(graph, planned.limit_bytes)
-        return changes or min(regrouped, 1)
+        return changes or min(regrouped, 1), planned.limit_bytes
 
     def problem(self, graph: fx.Graph) -> ScheduleProblem:
         """Returns the graph as the planner sees it."""
@@ -174,9 +205,14 @@ class Schedule(Pass):
             copy_engines=self._uses_engines(),
         )
 
-    def choose(self, problem: ScheduleProblem) -> Planned:
-        """Returns the plan that this rank would make."""
-        limit, most = memory_limit(problem, self._budget()), self._budget().most_bytes
+    def choose(self, problem: ScheduleProblem, limit_bytes: int | None = None) -> Planned:
+        """Returns the plan that this rank would make.
+
+        Args:
+            limit_bytes: the largest allowed peak; None takes that of the memory budget.
+        """
+        most = self._budget().most_bytes
+        limit = memory_limit(problem, self._budget()) if limit_bytes is None else limit_bytes
         plans: Iterable[tuple[Plan, Cost]]
         if self.plan == "auto":
             planned = plan_schedule(problem, limit)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ZpassesError,
     )
     from zpasses.optim.offload import offload_optimizer
+    from zpasses.optim.offload_params import offload_parameters
     from zpasses.pipeline import Facts, Level, Options, Pass, PassRecord, Pipeline
     from zpasses.ranks.device_mesh import init_device_mesh
     from zpasses.sharding.clipping import clip_grad_norm_
@@ -60,6 +61,7 @@ __all__ = [
     "load_training_state",
     "local_shards",
     "offload_optimizer",
+    "offload_parameters",
     "pack_parameters",
     "pack_shards",
     "save_safetensors",
@@ -91,6 +93,7 @@ _HOMES = {
     "load_safetensors": "zpasses.checkpoint.safetensors_reader",
     "load_training_state": "zpasses.checkpoint.training_state",
     "offload_optimizer": "zpasses.optim.offload",
+    "offload_parameters": "zpasses.optim.offload_params",
     "pack_parameters": "zpasses.sharding.flat_buffers",
     "pack_shards": "zpasses.sharding.shard",
     "save_safetensors": "zpasses.checkpoint.safetensors_writer",

@@ -30,6 +30,7 @@ from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.layout import layout_of, rows_of
 from zpasses.runtime.windows import grad_state_of
 from zpasses.sharding.module import is_ignored
+from zpasses.sharding.param_spec import trained_on_host
 
 log = logging.getLogger("zpasses")
 
@@ -277,10 +278,13 @@ def _check_and_tag_reads(gm: fx.GraphModule, names: dict[fx.Node, str]) -> tuple
             continue
         for node in module.graph.nodes:
             if _is_unshard(node):
-                groups.update((str(name), None) for name in node.args[4:] if name is not None)
+                groups.update((name, None) for name in node.args[4:] if isinstance(name, str))
                 source = node.all_input_nodes[0].all_input_nodes
                 name = names.get(source[0]) if source else None
                 _check_no_writes(node, name)
+                on_host = any(isinstance(each, torch.device) for each in node.args)
+                if name is not None and on_host and source[0].meta["example_value"].requires_grad:
+                    raise ShardingError(trained_on_host(name))
                 if name is not None:
                     add_tag(node, Tag("gather", (name,), origin="capture"))
     return tuple(groups)

@@ -98,7 +98,8 @@ class CompileJob:
         if budget == "auto":
             device = torch.get_default_device()
             for value in captured.inputs:
-                device = value.device if isinstance(value, torch.Tensor) else device
+                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                    device = value.device  # shards may rest on the host
             free_bytes = agreed_free_bytes(captured.groups, device)
             budget = f"{free_bytes}B"
         if options.prefetch:

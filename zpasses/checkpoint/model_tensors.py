@@ -274,7 +274,11 @@ def gather_full(tensor: Tensor, destination: int | None = None) -> Tensor | None
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return _own_copy(tensor) if wanted else None
-    local, mesh = compat.local_of(tensor), tensor.device_mesh
+    mesh = tensor.device_mesh
+    if compat.local_of(tensor).device.type == "cpu" != mesh.device_type:  # it rests on the host
+        local = compat.local_of(tensor).to(mesh.device_type)
+        tensor = compat.make_dtensor(local, mesh, tensor.placements, tensor.shape)
+    local = compat.local_of(tensor)
     if mesh.ndim > 1 or not (tensor.placements[0].is_replicate() or _is_rows(tensor)):
         full = tensor.full_tensor()  # sharded by something else
         return _own_copy(full) if wanted else None

@@ -1,7 +1,7 @@
 """The dialect: operators that state that a parameter is gathered and its gradient reduced.
 
     zpasses::unshard(shard, rows, param_dtype, reduce_dtype, group, replicate_group, reshard_group,
-                     encoding) -> full parameter
+                     encoding, device) -> full parameter
     zpasses::reduce_grad(grad, rows, shard_rows, dtype, reduce_dtype, group, encoding)
         -> shard's gradient
     zpasses::average_grad(grad, dtype, group, encoding) -> shard's gradient, averaged over replicas
@@ -36,7 +36,8 @@ from zpasses.graph.tags import Reduction
 _library = torch.library.Library("zpasses", "DEF")
 _library.define(
     "unshard(Tensor shard, SymInt rows, ScalarType? param_dtype, ScalarType? reduce_dtype, str "
-    "group_name, str? replicate_group=None, str? reshard_group=None, str? encoding=None) -> Tensor",
+    "group_name, str? replicate_group=None, str? reshard_group=None, str? encoding=None, Device? "
+    "device=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -156,6 +157,7 @@ def _unshard(
     replicate_group: str | None = None,
     reshard_group: str | None = None,
     encoding: str | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Gathers a parameter.
 
@@ -173,11 +175,14 @@ def _unshard(
             pass reads it.
         encoding: each rank's block is gathered as `zpasses.graph.encoding` encodes it; None gathers
             exact values. Passes set it. The gradient is that of the decoded parameter.
+        device: where a shard that rests on the host comes first; None if it is there already.
 
     Returns:
         The full parameter, [rows, ...], in `param_dtype`; never an alias of `shard`.
     """
     dtype = param_dtype or shard.dtype
+    if device is not None:
+        shard = shard.to(device, non_blocking=True)
     if is_local_call(UNSHARD, shard, rows):
         if shard.dim() == 0:
             return shard.to(dtype, copy=True)
@@ -199,10 +204,16 @@ def _unshard(
 
 
 def _unshard_fake(
-    shard: Tensor, rows: int, param_dtype: torch.dtype | None, *rest: object
+    shard: Tensor,
+    rows: int,
+    param_dtype: torch.dtype | None,
+    *rest: object,
+    device: torch.device | None = None,
+    **others: object,
 ) -> Tensor:
     shape = (rows, *shard.shape[1:]) if shard.dim() else ()
-    return shard.new_empty(shape, dtype=param_dtype or shard.dtype)
+    device = rest[5] if len(rest) > 5 else device  # type: ignore[assignment]
+    return shard.new_empty(shape, dtype=param_dtype or shard.dtype, device=device)
 
 
 def _reduce_grad(
@@ -352,7 +363,7 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if value is not None:
         for operator, arguments in reduction_calls(how, shard_rows, grad.dtype):
             value = operator(value, *arguments)
-    return (value, *[None] * 7)
+    return (value, *[None] * 8)
 
 
 def reduction_calls(

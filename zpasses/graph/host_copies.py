@@ -4,10 +4,14 @@
     zpasses::offload_wait(Tensor ticket, Tensor value) -> Tensor
     zpasses::reload(Tensor host, Device device) -> Tensor
     zpasses::reload_wait(Tensor ticket, Tensor host, Device device) -> Tensor
+    zpasses::from_host(Tensor host, Device device) -> Tensor
 
 A start returns a ticket, int64[1] on the host, and its wait the copy. No result shares memory with
 an argument, and a wait frees nothing. It takes the source as an argument, so whatever runs the
-graph keeps the source until the copy has ended. `zpasses.runtime.host_memory` runs them.
+graph keeps the source until the copy has ended. `zpasses.sdma.host_memory` runs them.
+
+`from_host` is the copy of a shard that rests on the host. It ends before what follows starts, until
+`schedule` splits it into a start and a wait.
 
 Forward and backward are rewritten together, after the partition: backward may recompute values from
 saved ones, so in a joint graph it is not known yet which reads are those of backward.
@@ -23,7 +27,14 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.graph.queries import Editor, nbytes, returned_values, value_of
+from zpasses.graph.queries import (
+    Editor,
+    calls,
+    nbytes,
+    replace_node,
+    returned_values,
+    value_of,
+)
 from zpasses.graph.tags import Tag, add_tag, tag_of
 
 LIBRARY = torch.library.Library("zpasses", "FRAGMENT")
@@ -32,6 +43,7 @@ for _schema in (
     "offload_wait(Tensor ticket, Tensor value) -> Tensor",
     "reload(Tensor host, Device device) -> Tensor",
     "reload_wait(Tensor ticket, Tensor host, Device device) -> Tensor",
+    "from_host(Tensor host, Device device) -> Tensor",
 ):
     LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 
@@ -39,6 +51,7 @@ OFFLOAD: compat.OpOverload = torch.ops.zpasses.offload.default
 OFFLOAD_WAIT: compat.OpOverload = torch.ops.zpasses.offload_wait.default
 RELOAD: compat.OpOverload = torch.ops.zpasses.reload.default
 RELOAD_WAIT: compat.OpOverload = torch.ops.zpasses.reload_wait.default
+FROM_HOST: compat.OpOverload = torch.ops.zpasses.from_host.default
 
 HOST_STARTS = frozenset({OFFLOAD, RELOAD})
 HOST_WAITS = frozenset({OFFLOAD_WAIT, RELOAD_WAIT})
@@ -61,8 +74,15 @@ for _name, _fake in (
     ("offload_wait", lambda ticket, value: empty_like_on(value, "cpu")),
     ("reload", _ticket),
     ("reload_wait", lambda ticket, host, device: empty_like_on(host, device)),
+    ("from_host", empty_like_on),
 ):
     torch.library.register_fake(f"zpasses::{_name}", _fake, lib=LIBRARY)
+
+LIBRARY.impl(
+    "from_host",
+    lambda host, device: empty_like_on(host, device).copy_(host, non_blocking=True),
+    "CompositeExplicitAutograd",
+)
 
 
 @dataclass(frozen=True)
@@ -222,3 +242,24 @@ def _copy_in(graph: fx.Graph, saved: fx.Node, host: fx.Node, origin: str) -> Non
     awaited = edit.call(RELOAD_WAIT, started, saved, device)
     for reader in readers:
         reader.replace_input_with(saved, awaited)
+
+
+def split_shard_copies(graph: fx.Graph, origin: str) -> int:
+    """Has copies of shards from the host start and end in separate calls, which may move.
+
+    Args:
+        origin: of the tags.
+
+    Returns:
+        Their number.
+    """
+    copies = calls(graph, FROM_HOST)
+    for node in copies:
+        edit, tag = Editor(graph, node), tag_of(node)
+        started = edit.call(RELOAD, *node.args)
+        awaited = edit.call(RELOAD_WAIT, started, *node.args)
+        if tag is not None:
+            add_tag(started, Tag("reload", tag.params, tag.block_bytes, origin=origin))
+            add_tag(awaited, tag)
+        replace_node(node, awaited)
+    return len(copies)

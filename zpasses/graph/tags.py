@@ -39,7 +39,8 @@ Role = Literal[
 - full: the full parameter that the model reads.
 - shard_grad: the reduced gradient of the shard.
 - flat: builds a flat buffer of several tensors.
-- offload, reload: starts the copy of a saved value to the host, or back.
+- offload, reload: starts the copy of a saved value to the host, or back; reload also that of a
+  shard.
 """
 
 SOURCE_ROLES: frozenset[Role] = frozenset({"shard", "part"})

@@ -9,7 +9,16 @@ checkpoints work. Parameters that are not sharded may be in the same optimizer.
 from zpasses.optim.adafactor import Adafactor
 from zpasses.optim.muon import Muon
 from zpasses.optim.offload import state_plan
+from zpasses.optim.offload_params import ParameterPlan, parameter_plan
 from zpasses.optim.rprop import Rprop
 from zpasses.optim.state_buckets import StatePlan
 
-__all__ = ["Adafactor", "Muon", "Rprop", "StatePlan", "state_plan"]
+__all__ = [
+    "Adafactor",
+    "Muon",
+    "ParameterPlan",
+    "Rprop",
+    "StatePlan",
+    "parameter_plan",
+    "state_plan",
+]

@@ -1,4 +1,4 @@
-"""One block of host memory for the states of an optimizer."""
+"""One block of host memory for many tensors."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ from zpasses.optim.state_buckets import (
     nbytes_of,
     plan_states,
 )
-from zpasses.option_values import format_size, parse_size
+from zpasses.option_values import format_size
 from zpasses.ranks.failures import report_failure
 from zpasses.runtime.offloaded import OFFLOAD_ATTRIBUTE, is_offloaded
 from zpasses.runtime.partial_step import PartialStep, run_last, with_evaluated_closure
@@ -101,10 +101,8 @@ def offload_optimizer(
         OptionError: for an option that is no size.
         AgreementError: if another rank does not call it in time.
     """
-    options = OffloadOptions(
-        parse_size(device_bytes, "offload_optimizer, device_bytes"),
-        parse_size(bucket_bytes, "offload_optimizer, bucket_bytes"),
-        None if host_bytes is None else parse_size(host_bytes, "offload_optimizer, host_bytes"),
+    options = OffloadOptions.parse(
+        "offload_optimizer", "states", device_bytes, host_bytes, bucket_bytes
     )
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, compat.STEP_HOOKS[0]):
         raise ZpassesError(
@@ -169,14 +167,19 @@ def _rest(value: StateValue | None) -> Any:
     return None if value is None else value.rest
 
 
+def _params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 # --- the step -------------------------------------------------------------------------------------
 class _Offload:
     """The offloaded states of one optimizer."""
 
     def __init__(self, optimizer: Optimizer, options: OffloadOptions) -> None:
         self._options = options
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        devices = {local_part(param.detach()).device for param in params}
+        params = _params_of(optimizer)
+        trained = [param for param in params if param.requires_grad] or params
+        devices = {local_part(param.detach()).device for param in trained}
         self._device = next(iter(devices))
         if len(devices) > 1 or self._device.type == "meta":
             raise ZpassesError(
@@ -200,15 +203,16 @@ class _Offload:
         except ZpassesError as raised:
             error = str(raised)
         sizes = [nbytes_of(each) for each in layouts.values()]
-        most, available = agreed_sizes(optimizer, options, sizes, error)
+        groups = sharding_groups_of(_params_of(optimizer))
+        most, available = agreed_sizes(groups, options, type(optimizer).__name__, sizes, error)
         plan = plan_states(most, options.device_bytes, options.bucket_bytes)
-        check_host_memory(plan.host_bytes, available, options.host_bytes)
+        check_host_memory(options, plan.host_bytes, available)
         params = list(layouts)
         own = [sum(sizes[at] for at in bucket) for bucket in plan.buckets]
         try:
             self.arena = HostArena(sum(own), self._device)
         except (OSError, RuntimeError) as raised:
-            report_failure(sharding_groups_of(optimizer), "", raised, doing="offloading states")
+            report_failure(groups, "", raised, doing="offloading states")
             raise
         self.plan, self._layouts = plan, layouts
         self._buckets = [

@@ -1,19 +1,19 @@
-"""What ranks agree on before states are offloaded: sizes, and host memory that all of them have."""
+"""What ranks agree on before they offload: sizes, and host memory that all of them have."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from zpasses.cost.memory import device_memory
 from zpasses.errors import MemoryBudgetError, ZpassesError
-from zpasses.option_values import format_size
+from zpasses.option_values import format_size, parse_size
 from zpasses.ranks.agree import exchange
 from zpasses.ranks.local_ranks import local_ranks
 from zpasses.runtime.layout import layout_of
@@ -22,18 +22,43 @@ from zpasses.runtime.param_value import is_sharded_parameter
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """The options of `zpasses.offload_optimizer`, in bytes."""
+    """The options of a function that offloads something, in bytes."""
 
+    function: str
+    """Its name."""
+    things: str
+    """What it offloads, such as "states"."""
     device_bytes: int
-    bucket_bytes: int
     host_bytes: int | None
+    bucket_bytes: int = 0
+
+    @classmethod
+    def parse(
+        cls,
+        function: str,
+        things: str,
+        device_bytes: str,
+        host_bytes: str | None,
+        bucket_bytes: str = "0B",
+    ) -> OffloadOptions:
+        """Raises OptionError for an option that is no size."""
+
+        def parsed(name: str, text: str) -> int:
+            return parse_size(text, f"{function}, {name}")
+
+        return cls(
+            function,
+            things,
+            parsed("device_bytes", device_bytes),
+            None if host_bytes is None else parsed("host_bytes", host_bytes),
+            parsed("bucket_bytes", bucket_bytes),
+        )
 
 
-def sharding_groups_of(optimizer: Optimizer) -> list[str]:
-    """Returns the process groups of an optimizer's parameters, in the order of these: a rank of
-    several groups comes to them in the same order as the others.
+def sharding_groups_of(params: Iterable[Tensor]) -> list[str]:
+    """Returns the process groups of parameters, in the order of these: a rank of several groups
+    comes to them in the same order as the others.
     """
-    params = (param for group in optimizer.param_groups for param in group["params"])
     return list(
         dict.fromkeys(
             name
@@ -45,13 +70,19 @@ def sharding_groups_of(optimizer: Optimizer) -> list[str]:
 
 
 def agreed_sizes(
-    optimizer: Optimizer, options: OffloadOptions, sizes: Sequence[int], error: str | None
+    groups: Sequence[str],
+    options: OffloadOptions,
+    owner: str,
+    sizes: Sequence[int],
+    error: str | None,
 ) -> tuple[list[int], int]:
-    """Returns the bytes of each parameter's states on the rank that holds most of them, so that all
-    ranks have the same buckets, and the least share of a rank in the memory of its machine.
+    """Returns the bytes per parameter on the rank that holds most of them, so that all ranks decide
+    the same, and the least share of a rank in the memory of its machine.
 
     Args:
-        sizes: the bytes of each parameter's states on this rank.
+        groups: names of the process groups.
+        owner: the type of what is offloaded.
+        sizes: the bytes per parameter on this rank.
         error: why this rank cannot offload them; None if it can.
 
     Raises:
@@ -59,15 +90,15 @@ def agreed_sizes(
     """
     free = device_memory.free_bytes(torch.device("cpu"))
     agreed: dict[str, Any] = {
-        "what": [type(optimizer).__name__, len(sizes), *astuple(options)],
+        "what": [owner, len(sizes), *astuple(options)[2:]],
         "sizes": list(sizes),
         "available": sys.maxsize if free is None else free // local_ranks(),
         "error": error,
     }
-    for group in sharding_groups_of(optimizer):
-        agreed = exchange(group, "the states of an optimizer to offload", agreed, merge=_merged)
+    for group in groups:
+        agreed = exchange(group, f"the {options.things} to offload", agreed, merge=_merged)
     if agreed["error"] is not None:
-        raise ZpassesError(agreed["error"])
+        raise ZpassesError(f"{options.function}: {agreed['error']}")
     return agreed["sizes"], agreed["available"]
 
 
@@ -77,9 +108,9 @@ def _merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     other = next((each["what"] for each in answers if each["what"] != first["what"]), None)
     if error is None and other is not None:
         error = (
-            "offload_optimizer: ranks differ in the optimizer, the number of its parameters, "
-            f"device_bytes, bucket_bytes or host_bytes: {first['what']} on one rank, {other} on "
-            "another. Call it alike on every rank."
+            "ranks differ in the type, the number of parameters, device_bytes, host_bytes or "
+            f"bucket_bytes: {first['what']} on one rank, {other} on another. Call it alike on "
+            "every rank."
         )
     if error is not None:
         return {**first, "error": error}
@@ -87,22 +118,22 @@ def _merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**first, "sizes": sizes, "available": min(each["available"] for each in answers)}
 
 
-def check_host_memory(needed: int, available: int, given: int | None) -> None:
-    """Raise MemoryBudgetError if a rank lacks host memory for the states, or the budget is beyond
-    what it has. All arguments are equal on all ranks, so all of them raise it.
+def check_host_memory(options: OffloadOptions, needed: int, available: int) -> None:
+    """Raise MemoryBudgetError if a rank lacks host memory, or the budget is beyond what it has. All
+    arguments are equal on all ranks, so all of them raise it.
 
     Args:
         needed: bytes on the host.
         available: the least share of a rank in what its machine has free.
-        given: the budget; None if there is none.
     """
+    given = options.host_bytes
     least = available if given is None else min(given, available)
     if needed and (needed > least or (given is not None and given > available)):
         raise MemoryBudgetError(
-            "offload_optimizer: the states that do not stay on the device need "
+            f"{options.function}: the {options.things} that do not stay on the device need "
             f"{format_size(needed)} of host memory on a rank. Given: host_bytes="
             f"{'None' if given is None else format_size(given)}. Available: "
             f"{format_size(available)}, the least share of a rank in what its machine has free. "
-            "Let more states stay (device_bytes), shard over more ranks, or give a budget that the "
-            "machine has."
+            f"Let more {options.things} stay (device_bytes), shard over more ranks, or give a "
+            "budget that the machine has."
         )

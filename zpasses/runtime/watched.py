@@ -112,6 +112,7 @@ class WatchedShard(DTensor):
 
     def to_local(self, **kwargs: Any) -> Tensor:
         """Returns this rank's rows, which share memory with the parameter."""
+        await_device_reads(self)
         memory = memory_of(self)
         if memory is not None and not compat.is_saving_checkpoint():
             memory.expose(compat.local_of(self))
@@ -127,6 +128,14 @@ class WatchedShard(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain DTensor, so that checkpoints can be loaded without zpasses."""
         return plain_dtensor(self).__reduce_ex__(protocol)
+
+
+def await_device_reads(value: DTensor) -> None:
+    """Make the host wait until the device has read a shard that rests on the host, so that whoever
+    gets it may write to it.
+    """
+    if compat.local_of(value).is_cpu and value.device_mesh.device_type != "cpu":
+        torch.accelerator.synchronize()
 
 
 def plain_dtensor(value: DTensor) -> DTensor:
@@ -313,6 +322,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return result
         return watch_if_needed(result)
     targets = list(_targets(writes, args, kwargs))
+    for target in targets:
+        await_device_reads(target)
     if writes.moves and targets:
         raise ShardingError(
             f"{writes.name}() of a sharded parameter of shape {list(targets[0].shape)} would give "

@@ -35,7 +35,7 @@ class LockedMemory(mmap.mmap):
         if code:
             raise ZpassesError(
                 f"the driver does not lock {format_size(len(self))} of host memory for {device} "
-                f"(error {code}). Leave more on the device (device_bytes of offload_optimizer, or "
+                f"(error {code}). Leave more on the device (device_bytes of what offloads it, or "
                 "a smaller host_memory), or raise the limit of locked memory (ulimit -l)."
             )
         self._locked = address, device

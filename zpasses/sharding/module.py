@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +64,11 @@ class ShardedModule(nn.Module):
             if isinstance(param, StandsForParameter):
                 param = check_source(param, name).param
             current = self._parameters.get(name)
+            if spec.device is not None and param is not current:
+                raise ShardingError(
+                    f"assigned to {name!r}, which rests on the host. Write to it instead: "
+                    f"module.get_parameter({name!r}).copy_(value), in torch.no_grad()."
+                )
             value = None
             if isinstance(current, WatchedShard):
                 value = param_value_of(current)
@@ -160,7 +165,9 @@ class _ConvertedInPlace(nn.Module):
             with torch.no_grad():
                 converted = fn(param)
                 grad = fn(param.grad) if param.grad is not None else None
-            if not isinstance(converted, DTensor):
+            if specs[name].device is not None:
+                _check_conversion(name, param, converted)  # it stays on the host
+            elif not isinstance(converted, DTensor):
                 self._parameters[name] = nn.Parameter(converted, param.requires_grad)
             elif converted is not param:
                 made = specs[name].layout.wrap(compat.local_of(converted), param.shape)
@@ -169,6 +176,14 @@ class _ConvertedInPlace(nn.Module):
                 if grad is not None:
                     compat.replace_dtensor(param.grad, grad)
         return self
+
+
+def _check_conversion(name: str, param: Tensor, converted: Tensor) -> None:
+    if converted.dtype != param.dtype:
+        raise ShardingError(
+            f"conversion of parameter {name!r}, which rests on the host, from {param.dtype} to "
+            f"{converted.dtype}. Convert the model before zpasses.offload_parameters."
+        )
 
 
 class _Namespace:
@@ -273,6 +288,31 @@ def _with_reads(cls: type[Any], added: tuple[ParamShardSpec, ...]) -> type[Any]:
     return sharded_class(base, (*cls._zpasses_specs.values(), *added))
 
 
+def change_specs(
+    model: nn.Module,
+    params: Collection[Tensor],
+    change: Callable[[ParamShardSpec], ParamShardSpec],
+) -> None:
+    """Change how a model reads these parameters, wherever it holds them."""
+    for module in model.modules():
+        if not isinstance(module, ShardedModule):
+            continue
+        specs = tuple(
+            change(spec) if module._parameters.get(name) in params else spec
+            for name, spec in module._zpasses_specs.items()
+        )
+        module.__class__ = _with_specs(type(module), specs)
+
+
+def _with_specs(cls: type[Any], specs: tuple[ParamShardSpec, ...]) -> type[Any]:
+    if not issubclass(cls, ShardedModule) or specs == tuple(cls._zpasses_specs.values()):
+        return cls
+    base = vars(cls).get("_zpasses_unsharded_class")
+    if base is None:
+        return _rebased(cls, lambda parent: _with_specs(parent, specs))
+    return sharded_class(base, specs)
+
+
 def unsharded_class(cls: type[Any]) -> type[Any]:
     """Return the class of modules before they were sharded; the class itself if they were not."""
     if not issubclass(cls, ShardedModule):
@@ -308,6 +348,19 @@ def sharded_parameters(model: nn.Module) -> list[DTensor]:
             if isinstance(param, DTensor):
                 found[id(param)] = param
     return list(found.values())
+
+
+def parameters_on_host(model: nn.Module) -> set[DTensor]:
+    """Return the sharded parameters of a model whose shards rest on the host."""
+    found = set[DTensor]()
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            names = [
+                name for name, spec in module._zpasses_specs.items() if spec.device is not None
+            ]
+            params: list[Any] = [module._parameters.get(name) for name in names]
+            found.update(param for param in params if isinstance(param, DTensor))
+    return found
 
 
 @contextlib.contextmanager

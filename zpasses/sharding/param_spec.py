@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +23,27 @@ class ParamShardSpec:
     """Gather and compute in this dtype; None keeps the shard's dtype."""
     reduce_dtype: torch.dtype | None
     """Reduce gradients in this dtype; None keeps the gradient's dtype."""
+    device: torch.device | None = None
+    """Where the shard, which rests on the host, comes for each read; None if it rests there."""
 
     @property
-    def groups(self) -> tuple[str | None, ...]:
-        """The process groups that `unshard` takes, as few as it needs."""
-        sharding = self.layout.sharding_groups
-        if self.layout.reshard_group is None:
-            return sharding
-        return (*sharding, *(() if len(sharding) > 1 else (None,)), self.layout.reshard_group)
+    def places(self) -> tuple[Any, ...]:
+        """The process groups and the device that `unshard` takes, as few as it needs."""
+        layout = self.layout
+        if self.device is None and layout.reshard_group is None:
+            return layout.sharding_groups
+        group, replicate_group, *_ = (*layout.sharding_groups, None)
+        groups = group, replicate_group, layout.reshard_group
+        return groups if self.device is None else (*groups, None, self.device)
+
+
+def trained_on_host(name: str) -> str:
+    """Returns the text of an error."""
+    return (
+        f"parameter {name!r} rests on the host and is trained (requires_grad). Only frozen "
+        "parameters can rest there: freeze it again, or freeze only what stays frozen before "
+        "zpasses.offload_parameters."
+    )
 
 
 def shard_tensor(param: Tensor, layout: ParamLayout) -> DTensor:

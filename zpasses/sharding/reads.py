@@ -19,7 +19,7 @@ from zpasses.runtime.gloo import use_exchanges_in_eager_code
 from zpasses.runtime.local_shards import bound_call, read_of, to_local_shard
 from zpasses.runtime.param_value import param_value_of
 from zpasses.sharding.guard import Source, guard, late_registration_of
-from zpasses.sharding.param_spec import ParamShardSpec
+from zpasses.sharding.param_spec import ParamShardSpec, trained_on_host
 
 use_exchanges_in_eager_code()
 
@@ -33,7 +33,7 @@ def gathering_property(spec: ParamShardSpec) -> property:
         "$is_piece": layout.inner_mesh is not None,
         "$param_dtype": spec.param_dtype,
         "$reduce_dtype": spec.reduce_dtype,
-        "$groups": spec.groups,
+        "$places": spec.places,
     }
     code = _read.__code__
     consts = tuple(
@@ -77,7 +77,7 @@ def _read(module: Any) -> Any:
         rows = layout.rows(param.shape)
     else:
         rows = param.shape[dim] if len(param.shape) else 0
-    full = _UNSHARD(shard, rows, "$param_dtype", "$reduce_dtype", *"$groups")
+    full = _UNSHARD(shard, rows, "$param_dtype", "$reduce_dtype", *"$places")
     if dim:
         # The model may view its parameters as contiguous tensors, and so do some kernels.
         full = full.movedim(0, dim).contiguous()
@@ -116,6 +116,8 @@ def _read_eagerly(module: Any, name: str, param: DTensor) -> Tensor:
         return param
     spec: ParamShardSpec = module._zpasses_specs[name]
     layout = spec.layout
+    if spec.device is not None and param.requires_grad:
+        raise ShardingError(trained_on_host(name))
     with bound_call(read_of(param_value_of(param).identity)):
         full = layout.rows_back(
             torch.ops.zpasses.unshard(
@@ -123,7 +125,7 @@ def _read_eagerly(module: Any, name: str, param: DTensor) -> Tensor:
                 layout.rows(param.shape),
                 spec.param_dtype,
                 spec.reduce_dtype,
-                *spec.groups,
+                *spec.places,
             )
         ).contiguous()
     if layout.inner_mesh is not None:

@@ -21,7 +21,7 @@ from zpasses.errors import ShardingError
 from zpasses.ranks.failures import report_failure
 from zpasses.runtime.edits import note_edit
 from zpasses.runtime.layout import layout_of
-from zpasses.runtime.watched import WatchedShard, alias, plain_dtensor
+from zpasses.runtime.watched import WatchedShard, alias, await_device_reads, plain_dtensor
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
 from zpasses.sharding.guard import check_inputs_of_backward
 from zpasses.sharding.param_spec import shard_tensor
@@ -51,6 +51,7 @@ class StateShard(WatchedShard):
 
     def to_local(self, **kwargs: Any) -> Tensor:
         # Checkpoints read and write it in place, which its version counter shows.
+        await_device_reads(self)
         return plain_dtensor(self).to_local(**kwargs)
 
     def detach(self) -> StateShard:

@@ -19,7 +19,7 @@ from zpasses.runtime.param_value import drop_cached, mark_edited
 from zpasses.runtime.watched import set_shard
 from zpasses.sharding.flat_buffers import check_pack_mb, next_batch, pack_local_rows
 from zpasses.sharding.layouts import PlacementFn
-from zpasses.sharding.module import sharded_parameters
+from zpasses.sharding.module import parameters_on_host, sharded_parameters
 from zpasses.sharding.shard_plan import ShardPlan
 
 M = TypeVar("M", bound=nn.Module)
@@ -113,18 +113,21 @@ def pack_shards(model: M, pack_mb: float) -> M:
     Consecutive parameters, up to `pack_mb` MiB of shards, share one buffer per dtype. The buffers
     are laid out identically on every rank: each parameter has room for a full block of rows, padded
     with zeros, at the same offset, a multiple of 16 bytes. Parameters stay the same objects, so
-    existing optimizers keep working. Operations that reassign memory (`to`, `to_empty`, a copy
-    through DTensor) give each shard memory of its own again. Call it on every rank.
+    existing optimizers keep working. Shards on the host stay there. Operations that reassign memory
+    (`to`, `to_empty`, a copy through DTensor) give each shard memory of its own again. Call it on
+    every rank.
 
     Raises:
         ShardingError: for a model that is not sharded or is on meta, or if `pack_mb` is not a
             number above 0.
     """
     check_pack_mb(pack_mb)
-    left = deque(sharded_parameters(model))
+    on_host = parameters_on_host(model)
+    left = deque(param for param in sharded_parameters(model) if param not in on_host)
     if not left:
         raise ShardingError(
-            f"{type(model).__name__} has no sharded parameter to pack. Call zpasses.shard first."
+            f"{type(model).__name__} has no sharded parameter to pack, but on the host. Call "
+            "zpasses.shard first."
         )
     if any(param.is_meta for param in left):
         raise ShardingError(

@@ -61,11 +61,13 @@ def draw_param(choose: Choose) -> ParamSpec:
         choose((1, 2, 3, 4, 5, 7, 9, 0)) if at == 0 else choose((2, 1, 3, 0) if at == 1 else (2,))
         for at in range(dimensions)
     )
+    frozen = choose((False, True))
     return ParamSpec(
         shape,
         param_dtype=choose((None, torch.bfloat16, torch.float64)),
         reduce_dtype=choose((None, torch.float32, torch.float64)),
-        frozen=choose((False, True)),
+        frozen=frozen,
+        on_host=frozen and choose((False, True)),
         reads=choose((1, 2, 3)),
     )
 

@@ -38,6 +38,8 @@ class ParamSpec:
     """The dtype in which its gradient is reduced; None for that of the gradient."""
     frozen: bool = False
     """Whether it gets no gradient."""
+    on_host: bool = False
+    """Whether its shard rests on the host. Then it must be frozen."""
     reads: int = 1
     """How many times the graph reads it."""
     group: str = "0"
@@ -58,8 +60,9 @@ class ParamSpec:
         """The full parameter, in the dialect."""
         rows = self.shape[0] if self.shape else 0
         groups = (self.group, *([] if self.replicate_group is None else [self.replicate_group]))
+        device = {"device": shard.device} if self.on_host else {}
         full: Tensor = torch.ops.zpasses.unshard(
-            shard, rows, self.param_dtype, self.reduce_dtype, *groups
+            shard, rows, self.param_dtype, self.reduce_dtype, *groups, **device
         )
         return full
 

@@ -108,7 +108,7 @@ def _host_copy(node: fx.Node) -> SchedulableCollective | None:
     if copy is None or tag is None or len(node.users) != 1:
         return None
     (wait,) = node.users
-    return SchedulableCollective(node, wait, tag, (), (), copy.nbytes)
+    return SchedulableCollective(node, wait, tag, (), (), tag.nbytes)
 
 
 def _reduction(node: fx.Node) -> SchedulableCollective | None:
@@ -179,6 +179,8 @@ def equal_liveness(graph: fx.Graph) -> Liveness:
 def _rank_independent_bytes(node: fx.Node) -> int | None:
     """Returns the bytes of a full block for values whose size depends on the rank, else None."""
     tag = tag_of(node)
+    if tag is not None and tag.role == "reload":
+        return tag.nbytes
     return (
         tag.block_bytes
         if tag is not None

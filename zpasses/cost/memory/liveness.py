@@ -215,7 +215,7 @@ class _Tracker:
     def _allocate(self, index: int, node: fx.Node) -> list[Buffer | None]:
         value = value_of(node)
         given = self._bytes_of(node) if self._bytes_of is not None else None
-        if node.target is RELOAD:
+        if given is None and node.target is RELOAD:
             copy = host_copy_of(node)
             given = copy.nbytes if copy is not None else None
         parts = list(value) if isinstance(value, (list, tuple)) else [value]

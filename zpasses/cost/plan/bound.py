@@ -35,7 +35,8 @@ def schedule_bound_us(problem: ScheduleProblem) -> float:
         _path_us(problem, [job for job in jobs if job.channel.link == link], total)
         for link, total in moved_us.items()
     ]
-    return max([compute, *moved_us.values(), *paths])
+    reloads_us = sum(job.reload_us for job in problem.jobs)
+    return max([compute, reloads_us, *moved_us.values(), *paths])
 
 
 def _path_us(problem: ScheduleProblem, jobs: Sequence[Job], moved: float) -> float:

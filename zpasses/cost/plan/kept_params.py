@@ -55,7 +55,7 @@ class KeptParam:
     nbytes: int
     """Bytes of the full parameter."""
     saved_us: float
-    """Duration of its gather in backward."""
+    """Duration of its gather in backward, and of the copy of its shard from the host."""
     held_us: float
     """Duration of the kernels between its last use in forward and its first use in backward."""
     forward_slot: int
@@ -68,7 +68,7 @@ class KeptParam:
     unchanged: float
     """Share of forwards whose gather caching it saves, from 0 to 1."""
     forward_us: float
-    """Duration of its gather in forward."""
+    """The same in forward."""
     part_bytes: int = 0
     """Bytes of the part that forward saves instead, if backward would gather the parameter from
     fewer ranks (`zpasses.graph.regathers`)."""
@@ -200,14 +200,14 @@ def keepable_params(step: StepProblem) -> list[KeptParam]:
                 name,
                 params,
                 job.full_bytes,
-                job.timing.duration_us,
+                job.timing.duration_us + job.reload_us,
                 held,
                 slot,
                 slot_after_backward(job),
                 first.number,
                 job.number,
                 step.repetition.unchanged(params),
-                first.timing.duration_us,
+                first.timing.duration_us + first.reload_us,
                 *parts.get(source.name, ()),
             )
         )

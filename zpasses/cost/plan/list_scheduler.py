@@ -62,6 +62,8 @@ class _ListScheduler:
         self._live = problem.live_bytes.copy()
         self._work_before = np.concatenate([[0.0], np.cumsum(problem.work_us)])
         self._clock = Clock()
+        self._reloaded_us = 0.0
+        """When the shards on the host have come whose gathers have started."""
         self._launches: list[tuple[int, ...]] = []
         self._actions: list[Action] = []
         self._gathers = [job for job in problem.jobs if job.is_gather]
@@ -161,7 +163,8 @@ class _ListScheduler:
             slowed = job.timing.collective_slowdown
             urgent = lead <= self._arrives_us(job, job.alone_us, after=bucket) * slowed
             soon = lead <= self._policy.horizon * self._lead_us[job.number]
-            if (urgent or (soon and not bucket)) and self._fits(job, job, job.launch_bytes):
+            wanted = (urgent or (soon and not bucket)) and self._has_come(job.reload_us)
+            if wanted and self._fits(job, job, job.launch_bytes):
                 self._start_gathers(self._bucket_of(job))
                 return True
         if bucket:
@@ -185,7 +188,7 @@ class _ListScheduler:
         until = self._time_until(first.latest)
         after = self._work_after(first.latest)
         enough = policy.gather_latencies * first.per_launch_us
-        total, moving = first.alone_us, first.transfer_us
+        total, moving, reload_us = first.alone_us, first.transfer_us, first.reload_us
         launch_and_copies = _LaunchBytes(first)
         live: np.ndarray | None = None
         for job in itertools.islice(self._gathers, first.number + 1, None):
@@ -199,7 +202,7 @@ class _ListScheduler:
                 or clock.now_us + arrives + after <= policy.end_us
                 or job.transfer_us <= first.timing.issue_us  # a launch of its own costs more
             )
-            if not in_time:
+            if not in_time or (job.reload_us and not self._has_come(reload_us + job.reload_us)):
                 break
             if live is None:
                 live = self._live[self._slot :].copy()
@@ -210,7 +213,12 @@ class _ListScheduler:
             live[: max(0, job.latest - self._slot)] += job.ahead_bytes
             total += job.transfer_us
             moving += job.transfer_us
+            reload_us += job.reload_us
         return members
+
+    def _has_come(self, reload_us: float) -> bool:
+        """Whether the next shards from the host are there, whose copies take so long."""
+        return not reload_us or self._reloaded_us + reload_us <= self._clock.now_us
 
     def _reduction_bucket(self, ready: Sequence[Job]) -> list[Job]:
         """Returns the reductions that start together now; none if more should come first."""
@@ -355,6 +363,9 @@ class _ListScheduler:
         number, cost = len(self._launches), self._cost(members)
         self._launches.append(tuple(job.number for job in members))
         self._actions.append(Action(self._slot, "start", number))
+        if cost.reload_us:
+            self._reloaded_us += cost.reload_us
+            self._clock.idle_until(self._reloaded_us)
         self._clock.work(cost.start_work_us)
         self._clock.enqueue(number, cost.duration_us, members[0].timing)
         return number, cost

@@ -1,6 +1,8 @@
 """Duration and peak memory of a planned schedule, without building its graph.
 
 Durations are those of `zpasses.cost.time.step_time.Timeline` on the graph that the plan leads to.
+Shards on the host come one after another from the start of the graph, in the order of their
+gathers. A gather starts when its shard has come.
 Memory is at least that of `zpasses.cost.memory` there.
 """
 
@@ -74,6 +76,8 @@ class LaunchCost:
     """From its start until its wait, besides the full tensors."""
     unpacked_bytes: int
     """Bytes of the packed tensors that exist beside the copies out of them at the wait."""
+    reload_us: float
+    """Duration of the copies of shards from the host that end before its start."""
 
 
 def launch_cost(
@@ -103,6 +107,7 @@ def launch_cost(
             sum(job.packing_us[1] for job in packed) + sum(job.wait_us for job in members),
             sum(job.packed_bytes for job in packed) + sum(job.launch_bytes for job in members),
             sum(job.full_bytes for job in packed) if flat else 0,
+            sum(job.reload_us for job in members),
         )
     return found
 
@@ -114,13 +119,16 @@ def cost_of(problem: ScheduleProblem, plan: Plan, number: int) -> LaunchCost:
 
 def _run(problem: ScheduleProblem, plan: Plan, factor: float) -> Clock:
     clock = Clock()
-    at, fixed = 0, 0
+    at, fixed, reloaded_us = 0, 0, 0.0
     actions: list[Action | None] = [*plan.actions, None]
     for slot, work in enumerate(problem.work_us):
         while (action := actions[at]) is not None and action.slot == slot:
             at += 1
             cost = cost_of(problem, plan, action.launch)
             if action.kind == "start":
+                if cost.reload_us:
+                    reloaded_us += factor * cost.reload_us
+                    clock.idle_until(reloaded_us)
                 clock.work(cost.start_work_us)
                 duration = factor * cost.duration_us
                 clock.enqueue(action.launch, duration, cost.members[0].timing)

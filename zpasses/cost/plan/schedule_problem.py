@@ -36,9 +36,16 @@ from zpasses.cost.time.roofline import (
     durations_us,
 )
 from zpasses.cost.time.route_figures import engine_obstacle, engine_route, route_figures
-from zpasses.cost.time.step_time import GraphTimings, Transfer, latency_of, transfer_of
+from zpasses.cost.time.step_time import (
+    GraphTimings,
+    Transfer,
+    host_copy_timing,
+    latency_of,
+    transfer_of,
+)
 from zpasses.cost.time.target import Target
 from zpasses.graph.aliases import buffer_readers, memory_root, root_output
+from zpasses.graph.host_copies import FROM_HOST, HostCopy, is_host_wait
 from zpasses.graph.queries import (
     Collective,
     collective_of,
@@ -94,6 +101,8 @@ class Job:
     """The same gather on a copy engine; None if none can run it, and in that job itself."""
     on_engine: bool = False
     """Whether the figures are those of a copy engine."""
+    reload_us: float = 0.0
+    """Duration of the copy of its shard from the host, which ends before it starts."""
 
     def numbered(self, number: int) -> Job:
         """Returns the job with another number."""
@@ -220,8 +229,9 @@ def problem_of(
     *,
     second_group: bool = False,
     copy_engines: bool = False,
+    items: Sequence[SchedulableCollective] | None = None,
 ) -> ScheduleProblem:
-    """Reads a graph whose parameter gathers and gradient reductions may all move.
+    """Reads a graph whose parameter gathers, gradient reductions and host copies may all move.
 
     Args:
         graph: a graph with fake values, whose movable collectives have one tensor each.
@@ -229,8 +239,10 @@ def problem_of(
         mode: how collectives share a launch; see `zpasses.cost.plan.bucket_keys.bucket_key`.
         second_group: whether gradient reductions will run on a second process group.
         copy_engines: whether gathers may take the target's preferred copy-engine route.
+        items: what may move; None for all.
     """
-    items = movable_collectives(graph)
+    if items is None:
+        items = movable_collectives(graph)
     route = engine_route(target) if copy_engines else None
     return _Reader(graph, items, mode, target, second_group, route).read()
 
@@ -309,13 +321,13 @@ class _Reader:
         found: list[tuple[int, int, CollectiveTiming | None]] = []
         numbers: dict[fx.Node, int] = {}
         for at, node in enumerate(self._nodes):
-            if is_wait(node):
+            if is_wait(node) or is_host_wait(node):
                 started = started_by(node)
                 if started in numbers:
                     found.append((at, numbers[started], None))
-            elif (collective := collective_of(node)) is not None and not is_dialect(node):
+            elif (transfer := transfer_of(node)) is not None and not is_dialect(node):
                 numbers[node] = -1 - len(numbers)
-                timing = self._timings.of(node, collective)
+                timing = self._timings.of(node, transfer)
                 found.append((at, numbers[node], timing))
         return found
 
@@ -332,6 +344,12 @@ class _Reader:
             transfer, key = transfer_of(item.started), bucket_key(item, self._mode)
             assert transfer is not None
             timing = self._timings.of(item.started, transfer)
+            copies = [
+                host_copy_timing(HostCopy("in", nbytes(value_of(node))), self._target)
+                for node in item.inputs
+                if node.target is FROM_HOST
+            ]
+            prepared = [node for node in item.inputs if node.target is not FROM_HOST]
             held = at
             if not gather:
                 last = self._natural_last(item)
@@ -349,11 +367,13 @@ class _Reader:
                 launch_bytes=item.prepared_bytes + self._result_bytes(item),
                 packed_bytes=member_packing_bytes(item, key),
                 held_from=held,
-                start_us=sum(compute_us(node, self._target) for node in item.inputs),
+                start_us=sum(compute_us(node, self._target) for node in prepared)
+                + sum(each.issue_us for each in copies),
                 wait_us=sum(compute_us(node, self._target) for node in item.results),
                 packing_us=_packing_us(item, key, gather, self._target),
                 resident=gather and is_resident(item.wait),
                 ranks=_ranks_of(transfer),
+                reload_us=sum(each.duration_us for each in copies),
             )
             jobs.append(replace(job, by_engine=self._on_engine(item, job)))
         return tuple(jobs)

@@ -99,6 +99,14 @@ class Clock:
             self.waited_us += late
             self._advance(late, beside_compute=False)
 
+    def idle_until(self, time_us: float) -> None:
+        """Lets time pass in which no kernel runs, if it is earlier."""
+        while (left := time_us - self.now_us) > _EPSILON_US:
+            factors = self._factors(beside_compute=False)
+            spent = min(left, self._next_end_us(factors)) if factors else left
+            self.waited_us += spent
+            self._advance(spent, beside_compute=False)
+
     def _factors(self, *, beside_compute: bool) -> list[float]:
         """Returns by how much the first transfer of each busy channel takes longer than alone."""
         slowed = [queue[0][2] if beside_compute else 1.0 for queue in self.busy.values()]

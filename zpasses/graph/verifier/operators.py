@@ -13,7 +13,7 @@ from zpasses import compat
 from zpasses.graph.aliases import COPIES, GETITEM, shared_arguments
 from zpasses.graph.dialect import DIALECT
 from zpasses.graph.encoding import DECODE, DECODE_MEAN, ENCODE
-from zpasses.graph.host_copies import HOST_STARTS
+from zpasses.graph.host_copies import FROM_HOST, HOST_STARTS, RELOAD, RELOAD_WAIT
 from zpasses.graph.queries import communicates
 
 aten = torch.ops.aten
@@ -26,7 +26,10 @@ REDUCE_OPS = frozenset({"sum", "avg", "product", "min", "max", "band", "bor", "b
 _LINKS = COPIES | {
     DECODE,
     ENCODE,
+    FROM_HOST,
     GETITEM,
+    RELOAD,
+    RELOAD_WAIT,
     aten.cat.default,
     aten.contiguous.default,
     aten.slice_copy.Tensor,

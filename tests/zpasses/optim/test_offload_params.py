@@ -1,0 +1,268 @@
+"""Frozen parameters whose shards rest on the host, in one process."""
+
+import copy
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import zpasses
+from zpasses import MemoryBudgetError, OptionError, ShardingError, ZpassesError
+from zpasses.cost.memory import device_memory
+from zpasses.cost.memory.liveness import liveness
+from zpasses.cost.plan.bound import schedule_bound_us
+from zpasses.cost.plan.schedule_planner import plan_schedule
+from zpasses.cost.plan.schedule_problem import problem_of
+from zpasses.cost.time.target import Target, use_target
+from zpasses.graph.host_copies import FROM_HOST, RELOAD, RELOAD_WAIT, host_copy_of
+from zpasses.graph.queries import calls, collectives
+from zpasses.graph.verifier.order import find_races
+from zpasses.optim import parameter_plan
+from zpasses.testing import capture_graphs, capture_ranks, fake_world
+from zpasses.testing.stream_graphs import _Host, record_streams
+
+TARGET = "h100,tflops=1"
+
+
+class Net(nn.Module):
+    """Layers whose matrices are frozen, with a small trained part each, as with adapters."""
+
+    def __init__(self, layers=3, width=64):
+        super().__init__()
+        self.frozen = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.trained = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        for frozen, trained in zip(self.frozen, self.trained, strict=True):
+            x = x + torch.tanh(frozen(x)) + trained(x)
+        return x.square().mean()
+
+
+def offloaded(model, mesh, **options):
+    zpasses.shard(model, mesh=mesh)
+    zpasses.offload_parameters(model, **options)
+
+
+def captured(pipeline="zero3", capture=capture_graphs, layers=4, width=256, **options):
+    return capture(
+        Net(layers, width),
+        (torch.randn(8 * width, width),),
+        world_size=2,
+        pipeline=pipeline,
+        shard=offloaded,
+        options={"target": TARGET, **options},
+    )
+
+
+def graphs_of(found):
+    return found.after.forward, found.after.backward
+
+
+# --- what is moved --------------------------------------------------------------------------------
+def test_the_smallest_shards_stay_and_the_plan_says_where_bytes_rest():
+    net = Net()
+    with fake_world(2) as mesh:
+        zpasses.shard(net, mesh=mesh)
+        before = [param.detach().clone() for param in net.parameters()]
+        assert zpasses.offload_parameters(net, device_bytes="512B") is net
+        bias, matrix = 32 * 4, 32 * 64 * 4
+        assert parameter_plan(net).host_bytes == 3 * matrix
+        assert parameter_plan(net).device_bytes == 3 * bias + 3 * matrix
+        zpasses.offload_parameters(net, device_bytes="128B")
+        assert parameter_plan(net).host_bytes == 3 * matrix + 2 * bias
+        for param, value in zip(net.parameters(), before, strict=True):
+            assert torch.equal(param.to_local(), value.to_local())
+        net.trained[0].requires_grad_(False)
+        zpasses.offload_parameters(net)
+        assert parameter_plan(net).device_bytes == 2 * matrix
+
+
+def test_host_memory_is_refused_with_what_is_given_needed_and_available(monkeypatch):
+    with fake_world(2) as mesh:
+        net = Net()
+        zpasses.shard(net, mesh=mesh)
+        with pytest.raises(
+            MemoryBudgetError,
+            match=r"parameters that do not stay .* need 24\.38 KiB .* host_bytes=16 KiB\. Avail",
+        ):
+            zpasses.offload_parameters(net, host_bytes="16KiB")
+        monkeypatch.setattr(device_memory, "free_bytes", lambda device: 1 << 13)
+        with pytest.raises(MemoryBudgetError, match=r"host_bytes=None. Available: 4 KiB"):
+            zpasses.offload_parameters(net)
+        assert parameter_plan(net).host_bytes == 0
+
+
+def test_what_cannot_move_is_refused_by_name():
+    net = Net()
+    with pytest.raises(ZpassesError, match=r"Net has no sharded parameter"):
+        zpasses.offload_parameters(net)
+    with pytest.raises(OptionError, match="offload_parameters, device_bytes"):
+        zpasses.offload_parameters(net, device_bytes="much")
+    with fake_world(2) as mesh:
+        with torch.device("meta"):
+            empty = Net()
+        zpasses.shard(empty, mesh=mesh)
+        with pytest.raises(ZpassesError, match=r"on meta\. Call to_empty"):
+            zpasses.offload_parameters(empty)
+        zpasses.shard(net.requires_grad_(True), mesh=mesh)
+        with pytest.raises(ZpassesError, match="of 9, 9 are trained"):
+            zpasses.offload_parameters(net)
+
+
+def test_what_would_leave_the_host_is_refused_by_name():
+    with fake_world(2) as mesh:
+        net = Net()
+        offloaded(net, mesh)
+        with pytest.raises(ShardingError, match=r"'weight', which rests on the host"):
+            net.to(torch.bfloat16)
+        with pytest.raises(ShardingError, match=r"assigned to 'weight', which rests on the host"):
+            net.frozen[0].weight = nn.Parameter(torch.zeros(64, 64))
+        net.frozen[0].requires_grad_(True)
+        with pytest.raises(ShardingError, match=r"'weight' rests on the host and is trained"):
+            net(torch.randn(4, 64))
+        step = torch.compile(net, backend="zpasses", options={"agreement": False})
+        with pytest.raises(Exception, match=r"frozen.*weight' rests on the host and is trained"):
+            step(torch.randn(4, 64))
+
+
+def test_moves_copies_and_state_dicts_keep_the_shards_on_the_host():
+    with fake_world(2) as mesh:
+        net, other = Net(), Net()
+        offloaded(net, mesh)
+        zpasses.shard(other, mesh=mesh)
+        param, plan = net.frozen[0].get_parameter("weight"), parameter_plan(net)
+        address = param.to_local().data_ptr()
+        net.to("cpu").to_empty(device="cpu")
+        copied = copy.deepcopy(net)
+        net.load_state_dict(other.state_dict())
+        zpasses.pack_shards(net, 1.0)
+        assert net.frozen[0].get_parameter("weight") is param
+        assert param.to_local().data_ptr() == address
+        assert parameter_plan(net) == parameter_plan(copied) == plan
+        for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine.to_local(), theirs.to_local())
+        other.load_state_dict(copied.state_dict())
+        assert torch.equal(
+            copied.frozen[0].get_parameter("weight").to_local(),
+            other.frozen[0].get_parameter("weight").to_local(),
+        )
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+def test_a_shard_comes_ahead_of_its_gather_in_forward_and_in_backward():
+    found = captured()
+    assert calls(found.before.joint.graph, FROM_HOST) == []
+    for gm in graphs_of(found):
+        nodes = list(gm.graph.nodes)
+        at = {node: number for number, node in enumerate(nodes)}
+        gathers = [node for node, each in collectives(gm.graph) if "gather" in each.op]
+        waits = calls(gm.graph, RELOAD_WAIT)
+        assert waits
+        for wait in waits:
+            started, host, _ = wait.args
+            assert started.target is RELOAD
+            assert host.op == "placeholder"
+            (gather,) = wait.users
+            assert gather in gathers
+            assert host_copy_of(started).nbytes in (128 * 4, 128 * 256 * 4)
+        ahead = [at[wait] - at[wait.args[0]] for wait in waits]
+        assert max(ahead) > 3  # something is computed in between
+    assert len(calls(found.after.forward.graph, RELOAD)) == 8
+
+
+@pytest.mark.slow(quick="test_a_shard_comes_ahead_of_its_gather_in_forward_and_in_backward")
+def test_copies_keep_to_the_memory_of_the_schedule(caplog):
+    with caplog.at_level(logging.INFO, logger="zpasses"):
+        found = captured()
+    said = re.findall(r"copies from the host; .* peak ([\d.]+) of ([\d.]+) MiB", caplog.text)
+    for gm, (peak, limit) in zip(graphs_of(found), said, strict=True):
+        with fake_world(2):
+            assert liveness(gm.graph).peak_bytes <= (float(peak) + 0.05) * (1 << 20)
+        assert float(peak) <= float(limit)
+
+
+@pytest.mark.slow(quick="test_a_shard_comes_ahead_of_its_gather_in_forward_and_in_backward")
+def test_a_parameter_that_is_kept_is_not_read_again():
+    kept = captured(memory_budget="1GiB")
+    assert calls(kept.after.backward.graph, RELOAD) == []
+    lean = captured(
+        pipeline="merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=nothing},schedule"
+    )
+    read = [[node.args[0].name for node in calls(each.graph, RELOAD)] for each in graphs_of(lean)]
+    assert set(read[1]) < set(read[0])  # backward needs no bias
+    assert len(read[1]) == 3  # nor the first matrix
+
+
+@pytest.mark.slow(quick="test_a_shard_comes_ahead_of_its_gather_in_forward_and_in_backward")
+def test_gathers_start_when_their_shards_have_come():
+    # The copies take nearly as long as the kernels.
+    target = Target.parse("h100,tflops=1,host_in_gb_s=0.3")
+    gm = captured().before.forward
+    with fake_world(2), use_target(target):
+        problem = problem_of(gm.graph, target)
+        jobs = {job.number: job for job in problem.jobs}
+        for number, item in enumerate(problem.items):
+            assert (jobs[number].reload_us > 0) == item.tag.params[0].startswith("frozen")
+        bound_us, planned = schedule_bound_us(problem), plan_schedule(problem, 1 << 30)
+    copies = sum(job.reload_us for job in problem.jobs)
+    first = max(job.reload_us for job in problem.jobs)
+    assert copies > 0.7 * sum(problem.work_us)
+    assert bound_us <= planned.cost.total_us
+    assert planned.cost.waited_us < 1.5 * first
+    slow = Target.parse("h100,tflops=1,host_in_gb_s=0.01")
+    with fake_world(2), use_target(slow):
+        problem = problem_of(gm.graph, slow)
+        assert schedule_bound_us(problem) == sum(job.reload_us for job in problem.jobs)
+        assert plan_schedule(problem, 1 << 30).cost.total_us >= schedule_bound_us(problem)
+
+
+@pytest.mark.slow(quick="test_a_shard_comes_ahead_of_its_gather_in_forward_and_in_backward")
+def test_leaving_out_a_wait_is_found_by_the_check_and_by_simulation(monkeypatch):
+    ranks = captured(capture=capture_ranks, layers=2, width=16)
+    for side in ("forward", "backward"):
+        graphs = [getattr(each.after, side) for each in ranks]
+        generator = torch.Generator().manual_seed(0)
+        inputs = [
+            [
+                torch.randn(node.meta["val"].shape, generator=generator)
+                for node in gm.graph.find_nodes(op="placeholder")
+            ]
+            for gm in graphs
+        ]
+        assert not find_races(graphs[0].graph)
+        assert record_streams(graphs, inputs).first_difference(5) is None
+        waits = calls(graphs[0].graph, RELOAD_WAIT)
+        for left_out in waits:
+            awaited = _Host._await_copy
+
+            def skip(host, device, args, kwargs, left_out=left_out, awaited=awaited):
+                if host._node.name == left_out.name:
+                    return host._copies.pop(args[0].data_ptr())[0]
+                return awaited(host, device, args, kwargs)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(_Host, "_await_copy", skip)
+                schedule = record_streams(graphs, inputs)
+            assert schedule.first_difference(20) is not None
+        for wait in waits:
+            name = wait.args[0].name
+            with graphs[0].graph.inserting_before(wait):
+                other = graphs[0].graph.call_function(FROM_HOST, wait.args[1:])
+            other.meta = dict(wait.meta)
+            wait.replace_all_uses_with(other)
+            graphs[0].graph.erase_node(wait)
+            races = find_races(graphs[0].graph)
+            assert any(f"reload_wait({name})" in str(race) for race in races)
+
+
+@pytest.mark.slow(quick="test_a_shard_comes_ahead_of_its_gather_in_forward_and_in_backward")
+def test_a_world_of_one_rank_reads_what_came_without_another_copy():
+    torch.manual_seed(0)
+    found = capture_graphs(
+        Net(), (torch.randn(8, 64),), world_size=1, pipeline="zero3", shard=offloaded
+    )
+    for wait in calls(found.after.forward.graph, RELOAD_WAIT):
+        assert all(user.target is not torch.ops.aten.clone.default for user in wait.users)

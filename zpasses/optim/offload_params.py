@@ -1,0 +1,160 @@
+"""Frozen parameters whose shards rest on the host: each comes to the device before its gather.
+
+A read of such a parameter has an argument that says where its shard comes to
+(`ParamShardSpec.device`). So compiled code is compiled again, and the pass `schedule` starts the
+copies ahead of the gathers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zpasses import compat
+from zpasses.errors import ZpassesError
+from zpasses.graph.queries import nbytes
+from zpasses.optim.host_arena import HostArena
+from zpasses.optim.offload_budget import (
+    OffloadOptions,
+    agreed_sizes,
+    check_host_memory,
+    sharding_groups_of,
+)
+from zpasses.optim.state_buckets import ValueLayout, layout_of_value
+from zpasses.option_values import format_size
+from zpasses.ranks.failures import report_failure
+from zpasses.runtime.layout import layout_of
+from zpasses.runtime.param_value import drop_cached
+from zpasses.runtime.watched import replace_shard
+from zpasses.sharding.module import change_specs, parameters_on_host, sharded_parameters
+
+log = logging.getLogger("zpasses")
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def offload_parameters(model: M, *, device_bytes: str = "0B", host_bytes: str | None = None) -> M:
+    """Let the shards of a model's frozen parameters rest on the host, in place, and return the
+    model.
+
+    Compiled code brings each shard to the device ahead of its gather, and frees it after that.
+    Other reads bring it, too. The results have the same bits. Parameters stay the same objects, and
+    state dicts, checkpoints and copies work as before; the device of such a parameter is the host.
+    Call it on every rank, after `zpasses.shard`, before or after `torch.compile`. Parameters that
+    are trained stay. Calls after the first move what has been frozen since then.
+
+    Args:
+        model: the model, which has memory and its final dtypes.
+        device_bytes: how many bytes of the shards that could move stay on each rank, the smallest
+            first: copies of small shards take longer than their bytes are worth.
+        host_bytes: the most that a rank may take of the host; None allows its share of what the
+            machine has available. The memory is taken at once, and locked for accelerators.
+
+    Raises:
+        MemoryBudgetError: on every rank, if the host memory of one of them does not suffice.
+        ZpassesError: for a model without a frozen parameter to move, or on meta, or if ranks give
+            other options.
+        OptionError: for an option that is no size.
+        AgreementError: if another rank does not call it in time.
+    """
+    options = OffloadOptions.parse("offload_parameters", "parameters", device_bytes, host_bytes)
+    params = sharded_parameters(model)
+    if not params:
+        raise ZpassesError(
+            f"offload_parameters: {type(model).__name__} has no sharded parameter. Call "
+            "zpasses.shard(model, mesh=...) first."
+        )
+    groups = sharding_groups_of(params)
+    layouts = _movable(model, params)
+    sizes = [each.nbytes for each in layouts.values()]
+    error = _refusal(params, layouts)
+    most, available = agreed_sizes(groups, options, type(model).__name__, sizes, error)
+    chosen = _leaving(most, options.device_bytes)
+    check_host_memory(options, sum(most[at] for at in chosen), available)
+    moved = {param: layouts[param] for param in (list(layouts)[at] for at in chosen)}
+    device = compat.local_of(next(iter(layouts))).device
+    try:
+        arena = HostArena(sum(each.nbytes for each in moved.values()), device)
+    except (OSError, RuntimeError) as raised:
+        report_failure(groups, "", raised, doing="offloading parameters")
+        raise
+    starts = itertools.accumulate((each.nbytes for each in moved.values()), initial=0)
+    for (param, layout), start in zip(moved.items(), starts, strict=False):
+        _move(param, layout, arena, start)
+    change_specs(model, moved, lambda spec: replace(spec, device=device))
+    plan = parameter_plan(model)
+    log.info(
+        "%s: %s of shards on the host, %s on the device",
+        type(model).__name__,
+        format_size(plan.host_bytes),
+        format_size(plan.device_bytes),
+    )
+    return model
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """Where the shards of a model's parameters rest, in bytes of this rank."""
+
+    host_bytes: int
+    device_bytes: int
+
+
+def parameter_plan(model: nn.Module) -> ParameterPlan:
+    """Returns where the shards of a sharded model rest, in bytes of this rank."""
+    on_host = parameters_on_host(model)
+    sizes = {param: nbytes(compat.local_of(param)) for param in sharded_parameters(model)}
+    held = sum(sizes[param] for param in on_host)
+    return ParameterPlan(held, sum(sizes.values()) - held)
+
+
+def _movable(model: nn.Module, params: Sequence[DTensor]) -> dict[DTensor, ValueLayout]:
+    """Returns the frozen parameters that are not on the host, with the layouts of their shards."""
+    on_host = parameters_on_host(model)
+    found = {}
+    for param in params:
+        layout = layout_of_value(None, param)  # none of scalars, and of subclasses
+        frozen = not param.requires_grad and param not in on_host
+        if frozen and layout is not None and param.numel():
+            found[param] = layout
+    return found
+
+
+def _refusal(params: Sequence[DTensor], movable: Collection[DTensor]) -> str | None:
+    if any(param.is_meta for param in params):
+        return "the model is on meta. Call to_empty and load it first."
+    devices = {compat.local_of(param).device for param in movable}
+    if len(devices) > 1:
+        return f"parameters are on {', '.join(map(str, devices))}; expected one device."
+    if not movable:
+        trained = sum(param.requires_grad for param in params)
+        return (
+            f"no frozen parameter can move: of {len(params)}, {trained} are trained, and the rest "
+            "are on the host already, or scalars. Freeze parameters first (requires_grad_(False)). "
+            "The states of trained ones can rest on the host: zpasses.offload_optimizer(optimizer)."
+        )
+    return None
+
+
+def _leaving(sizes: Sequence[int], device_bytes: int) -> list[int]:
+    """Returns the positions of what does not stay, in order."""
+    leaving = set(range(len(sizes)))
+    for at in sorted(leaving, key=lambda at: sizes[at]):
+        device_bytes -= sizes[at]
+        if device_bytes < 0:
+            break
+        leaving.remove(at)
+    return sorted(leaving)
+
+
+def _move(param: DTensor, layout: ValueLayout, arena: HostArena, start: int) -> None:
+    host = arena.tensor(start, layout.dtype, layout.shape, layout.stride)
+    host.copy_(compat.local_of(param).detach())
+    replace_shard(param, layout_of(param).wrap(host, param.shape))
+    drop_cached(param)
