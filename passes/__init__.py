@@ -4,6 +4,7 @@ from zpasses.passes.average_replicas import AverageReplicas
 from zpasses.passes.cache_params import CacheParams
 from zpasses.passes.chunk_loss import ChunkLoss
 from zpasses.passes.defer_reduction import DeferReduction
+from zpasses.passes.exchange_rows import ExchangeRows
 from zpasses.passes.flatten_on_device import FlattenOnDevice
 from zpasses.passes.gather_params import GatherParams
 from zpasses.passes.merge_reads import MergeReads
@@ -29,6 +30,7 @@ __all__ = [
     "CacheParams",
     "ChunkLoss",
     "DeferReduction",
+    "ExchangeRows",
     "FlattenOnDevice",
     "GatherParams",
     "MergeReads",

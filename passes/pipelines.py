@@ -10,6 +10,7 @@
 from zpasses.passes.average_replicas import AverageReplicas
 from zpasses.passes.cache_params import CacheParams
 from zpasses.passes.defer_reduction import DeferReduction
+from zpasses.passes.exchange_rows import ExchangeRows
 from zpasses.passes.gather_params import GatherParams
 from zpasses.passes.merge_reads import MergeReads
 from zpasses.passes.reduce_grads import ReduceGrads
@@ -18,7 +19,13 @@ from zpasses.passes.schedule import Schedule
 from zpasses.pipeline.pipeline import Pipeline
 
 _STAGE2 = (MergeReads(), GatherParams(), ReduceGrads(), CacheParams())
-_STAGE3 = (MergeReads(max_hold_mb=1.0), GatherParams(), ReduceGrads(), ReshardAfterForward())
+_STAGE3 = (
+    MergeReads(max_hold_mb=1.0),
+    ExchangeRows(rows="off"),
+    GatherParams(),
+    ReduceGrads(),
+    ReshardAfterForward(),
+)
 
 _LAST = (AverageReplicas(), DeferReduction())
 

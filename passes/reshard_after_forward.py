@@ -30,6 +30,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.regathers import insert_regathers
+from zpasses.graph.row_exchange import ALL_TO_ALL_ROWS
 from zpasses.graph.tags import GATHER_ROLES, tag_of
 from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass
@@ -69,7 +70,9 @@ class ReshardAfterForward(Pass):
 
 def _is_part_of_gather(node: fx.Node) -> bool:
     tag = tag_of(node)
-    return tag is not None and tag.role in GATHER_ROLES
+    # Only lookups read exchanged rows, so backward needs none.
+    is_table = node.target is not ALL_TO_ALL_ROWS
+    return tag is not None and tag.role in GATHER_ROLES and is_table
 
 
 def _depends_only_on_parameters(node: fx.Node, marked: set[fx.Node]) -> bool:

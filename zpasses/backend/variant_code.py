@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import fx
 
+import zpasses.runtime.exchanged_rows  # noqa: F401  (the operators)
 from zpasses import compat
 from zpasses.backend.cache.entry import (
     BackwardFacts,

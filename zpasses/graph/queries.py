@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 from zpasses import compat
 from zpasses.graph.dialect import DIALECT, UNSHARD
+from zpasses.graph.row_exchange import ALL_TO_ALL_ROWS
 from zpasses.graph.tags import Tag, drop_tag, tag_of
 
 WAIT: compat.OpOverload = torch.ops._c10d_functional.wait_tensor.default
@@ -86,7 +87,8 @@ class Collective:
     reduce_op: str | None
     """"sum", "avg", ...; None if the call does not reduce."""
     nbytes: int
-    """Bytes of the inputs; for the dialect's `unshard`, bytes of the full parameter.
+    """Bytes of the inputs; for the dialect's `unshard`, bytes of the full parameter. An exchange
+    of rows counts as many rows as its tokens can name.
 
     Ranks may hold different numbers of rows. `input_nbytes` returns the bytes of this rank's rows.
     """
@@ -102,8 +104,13 @@ def collective_of(node: fx.Node) -> Collective | None:
     arguments = named_arguments(node, target)
     if "group_name" not in arguments:
         return None
-    # Ranks may hold different numbers of rows, so `unshard` is described by its full parameter.
-    given = node if target is UNSHARD else arguments[target._schema.arguments[0].name]
+    # Ranks may hold different numbers of rows, so `unshard` is described by its full parameter. The
+    # rows that an exchange moves are those that it returns.
+    given = (
+        node
+        if target in (UNSHARD, ALL_TO_ALL_ROWS)
+        else arguments[target._schema.arguments[0].name]
+    )
     inputs = [
         value_of(item)
         for item in (given if isinstance(given, (list, tuple)) else [given])

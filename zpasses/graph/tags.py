@@ -17,6 +17,7 @@ from torch import fx
 Role = Literal[
     "shard",
     "part",
+    "rows",
     "gather_input",
     "gather",
     "gathered",
@@ -33,6 +34,7 @@ Role = Literal[
 
 - shard: the graph input that holds the shard.
 - part: rows of a full parameter that forward saves and backward gathers again.
+- rows: an exchange of which rows of a table each rank needs, and the wait for such rows.
 - gather_input, reduce_input: a step that prepares a collective's input (cast, padding).
 - gather, reduce: starts the collective, or is the dialect op for it.
 - gathered, reduced: the collective's wait, if later nodes complete the result.

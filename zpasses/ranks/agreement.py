@@ -191,7 +191,7 @@ def _line(each: Collective, params: Sequence[str]) -> str:
 
 def _shaped(each: Collective) -> list[str]:
     """`float32[4, 2]` for each tensor. Sizes in which ranks may differ are `*`."""
-    rows_differ = each.op == "all_to_all_single"
+    rows_differ = each.op.startswith("all_to_all")
     return [
         f"{dtype}[{', '.join(_size(size, rows_differ and not dim) for dim, size in sizes)}]"
         for dtype, sizes in zip(each.dtypes, map(enumerate, each.shapes), strict=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD, padded, padded_grad, rows_per_rank
 from zpasses.graph.encoding import Encoding, decode, decode_mean, encode
+from zpasses.graph.row_exchange import marked
 
 Semantics = Callable[[Sequence[Tensor], Sequence[Mapping[str, Any]]], Sequence[Tensor]]
 """(one input per rank, each rank's call arguments by name) -> one output per rank. No output
@@ -114,6 +115,34 @@ def _average_grad(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) 
     return [total.to(dtype, copy=True) for _ in inputs]
 
 
+def _all_to_all_rows(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    full, *_ = _unshard(inputs, calls)
+    return [
+        padded(full[named], call["capacity"], full.dtype)
+        for call, named in zip(calls, _marked_rows(calls), strict=True)
+    ]
+
+
+def _all_to_all_grad_rows(
+    inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]
+) -> list[Tensor]:
+    grads = []
+    for each, named in zip(inputs, _marked_rows(calls), strict=True):
+        grads.append(each.new_zeros((len(named), *each.shape[1:])))
+        grads[-1][named] = each[: int(named.sum())]
+    return _reduce_grad(grads, calls)
+
+
+def _marked_rows(calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """Which rows of the table each rank needs, as bool[rows]."""
+    size, rows = len(calls), calls[0]["rows"]
+    for rank, call in enumerate(calls):
+        sent = torch.cat([each["marks"].chunk(size)[rank] for each in calls])
+        if not torch.equal(call["asked"], sent):
+            raise ValueError(f"rank {rank} of the group was asked for other rows than it knows")
+    return [marked(call["marks"], rows, size).reshape(-1)[:rows] for call in calls]
+
+
 def _unshard_held(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     _check_rows([shard.shape[0] for shard in inputs], calls[0]["rows"])
     return _unshard(inputs, calls)
@@ -187,6 +216,8 @@ SEMANTICS: Mapping[str, Semantics] = {
     "unshard": _unshard_held,
     "reduce_grad": _reduce_grad_held,
     "average_grad": _average_grad,
+    "all_to_all_rows": _all_to_all_rows,
+    "all_to_all_grad_rows": _all_to_all_grad_rows,
 }
 """Reference implementations by op name, without the suffixes `_coalesced`, `_out` and `_`, which
 only change where outputs go.

@@ -193,8 +193,8 @@ def members_of(group: str, size: int, groups: Mapping[str, Sequence[int]] | None
 
 def _check_match(a: _Call, b: _Call) -> None:
     # Ranks may hold different numbers of rows, so a dialect op is described by its full parameter.
-    # The splits of an uneven all-to-all are compared when it runs.
-    shapes = a.name == "all_to_all_single" or a.collective.shapes == b.collective.shapes
+    # The splits of an uneven all-to-all, or its marks, are compared when it runs.
+    shapes = a.name.startswith("all_to_all") or a.collective.shapes == b.collective.shapes
     same = (
         a.name == b.name
         and shapes

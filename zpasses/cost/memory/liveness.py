@@ -31,6 +31,7 @@ from zpasses.graph.queries import (
     started_by,
     value_of,
 )
+from zpasses.graph.row_exchange import ROW_EXCHANGES
 from zpasses.graph.tags import tag_of
 
 NOTABLE_BYTES = 1 << 20
@@ -295,7 +296,8 @@ def scratch_bytes(node: fx.Node, collective: Collective | None = None) -> int:
 
     Over gloo, small tensors are packed, and a reduce-scatter receives a part from every other rank,
     one of them in its output. gloo itself packs the tensors of an all-reduce. A copy engine that
-    gathers several tensors in one call packs them, and copies them out of a flat tensor.
+    gathers several tensors in one call packs them, and copies them out of a flat tensor. An
+    exchange of rows packs what it sends.
 
     Args:
         node: a node that communicates.
@@ -307,6 +309,8 @@ def scratch_bytes(node: fx.Node, collective: Collective | None = None) -> int:
     if collective.op.startswith("sdma_"):
         several = len(collective.shapes) > 1
         return collective.nbytes + nbytes(value_of(node)) if several else 0
+    if call in ROW_EXCHANGES:
+        return collective.nbytes
     if call.namespace != "_c10d_functional" or not compat.is_gloo(collective.group):
         return 0
     if "all_reduce" in collective.op:

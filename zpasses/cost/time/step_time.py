@@ -43,6 +43,7 @@ from zpasses.graph.queries import (
     value_of,
 )
 from zpasses.graph.reduction_groups import is_regroupable
+from zpasses.graph.row_exchange import ROW_EXCHANGES
 from zpasses.graph.tags import tag_of
 
 
@@ -313,7 +314,7 @@ class GraphTimings:
 
 def _full_bytes(node: fx.Node, collective: Collective, ranks: int) -> list[int]:
     """Returns the bytes of the full tensors that a call gathers or reduces."""
-    if is_dialect(node):
+    if is_dialect(node) or node.target in ROW_EXCHANGES:
         return [collective.nbytes]
     assert isinstance(node.target, compat.OpOverload)
     given = named_arguments(node, node.target)[node.target._schema.arguments[0].name]
