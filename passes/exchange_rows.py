@@ -274,7 +274,8 @@ def _sums_rows(node: fx.Node, indices: set[fx.Node]) -> bool:
 
 
 def _is_zero(node: Any) -> bool:
-    return node.target is aten.full.default and node.args[1] == 0
+    is_full = node.target is aten.full.default and node.args[1] == 0
+    return is_full or node.target is aten.new_zeros.default
 
 
 # --- cost -----------------------------------------------------------------------------------------
@@ -391,8 +392,9 @@ class _Exchange:
         if target is _DENSE:
             return self._of_dense(edit, *node.args[:2], node.args[3])
         zeros, *between, (indices,), values = node.args[: 4 if target is _MASKED else 3]
-        (_, *widths), *rest = zeros.args[0], *zeros.args[1:]
-        small = edit.call(aten.full.default, [self._capacity, *widths], *rest, **zeros.kwargs)
+        value = value_of(zeros)
+        shape = [self._capacity, *value.shape[1:]]
+        small = edit.call(aten.full.default, shape, 0, dtype=value.dtype, device=value.device)
         accumulate = () if target is _MASKED else (True,)
         return edit.call(target, small, *between, [self._places[indices]], values, *accumulate)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +58,7 @@ def _start(
 
 
 def _bytes(rows: Tensor) -> Tensor:
-    return rows.reshape(rows.shape[0], -1).view(torch.uint8)
+    return rows.reshape(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
 
 
 def _all_to_all_rows(
