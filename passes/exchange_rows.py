@@ -17,7 +17,7 @@ way, and each owner averages them in the order of ranks, so results stay equal b
 `reduce_grad` adds in this order, as it does over gloo. If the gradient has other summands, such as
 that of a tied head, it stays a gradient of the table, and only the read is exchanged. Several
 lookups in one table share an exchange, before the first of them. Exchanges stay where the pass puts
-them: `schedule` moves other collectives around them. Runs on the dialect, after `merge-reads`.
+them: `schedule` moves other collectives around them. Runs after `merge-reads`, on the dialect.
 """
 
 from __future__ import annotations
