@@ -137,7 +137,8 @@ class _Table:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._arguments["param_dtype"] or value_of(self.shard).dtype
+        given: torch.dtype | None = self._arguments["param_dtype"]
+        return given or value_of(self.shard).dtype
 
     @property
     def group(self) -> str:
@@ -255,6 +256,7 @@ def _sums_rows(node: fx.Node, indices: set[fx.Node]) -> bool:
     """Whether a gradient is zero but for the rows of these indices: sums and casts of
     `embedding_dense_backward`, or of what Inductor decomposes it to.
     """
+    arguments: Any = node.args
     if len(node.users) != 1:
         return False
     if node.target in _CASTS:
@@ -262,15 +264,15 @@ def _sums_rows(node: fx.Node, indices: set[fx.Node]) -> bool:
     if node.target is aten.add.Tensor and not node.kwargs:
         return all(isinstance(each, fx.Node) and _sums_rows(each, indices) for each in node.args)
     if node.target is _DENSE:
-        _, named, _, _, scales = node.args
+        _, named, _, _, scales = arguments
         return named in indices and not scales
     if node.target is _MASKED:
-        zeros, _, named, _ = node.args
-    elif node.target is aten.index_put.default and node.args[3:] == (True,):
-        zeros, named = node.args[:2]
+        zeros, _, named, _ = arguments
+    elif node.target is aten.index_put.default and arguments[3:] == (True,):
+        zeros, named = arguments[:2]
     else:
         return False
-    return _is_zero(zeros) and len(named) == 1 and named[0] in indices  # type: ignore[arg-type,index]
+    return _is_zero(zeros) and len(named) == 1 and named[0] in indices
 
 
 def _is_zero(node: Any) -> bool:
@@ -303,7 +305,8 @@ def _cheapest(table: _Table, target: Target) -> str:
 
 def _reduced_dtype(reduction: fx.Node) -> torch.dtype:
     arguments = named_arguments(reduction, REDUCE_GRAD)
-    return arguments["reduce_dtype"] or value_of(arguments["grad"]).dtype
+    given: torch.dtype | None = arguments["reduce_dtype"]
+    return given or value_of(arguments["grad"]).dtype
 
 
 # --- rewriting ------------------------------------------------------------------------------------
@@ -390,7 +393,8 @@ class _Exchange:
             ]
             return edit.call(target, *args, **node.kwargs)
         if target is _DENSE:
-            return self._of_dense(edit, *node.args[:2], node.args[3])
+            grad, indices, _, padding, _ = node.args
+            return self._of_dense(edit, grad, indices, padding)
         zeros, *between, (indices,), values = node.args[: 4 if target is _MASKED else 3]
         value = value_of(zeros)
         shape = [self._capacity, *value.shape[1:]]

@@ -238,7 +238,16 @@ def test_indices_that_are_computed_late_move_before_the_first_lookup():
 
 
 # --- the choice -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("target", ["cpu", "h100", "h100,ranks_per_node=1"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "h100",
+        *(
+            pytest.param(each, marks=pytest.mark.slow(quick="h100"))
+            for each in ("cpu", "h100,ranks_per_node=1")
+        ),
+    ],
+)
 def test_auto_exchanges_where_it_takes_less_time(target, monkeypatch):
     monkeypatch.setenv("ZPASSES_TARGET", target)
     auto = ExchangeRows()
@@ -321,7 +330,9 @@ class Model(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "tied", [False, pytest.param(True, marks=pytest.mark.slow(quick="the untied model"))]
+)
 def test_a_step_equals_the_dialect(tied):
     ids = torch.zeros(2, 5, dtype=torch.int64)
     captures = capture_ranks(Model(tied), (ids,), world_size=2, pipeline=STAGE)

@@ -53,8 +53,8 @@ def _compare(rows, ids, dtype, reduce_dtype, generator):
 
 def _compare_all():
     generator = torch.Generator().manual_seed(dist.get_rank())
-    for rows in (1, 2, 3, 17, 100):
-        for tokens in (0, 1, 40):
+    for rows in (1, 3, 17):
+        for tokens in (0, 40):
             ids = torch.randint(0, rows, (tokens,), generator=generator)
             for dtype, reduce_dtype in ((None, None), (BF16, None), (BF16, F32)):
                 _compare(rows, ids, dtype, reduce_dtype, generator)
@@ -207,7 +207,7 @@ def test_default_code_equals_eager_reads_and_moves_as_many_bytes_as_computed():
     expected = models[1](ids)
     expected.sum().backward()
     assert torch.equal(squares, expected)
-    grads = [each.table.weight.grad.to_local() for each in models]
+    grads = [next(each.parameters()).grad.to_local() for each in models]
     assert torch.equal(*(each.view(torch.int32) for each in grads))
 
     fetch, reduction = exchange.call_args_list
@@ -215,13 +215,14 @@ def test_default_code_equals_eager_reads_and_moves_as_many_bytes_as_computed():
     assert received == sent == len(ids.unique()) * WIDTH * 4
 
 
+@pytest.mark.slow(quick="test_default_code_equals_eager_reads_and_moves_as_many_bytes_as_computed")
 @on_ranks(2, timeout_s=300)
 def test_ranks_with_other_numbers_of_tokens():
     """The second step is compiled anew, for dynamic shapes."""
     compared("untied", [True, True], lengths=(5, 9), codegen="eager")
 
 
-@pytest.mark.slow(quick="test_ranks_with_other_numbers_of_tokens")
+@pytest.mark.slow(quick="test_default_code_equals_eager_reads_and_moves_as_many_bytes_as_computed")
 @on_ranks(2, timeout_s=900)
 @pytest.mark.parametrize(("name", "counts"), [("untied", [True, True]), ("tied", [True, False])])
 def test_ranks_with_other_numbers_of_tokens_and_generated_code(name, counts):
@@ -241,7 +242,7 @@ def test_models_of_hugging_face(name, counts):
     compared(name, counts)
 
 
-@pytest.mark.slow(quick="test_ranks_with_other_numbers_of_tokens")
+@pytest.mark.slow(quick="test_default_code_equals_eager_reads_and_moves_as_many_bytes_as_computed")
 @on_ranks(2, timeout_s=600)
 def test_each_backward_of_a_window_exchanges_rows():
     """Gradients of tables are reduced in each backward, as they are without a window."""
@@ -257,6 +258,7 @@ def test_each_backward_of_a_window_exchanges_rows():
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow(quick="test_an_index_that_is_no_row_raises_what_an_embedding_raises")
 @on_ranks(2, timeout_s=300)
 def test_an_index_that_is_no_row_fails_on_its_rank_and_ends_the_others():
     options = {"pipeline": ON, "codegen": "eager", "agreement_timeout_s": 20}
