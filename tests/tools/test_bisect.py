@@ -175,12 +175,13 @@ def train(dump, steps=2):
 
 
 def test_a_trial_runs_only_the_first_passes_and_records_results(tmp_path, start_trial):
-    folder = start_trial(2, calls=3)
+    folder = start_trial(3, calls=3)
     train(tmp_path / "dump")
     (journal,) = read_journals(folder).values()
     names = [text.partition("{")[0] for text in journal.pipelines["0/0"]]
     assert names == [
         "merge-reads",
+        "exchange-rows",
         "gather-params",
         "reduce-grads",
         "reshard-after-forward",
@@ -199,7 +200,7 @@ def test_a_trial_runs_only_the_first_passes_and_records_results(tmp_path, start_
     (compiled,) = read(tmp_path / "dump").ranks[0].compiles
     assert [
         step.run.name for graph in compiled.graphs.values() for step in graph.steps if step.run
-    ] == ["merge-reads", "gather-params"]
+    ] == ["merge-reads", "exchange-rows", "gather-params"]
 
 
 @pytest.mark.parametrize(

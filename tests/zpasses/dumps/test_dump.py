@@ -58,6 +58,7 @@ def test_a_dump_holds_every_graph_before_and_after_every_pass(tmp_path):
     assert [step.after for step in joint.steps] == [
         None,
         "merge-reads{max_hold_mb=1.0}",
+        "exchange-rows{rows=off}",
         "gather-params",
         "reduce-grads",
         "reshard-after-forward",

@@ -72,7 +72,7 @@ def test_text_is_read_as_passes_with_options():
         (
             "gather-param",
             r"no pass is called 'gather-param'. Did you mean \"gather-params\"\? Known: "
-            r"average-replicas, cache-params, chunk-loss, defer-reduction, flatten",
+            r"average-replicas, cache-params, chunk-loss, defer-reduction, exchange-rows, flatten",
         ),
         ("zebra", r"no pass is called 'zebra'"),
         ("bucket{cap_mb=1},overlap", r"'bucket'. Write 'schedule\{plan=one-ahead,...\}' in place"),
@@ -201,6 +201,7 @@ CHANGED = {
     "copy_engines": "on",
     "part": "average",
     "gathers": "all",
+    "rows": "on",
 }
 
 
@@ -354,7 +355,7 @@ def test_warn_if_unchanged_logs_a_warning(caplog):
 def test_a_named_pipeline_takes_options_of_its_passes():
     given = Pipeline.parse("zero3{merge-reads.max_hold_mb=2,schedule.cap_mb=3},sdma")
     assert given.passes[0] == MergeReads(max_hold_mb=2.0)
-    assert given.passes[4] == Schedule(cap_mb=3.0)
+    assert given.passes[5] == Schedule(cap_mb=3.0)
     plain = Pipeline.parse("zero3,sdma")
     assert [type(each) for each in given] == [type(each) for each in plain]
     assert Pipeline.parse(str(given)) == given

@@ -246,16 +246,13 @@ def test_models_of_hugging_face(name, counts):
 @on_ranks(2, timeout_s=600)
 def test_each_backward_of_a_window_exchanges_rows():
     """Gradients of tables are reduced in each backward, as they are without a window."""
-    found, counts = trained("untied", ON, backwards=2, window=True, codegen="eager")
-    expected, _ = trained("untied", OFF, backwards=2, codegen="eager")
+    options = {"steps": 1, "backwards": 2, "codegen": "eager"}
+    (*_, table, _, _, _), counts = trained("untied", ON, window=True, **options)
+    (*_, expected, _, _, _), _ = trained("untied", OFF, **options)
     assert all(counts)
-    parameters = [name for name, _ in Language().named_parameters()]
-    assert parameters[0] == "table.weight"
-    for step in range(2):
-        start = step * (2 + len(parameters))
-        assert torch.equal(found[start + 2], expected[start + 2])
-        for ours, theirs in zip(found[start : start + 6], expected[start : start + 6], strict=True):
-            torch.testing.assert_close(ours, theirs)
+    assert table.shape[1] == 16
+    assert table.shape[0] >= 498  # the table's rows, before up.weight, up.bias and head.weight
+    assert torch.equal(table.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.slow(quick="test_an_index_that_is_no_row_raises_what_an_embedding_raises")
