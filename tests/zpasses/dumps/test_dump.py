@@ -328,6 +328,7 @@ def test_a_full_disk_ends_the_dump_and_not_the_training(tmp_path, monkeypatch, c
     assert [step.after for step in found.graphs["joint"].steps] == [
         None,
         "merge-reads{max_hold_mb=1.0}",
+        "exchange-rows{rows=off}",
     ]
 
 
