@@ -55,7 +55,7 @@ CASES = {
         {"zero_stage": 3, "backwards_per_step": 2}, mesh=(1, 2), lora=True, codegen="inductor"
     ),
     "stage 3, LoRA, checkpoints": Case({"zero_stage": 3}, lora=True, checkpoints=True, share=0.85),
-    "stage 3, blocks": Case({"zero_stage": 3}, parts=True),
+    "stage 3, blocks": Case({"zero_stage": 3}, parts=True, share=0.85),
     "stage 3, lengths, replicas": Case({"zero_stage": 3}, mesh=(2, 1), lengths=(1024, 512, 768)),
     "stage 3, encoded, a window": Case({"pipeline": f"zero3{ENCODED}", "backwards_per_step": 2}),
     "stage 3, lengths, checkpoints, LoRA": Case(
@@ -81,12 +81,19 @@ class Block(nn.Module):
         return x + y if self.a is None else x + y + self.b(self.a(x))
 
 
+class Half(nn.Sequential):
+    def forward(self, x):  # Dynamo does not capture that of torch
+        for block in self:
+            x = block(x)
+        return x
+
+
 class Stack(nn.Module):
     def __init__(self, case):
         super().__init__()
         self.checkpoints = case.checkpoints
         blocks = [Block(64, 4 if case.lora else 0) for _ in range(4)]
-        halves = (nn.Sequential(*blocks[:2]), nn.Sequential(*blocks[2:]))
+        halves = (Half(*blocks[:2]), Half(*blocks[2:]))
         self.blocks = nn.ModuleList(halves if case.parts else blocks)
         for name, param in self.named_parameters():
             param.requires_grad_(not case.lora or ".a." in name or ".b." in name)
