@@ -361,7 +361,7 @@ def test_values_of_dynamic_sizes_leave_and_each_length_takes_what_it_needs(most)
 @on_ranks(2, timeout_s=300)
 def test_a_longer_batch_than_the_host_has_room_for_is_refused_on_all_ranks():
     _, _, graphs = trained_lengths((512,), None)
-    options = {"memory_budget": f"{int(0.7 * counted(graphs))}B", "agreement_timeout_s": 5.0}
+    options = {"memory_budget": f"{int(0.7 * counted(graphs))}B", "agreement_timeout_s": 20.0}
     _, held, _ = trained_lengths((512,), None, **options, host_memory="1GiB")
     options["host_memory"] = f"{2 * held[0]}B"
     rank = dist.get_rank()
