@@ -2,7 +2,9 @@
 
 Each rank also trains two unsharded models, on the data of both ranks, and averages their gradients.
 After each action of a program, what it returned, parameters, gradients and buffers are compared.
-The ranks live on from program to program, until one is not equal.
+A program that moves values to the host or encodes communication also has a twin, which is sharded
+and does neither: all its bits must be equal. Encoded programs are compared only with their twin,
+whose stage is 1. The ranks live on from program to program, until one is not equal.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_type_hints
 
 import torch
@@ -28,7 +30,7 @@ from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.option_values import field_types
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.pipeline import Pipeline
+from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.testing.drawing import draw_pipeline, values_of
 from zpasses.testing.ranks import Outcome as RankOutcome
 from zpasses.testing.ranks import close_pools
@@ -62,6 +64,15 @@ OPTIONS_NOT_DRAWN: Mapping[str, str] = {
     "inductor": "options of another compiler",
 }
 """Option of a compile that is not drawn -> the reason."""
+
+_HOST_ROWS = 2048
+"""With `host_memory`, batches have this many times the rows: smaller values stay on the device."""
+
+_HOST_BUDGETS_KIB = (1536, 2048, 3072, 4096, 6144)
+"""Memory budgets that are drawn with `host_memory`. A value of such a batch has 150 to 400 KiB."""
+
+_HOST_TARGET = "h100,tflops=1,host_out_gb_s=2000,host_in_gb_s=2000"
+"""Copies to the host are faster than recomputing there."""
 
 OPTIMIZERS: Sequence[tuple[str, Mapping[str, Any]]] = (
     ("SGD", {"lr": 0.1}),
@@ -117,7 +128,11 @@ class Program:
     """Argument of `torch.compile`, but for `zpasses.compile_blocks`."""
     options: Mapping[str, Any]
     optimizer: tuple[str, Mapping[str, Any]]
+    offloads: bool
+    """Whether the states of the optimizer rest on the host."""
     actions: tuple[Action, ...]
+    rows_factor: int = 1
+    """How many times the rows that an action names a batch has."""
 
     def __str__(self) -> str:
         """The program as a listing."""
@@ -135,9 +150,28 @@ class Program:
                 f"zpasses.shard(model, mesh={self.mesh}, **{dict(self.shard)})",
                 calls[self.how],
                 f"optimizer = {kind}(model.parameters(), **{dict(arguments)})",
+                *(["zpasses.offload_optimizer(optimizer)"] if self.offloads else []),
+                f"# batches have {self.rows_factor} times these rows",
                 *map(str, self.actions),
             ]
         )
+
+    @property
+    def encodes(self) -> bool:
+        """Whether communication is encoded, so that values differ from those of plain torch."""
+        return "encode" in str(self.options.get("pipeline"))
+
+    def twin(self) -> Program | None:
+        """The program with the same bits that leaves all on the device, in stage 1 if this one
+        encodes; None if this is it.
+        """
+        if not (self.offloads or self.encodes or "host_memory" in self.options):
+            return None
+        left_out = {"memory_budget", "host_memory"} & {*self.options}
+        options = {key: value for key, value in self.options.items() if key not in left_out}
+        if self.encodes:
+            options["pipeline"] = re.sub(r"^zero\d", "zero1", options["pipeline"])
+        return replace(self, options=options, offloads=False)
 
 
 def draw(seed: int, codegen: str = "eager") -> Program:
@@ -150,6 +184,9 @@ def draw(seed: int, codegen: str = "eager") -> Program:
         arguments = {**arguments, "foreach": chance.choice((None, True, False))}
     mesh = chance.choice(((2,), (2,), (2,), (2, 1), (1, 2)))
     options, shard = _draw_options(chance, how, mesh), _draw_shard(chance, model)
+    moved = random.Random(f"host {seed}")
+    options |= _draw_host_options(moved, how, options)
+    options = _draw_encodings(moved, options)
     return Program(
         seed,
         model,
@@ -160,7 +197,9 @@ def draw(seed: int, codegen: str = "eager") -> Program:
         dynamic=chance.choice((None, None, None, True, False)),
         options={"codegen": codegen, "agreement_timeout_s": _VOTE_LIMIT_S, **options},
         optimizer=(kind, arguments),
+        offloads=moved.random() < 0.2,
         actions=tuple(_draw_actions(chance, how, shard, options.get("backwards_per_step", 1))),
+        rows_factor=_HOST_ROWS if "host_memory" in options else 1,
     )
 
 
@@ -201,6 +240,32 @@ def _draw_options(chance: random.Random, how: str, mesh: tuple[int, ...]) -> dic
         for name, value in drawn.items()
         if value is not None and not impossible.get(name)
     }
+
+
+def _draw_host_options(
+    chance: random.Random, how: str, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Options that let saved values rest on the host, for a third of the programs that may."""
+    if how == "blocks" or {"pipeline", "prefetch"} & {*options} or chance.random() < 0.65:
+        return {}
+    budget = f"{chance.choice(_HOST_BUDGETS_KIB)}KiB"
+    return {"memory_budget": budget, "host_memory": "1GiB", "target": _HOST_TARGET}
+
+
+def _draw_encodings(chance: random.Random, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with encoded communication in some of the programs that have a stage."""
+    stage = options.get("zero_stage")
+    encodes = {
+        each: chance.choice(values_of(field_types(catalogue()[each])["encode"]))
+        for each in ("gather-params", "reduce-grads")
+    }
+    given = [
+        f"{name}.encode={how},{name}.exact_below_kib=0" for name, how in encodes.items() if how
+    ]
+    if stage is None or not given or chance.random() < 0.8:
+        return dict(options)
+    others = {key: value for key, value in options.items() if key != "zero_stage"}
+    return {**others, "pipeline": f"zero{stage}{{{','.join(given)}}}"}
 
 
 def _searches(pipeline: str) -> bool:
@@ -297,6 +362,14 @@ def _run_actions(program: Program, report: RankReport) -> None:
         report.actions += 1
 
 
+def _sharded_side(program: Program, model: nn.Module) -> Side:
+    given = dict(program.shard)
+    if given.pop("cut_last", None):
+        given["shard_placement_fn"] = _cut_last
+    zpasses.shard(model, mesh=_mesh(program.mesh), **given)
+    return _side(program, dist.get_rank(), model, sharded=True)
+
+
 @functools.cache
 def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
     names = ("replicate", "shard")[-len(shape) :]
@@ -310,18 +383,16 @@ class _World:
     program: Program
     sharded: Side
     references: list[Side]
+    twin: Side | None
 
     @classmethod
     def of(cls, program: Program) -> _World:
         torch.manual_seed(program.seed)
         model = Model(program.model).to(program.dtype)
         references = [_side(program, rank, copy.deepcopy(model)) for rank in range(2)]
-        given = dict(program.shard)
-        if given.pop("cut_last", None):
-            given["shard_placement_fn"] = _cut_last
-        zpasses.shard(model, mesh=_mesh(program.mesh), **given)
-        sharded = _side(program, dist.get_rank(), model, sharded=True)
-        return cls(program, sharded, references)
+        twin = program.twin()
+        other = None if twin is None else _sharded_side(twin, copy.deepcopy(model))
+        return cls(program, _sharded_side(program, model), references, other)
 
     def run(self, action: Action, report: RankReport) -> None:
         perform = ACTIONS[action.name]
@@ -340,6 +411,8 @@ class _World:
         except Exception as error:
             report.refused_alike = type(error) is type(refused)
             raise
+        if self.twin is not None:
+            perform(self.twin, **action.arguments)
         if refused is not None:
             report.wrong = report.wrong or (
                 f"{action}: plain torch raises {type(refused).__name__}: {refused}"
@@ -364,10 +437,13 @@ class _World:
 
     def compare(self, what: str, report: RankReport) -> None:
         reference = self.references[self.sharded.rank]
-        for name, ours, theirs in _pairs(self.sharded, reference):
+        for name, ours, theirs in () if self.program.encodes else _pairs(self.sharded, reference):
             if not report.wrong and (text := self._difference(ours, theirs)):
                 report.wrong = f"{what}: {name}: {text}"
-        for side in (self.sharded, *self.references):
+        for name, ours, theirs in () if self.twin is None else _pairs(self.sharded, self.twin):
+            if not report.wrong and (text := _bits_differ(ours, theirs)):
+                report.wrong = f"{what}: {name}: {text} of the twin, which leaves all on the device"
+        for side in (self.sharded, *self.references, *([] if self.twin is None else [self.twin])):
             side.shown, side.averaged = [], []
 
     def _difference(self, ours: Tensor | None, theirs: Tensor | None) -> str:
@@ -387,6 +463,17 @@ class _World:
         return f"differs by {error:.3g} of {largest:.3g}: {ours.flatten()[:4].tolist()}"
 
 
+def _bits_differ(ours: Tensor | None, theirs: Tensor | None) -> str:
+    if ours is None or theirs is None:
+        return "" if ours is theirs else f"is {_short(ours)}, not {_short(theirs)}"
+    ours, theirs = (
+        each.to_local() if isinstance(each, DTensor) else each for each in (ours, theirs)
+    )
+    if ours.dtype == theirs.dtype and torch.equal(ours.nan_to_num(), theirs.nan_to_num()):
+        return ""
+    return f"is {ours.flatten()[:4].tolist()}, not {theirs.flatten()[:4].tolist()}"
+
+
 _BACKWARDS = ("backward", "edit_before_backward")
 """Actions that add to gradients."""
 
@@ -402,6 +489,7 @@ def _side(program: Program, rank: int, model: nn.Module, sharded: bool = False) 
         program.seed,
         dtype_of(program),
         model,
+        rows_factor=program.rows_factor,
         compile=functools.partial(_compiled_call if sharded else _plain_call, program),
         build=functools.partial(_optimizer, program, sharded),
         sharded=sharded,
@@ -449,7 +537,7 @@ def _optimizer(program: Program, sharded: bool, model: nn.Module) -> torch.optim
     name, arguments = program.optimizer
     home = zpasses.optim if sharded and hasattr(zpasses.optim, name) else torch.optim
     built: torch.optim.Optimizer = getattr(home, name)(model.parameters(), **arguments)
-    return built
+    return zpasses.offload_optimizer(built) if sharded and program.offloads else built
 
 
 def _pairs(sharded: Side, reference: Side) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:

@@ -47,6 +47,8 @@ class Side:
     build: Callable[[nn.Module], torch.optim.Optimizer]
     """Makes the optimizer of a model."""
     sharded: bool = False
+    rows_factor: int = 1
+    """How many times the rows that an action names a batch has."""
     batches: int = 0
     shown: list[Tensor] = field(default_factory=list)
     """What the current action returned, to compare."""
@@ -74,8 +76,9 @@ class Side:
 
     def batch(self, rows: Rows) -> Tensor:
         """The next batch of this side's rank."""
-        both = self.draw(sum(rows), WIDTH)
-        return both[: rows[0]] if self.rank == 0 else both[rows[0] :]
+        first, both = rows[0] * self.rows_factor, sum(rows) * self.rows_factor
+        drawn = self.draw(both, WIDTH)
+        return drawn[:first] if self.rank == 0 else drawn[first:]
 
     def run(self, x: Tensor, through: Through = "compiled") -> Tensor:
         return (self.model if self.sharded and through == "module" else self.call)(x)
@@ -201,8 +204,9 @@ def evaluate(
 
 
 def full_state_dict(side: Side) -> None:
+    """Shows no buffers, which are those of the first rank."""
     state = zpasses.full_state_dict(side.model) if side.sharded else side.model.state_dict()
-    side.show(*state.values())
+    side.show(*(state[name] for name, _ in side.model.named_parameters()))
 
 
 def freeze(side: Side, part: Literal["first layer", "biases", "every other"], frozen: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -15,6 +15,8 @@ from zpasses.backend.levels import run_level
 from zpasses.backend.partition import PartitionPolicy, partition_step
 from zpasses.cost.plan.kept_params import Repetition
 from zpasses.graph.dialect import UNSHARD
+from zpasses.graph.host_copies import RELOAD
+from zpasses.graph.queries import calls
 from zpasses.graph.subgraphs import read_subgraph_inputs_directly
 from zpasses.pipeline.events import RuntimeNote
 from zpasses.pipeline.passes import Level
@@ -27,6 +29,16 @@ def inductor_patches(job: CompileJob) -> dict[str, Any]:
     run = functools.partial(partition_joint, job)
     partitioner = _InductorPartitioner(run, job.decided.pipeline.digest())
     return compat.inductor_config_patches(partitioner, job.options.inductor)
+
+
+def graph_patches(patches: Mapping[str, Any], graph: fx.Graph) -> dict[str, Any]:
+    """Returns the settings of Inductor for one graph, from those of its compile.
+
+    Inductor keeps a dead buffer for one to come if it finds that this raises no peak. It does not
+    know of memory that a copy from the host takes before its wait, so the peak rose by up to the
+    largest such buffer. A caching allocator reuses memory anyway.
+    """
+    return {"allow_buffer_reuse": False, **patches} if calls(graph, RELOAD) else dict(patches)
 
 
 def partition_joint(

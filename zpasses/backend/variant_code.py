@@ -34,6 +34,7 @@ from zpasses.backend.split import inductor_patches
 from zpasses.cost.plan.prefetch import GraphRun
 from zpasses.graph.encoding import expand_encodings
 from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
+from zpasses.graph.host_copies import host_need
 from zpasses.graph.queries import returned_values
 from zpasses.pipeline.events import VariantBuilt
 from zpasses.ranks.agreement import (
@@ -63,6 +64,7 @@ from zpasses.runtime.hoisted import HoistedCode, Surroundings
 from zpasses.runtime.profiling import collective_names, with_part_range, with_profiler_range
 from zpasses.runtime.run_checks import limited_run, with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering
+from zpasses.sdma.saved_arenas import with_arenas
 
 log = logging.getLogger("zpasses")
 
@@ -71,7 +73,8 @@ def forward_facts(gm: fx.GraphModule, kind: str) -> ForwardFacts:
     """Describes a forward or inference graph after its passes."""
     slots = param_slots(gm.graph)
     ids = gather_ids(gm.graph) if slots else []
-    return ForwardFacts(kind, len(returned_values(gm.graph)), slots, ids, call_sequences(gm.graph))
+    outputs, sequences = len(returned_values(gm.graph)), call_sequences(gm.graph)
+    return ForwardFacts(kind, outputs, slots, ids, sequences, host_need(gm.graph))
 
 
 def backward_facts(
@@ -113,6 +116,13 @@ class Template:
 # --- graphs ---------------------------------------------------------------------------------------
 def forward_code(job: CompileJob, template: Template, facts: ForwardFacts) -> Compiled:
     """Returns the code of a forward or inference graph whose collectives ranks agreed on."""
+    code = _forward_code(job, template, facts)
+    if facts.host is None:
+        return code
+    return boxed(with_arenas(code, facts.host, job.host_bytes, job.report))
+
+
+def _forward_code(job: CompileJob, template: Template, facts: ForwardFacts) -> Compiled:
     if not facts.slots:
         return _variant(job, template, None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -20,6 +20,8 @@ __all__ = [
     "TorchDispatchMode",
     "ambient_fake_mode",
     "as_fake",
+    "evaluated",
+    "expression",
     "fake_mode_of",
     "has_unbacked_size",
     "no_dispatch_modes",
@@ -27,6 +29,7 @@ __all__ = [
     "size_hint",
     "size_ranges",
     "statically_known_true",
+    "symbols_of",
     "trace_aten",
 ]
 
@@ -52,6 +55,25 @@ def size_hint(size: Any) -> int:
         return size
     hint = getattr(getattr(size, "node", None), "hint", None)
     return int(hint) if isinstance(hint, int) else 1
+
+
+def expression(size: Any) -> Any:
+    """Returns a size as an integer, or as a sympy expression if it is dynamic. Sets no guard."""
+    return size if isinstance(size, int) else size.node.expr.expand()
+
+
+def symbols_of(size: Any) -> frozenset[Any]:
+    """Returns the dynamic sizes in what `expression` returns."""
+    return frozenset() if isinstance(size, int) else frozenset(size.free_symbols)
+
+
+def evaluated(size: Any, known: Mapping[Any, int]) -> int:
+    """Returns the value of what `expression` returns.
+
+    Args:
+        known: the value of each dynamic size in it.
+    """
+    return int(size if isinstance(size, int) else size.subs(known))
 
 
 _upper_ends: weakref.WeakKeyDictionary[ShapeEnv, dict[Any, int | None]] = (

@@ -19,7 +19,8 @@ saved ones, so in a joint graph it is not known yet which reads are those of bac
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,6 +102,59 @@ def host_copy_of(node: fx.Node) -> HostCopy | None:
     return HostCopy(direction, nbytes(value_of(node.all_input_nodes[0])))
 
 
+@dataclass(frozen=True)
+class HostNeed:
+    """What a run of a forward graph puts on the host."""
+
+    values: Mapping[Any, int]
+    """Bytes of a value -> number of values. Bytes are an expression where sizes are dynamic."""
+    symbols: Mapping[Any, tuple[int, int | None]]
+    """Dynamic size -> an input that has it, and which of its dimensions; None if the input is the
+    size."""
+    device: torch.device
+    """The device from which they leave."""
+
+    def nbytes(self, inputs: Sequence[Any]) -> int:
+        """Returns the bytes of all values, each `aligned`, for the inputs of a run."""
+        known = {
+            symbol: int(inputs[at] if dim is None else inputs[at].shape[dim])
+            for symbol, (at, dim) in self.symbols.items()
+        }
+        return sum(
+            count * aligned(compat.evaluated(size, known)) for size, count in self.values.items()
+        )
+
+
+def aligned(size: int) -> int:
+    """Returns the bytes that a value of `size` bytes takes of an arena."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+_ALIGNMENT = 64
+"""Bytes of a cache line."""
+
+
+def host_need(forward: fx.Graph) -> HostNeed | None:
+    """Returns what a run of a forward graph puts on the host; None if nothing."""
+    sources = [value_of(node.all_input_nodes[0]) for node in calls(forward, OFFLOAD)]
+    if not sources:
+        return None
+    sizes = Counter(
+        compat.expression(each.numel() * each.element_size())  # not `nbytes`: of this run
+        for each in sources
+    )
+    found: dict[Any, tuple[int, int | None]] = {}
+    inputs = [value_of(node) for node in forward.nodes if node.op == "placeholder"]
+    for at, value in enumerate(inputs):
+        named = enumerate(value.shape) if isinstance(value, Tensor) else [(None, value)]
+        for dim, size in named:
+            if isinstance(size, torch.SymInt):
+                found.setdefault(compat.expression(size), (at, dim))
+    needed = {symbol for size in sizes for symbol in compat.symbols_of(size)}
+    symbols = {symbol: each for symbol, each in found.items() if symbol in needed}
+    return HostNeed(dict(sizes), symbols, sources[0].device)
+
+
 def is_host_wait(node: fx.Node) -> bool:
     """Whether a node awaits a copy to or from the host, which its first argument starts."""
     return node.target in HOST_WAITS
@@ -125,8 +179,9 @@ def offloadable_values(
     """Returns the values of a forward graph that may rest on the host until backward, in the order
     in which forward returns them.
 
-    These are dense floating-point tensors of static shape that forward computes, and whose memory
-    nothing else has that outlives forward. Full parameters and parts of them stay.
+    These are dense floating-point tensors that forward computes, and whose memory nothing else has
+    that outlives forward. Sizes may be dynamic, but must not depend on data. Full parameters and
+    parts of them stay.
 
     Args:
         forward, backward: the two graphs of a partition.
@@ -161,16 +216,30 @@ def _storage(value: Tensor) -> int | None:
 def _is_movable(value: object, least_bytes: int) -> bool:
     if not isinstance(value, Tensor) or type(value) is not compat.FakeTensor:
         return False
-    sizes = (*value.shape, *value.stride(), value.storage_offset())
     return (
         value.layout is torch.strided
         and value.is_floating_point()
-        and all(type(size) is int for size in sizes)
+        and not compat.has_unbacked_size(value)
         and nbytes(value) >= least_bytes
-        and value.storage_offset() == 0
-        and value.untyped_storage().nbytes() == nbytes(value)
-        and bool(torch.ops.aten.is_non_overlapping_and_dense.default(value))
+        and _fills_its_storage(value)
     )
+
+
+def _fills_its_storage(value: Tensor) -> bool:
+    """Whether a tensor has all elements of its storage, once each, whatever its dynamic sizes are.
+    Asks without a guard.
+    """
+    expected, offset = 1, value.storage_offset()
+    dims = [each for each in zip(value.shape, value.stride(), strict=True) if not _is(each[0], 1)]
+    for size, stride in sorted(dims, key=lambda each: compat.size_hint(each[1])):
+        if not _is(stride, expected):
+            return False
+        expected = expected * size
+    return _is(offset, 0) and _is(value.untyped_storage().nbytes(), expected * value.element_size())
+
+
+def _is(size: Any, other: Any) -> bool:
+    return bool(compat.expression(size) == compat.expression(other))
 
 
 def offload_saved(

@@ -1,21 +1,15 @@
-"""Runs copies to and from the host (`zpasses.graph.host_copies`), in host memory of its own.
-
-A block of host memory has the exact size of a value, and is locked for accelerators. A block whose
-tensor is freed serves the next value of its size, so a training step allocates nothing after its
-first forward.
+"""Runs copies to and from the host (`zpasses.graph.host_copies`).
 
 On accelerators, a copy runs on a stream for its direction, which first waits for the current
-stream; its wait makes the current stream wait for its end. So a block may be written again although
-the CPU has run ahead: the current stream has awaited the copy that read it. On CPUs, a copy has
-ended when it returns.
+stream; its wait makes the current stream wait for its end. So host memory may be written again
+although the CPU has run ahead: the current stream has awaited the copy that read it. On CPUs, a
+copy has ended when it returns.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,66 +18,10 @@ from torch import Tensor
 
 from zpasses.errors import ZpassesError
 from zpasses.graph.host_copies import LIBRARY, empty_like_on
-from zpasses.sdma.locked_memory import LockedMemory
 from zpasses.sdma.platform import Platform, SideStream, platform_of
-
-_Key = tuple[int, str]
-"""Bytes of a block, and the type of the device for which its pages are locked."""
+from zpasses.sdma.saved_arenas import like_on_host
 
 
-class HostBlocks:
-    """Blocks of host memory, kept for values of the same sizes."""
-
-    def __init__(self) -> None:
-        self.live_bytes = 0
-        """Bytes of the tensors that exist."""
-        self.reserved_bytes = 0
-        """Bytes of all blocks."""
-        self._free: dict[_Key, list[LockedMemory]] = defaultdict(list)
-        self._lock = threading.RLock()  # a finalizer may run while the lock is held
-
-    def like(self, value: Tensor) -> Tensor:
-        """Returns an uninitialised host tensor with the shape, strides and dtype of a value.
-
-        Raises:
-            ZpassesError: if the driver refuses to lock so much.
-        """
-        size = max(1, value.numel() * value.element_size())
-        key = size, value.device.type
-        with self._lock:
-            free = self._free[key]
-            block = free.pop() if free else None
-        if block is None:
-            block = LockedMemory(-1, size)
-            if value.device.type == "cuda":
-                block.lock(value.device)
-            with self._lock:
-                self.reserved_bytes += size
-        memory = memoryview(block)
-        weakref.finalize(memory, self._give_back, key, block).atexit = False
-        with self._lock:
-            self.live_bytes += size
-        flat = torch.frombuffer(memory, dtype=value.dtype, count=max(1, value.numel()))
-        return flat.as_strided(value.shape, value.stride()).detach()
-
-    def release(self) -> None:
-        """Returns the blocks that hold no tensor to the system."""
-        with self._lock:
-            for (size, _), blocks in self._free.items():
-                self.reserved_bytes -= size * len(blocks)
-            self._free.clear()
-
-    def _give_back(self, key: _Key, block: LockedMemory) -> None:
-        with self._lock:
-            self.live_bytes -= key[0]
-            self._free[key].append(block)
-
-
-blocks = HostBlocks()
-"""Those of this process."""
-
-
-# --- the operators --------------------------------------------------------------------------------
 @dataclass(eq=False)
 class _Copy:
     """A copy that has started."""
@@ -145,7 +83,7 @@ def _wait(ticket: Tensor) -> Tensor:
 
 
 def _offload(value: Tensor) -> Tensor:
-    return _start(value, blocks.like(value), value.device, "out")
+    return _start(value, like_on_host(value), value.device, "out")
 
 
 def _offload_wait(ticket: Tensor, value: Tensor) -> Tensor:

@@ -16,13 +16,14 @@ from zpasses.graph.host_copies import (
     OFFLOAD_WAIT,
     RELOAD,
     RELOAD_WAIT,
+    aligned,
     host_copy_of,
     is_on_host,
     offload_saved,
     offloadable_values,
 )
 from zpasses.graph.queries import collective_of
-from zpasses.sdma.host_memory import blocks
+from zpasses.sdma.saved_arenas import host, loose
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -40,18 +41,18 @@ VALUES = {
 
 @pytest.mark.parametrize("name", VALUES)
 def test_a_value_comes_back_as_it_left_and_shares_no_memory(name):
-    value, live = VALUES[name](), blocks.live_bytes
-    host = OFFLOAD_WAIT(OFFLOAD(value), value)
-    back = RELOAD_WAIT(RELOAD(host, CPU), host, CPU)
-    for each in (host, back):
+    value, live = VALUES[name](), host.live
+    copy = OFFLOAD_WAIT(OFFLOAD(value), value)
+    back = RELOAD_WAIT(RELOAD(copy, CPU), copy, CPU)
+    for each in (copy, back):
         assert torch.equal(each, value)
         assert each.stride() == value.stride()
         assert each.dtype == value.dtype
-    assert len({each.data_ptr() for each in (value, host, back)}) == 3
-    assert blocks.live_bytes - live == value.numel() * value.element_size()
-    del host, each
+    assert len({each.data_ptr() for each in (value, copy, back)}) == 3
+    assert host.live - live == value.numel() * value.element_size()
+    del copy, each
     gc.collect()
-    assert blocks.live_bytes == live
+    assert host.live == live
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -71,30 +72,31 @@ def test_fake_values_are_as_the_real_ones(name):
         assert (each.shape, each.stride(), each.dtype) == (host.shape, host.stride(), host.dtype)
 
 
-def test_blocks_serve_values_of_their_size_again():
+def test_host_memory_of_a_freed_value_serves_the_next():
     value = torch.randn(333)
-    host = OFFLOAD_WAIT(OFFLOAD(value), value)
-    address, reserved = host.data_ptr(), blocks.reserved_bytes
-    del host
+    copy = OFFLOAD_WAIT(OFFLOAD(value), value)
+    address, reserved = copy.data_ptr(), host.reserved
+    del copy
     again = OFFLOAD_WAIT(OFFLOAD(value), value)
-    assert (again.data_ptr(), blocks.reserved_bytes) == (address, reserved)
+    assert (again.data_ptr(), host.reserved) == (address, reserved)
     del again
-    blocks.release()
-    assert blocks.reserved_bytes == blocks.live_bytes
+    before = host.reserved
+    loose.release()
+    assert host.reserved == before - aligned(4 * 333)
 
 
 def test_a_copy_is_awaited_once_and_forgotten_if_nothing_awaits_it():
-    value, live = torch.randn(100), blocks.live_bytes
+    value, live = torch.randn(100), host.live
     ticket = OFFLOAD(value)
     number = ticket.clone()
     OFFLOAD_WAIT(ticket, value)
     with pytest.raises(ZpassesError, match="awaited twice"):
         OFFLOAD_WAIT(number, value)
     ticket = OFFLOAD(value)
-    assert blocks.live_bytes > live
+    assert host.live > live
     del ticket
     gc.collect()
-    assert blocks.live_bytes == live
+    assert host.live == live
 
 
 @pytest.mark.inductor

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.host_stream import HostStream
-from zpasses.errors import ZpassesError
-from zpasses.graph.host_copies import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT
+from zpasses.errors import MemoryBudgetError, ZpassesError
+from zpasses.graph.host_copies import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, aligned
 from zpasses.sdma import host_memory
-from zpasses.sdma.host_memory import HostBlocks, blocks
 from zpasses.sdma.platform import register_platform
+from zpasses.sdma.saved_arenas import SavedArenas, host, like_on_host, loose
 
 CPU = torch.device("cpu")
 
@@ -59,7 +59,7 @@ def test_each_direction_has_a_stream_and_a_wait_lets_the_copy_end(streams):
 
 
 def test_a_copy_that_a_failed_graph_left_ends_before_its_memory_is_reused(streams):
-    value, live = torch.randn(64), blocks.live_bytes
+    value, live = torch.randn(64), host.live
     OFFLOAD_WAIT(OFFLOAD(value), value)
     (out,) = streams
     gate = threading.Event()
@@ -69,7 +69,7 @@ def test_a_copy_that_a_failed_graph_left_ends_before_its_memory_is_reused(stream
     del ticket
     gc.collect()
     assert gate.is_set()
-    assert (blocks.live_bytes, len(host_memory._started)) == (live, 0)
+    assert (host.live, len(host_memory._started)) == (live, 0)
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ def driver(monkeypatch):
     return fake
 
 
-def test_blocks_for_accelerators_are_locked_once_and_have_the_exact_size(driver):
-    own, device = HostBlocks(), torch.device("cuda", 0)
+def test_a_run_has_one_arena_of_exact_size_that_is_locked_once(driver):
+    own, device, reserved = SavedArenas(), torch.device("cuda", 0), host.reserved
     value = SimpleNamespace(
         numel=lambda: 1000,
         element_size=lambda: 2,
@@ -98,16 +98,50 @@ def test_blocks_for_accelerators_are_locked_once_and_have_the_exact_size(driver)
         shape=(10, 100),
         stride=lambda: (100, 1),
     )
-    address = own.like(value).data_ptr()
-    assert own.like(value).data_ptr() == address
-    assert driver.calls == [("lock", address, 2000)]
-    assert (own.live_bytes, own.reserved_bytes) == (0, 2000)
+    size = 2 * aligned(2000)
+
+    def addresses():
+        with own.run(size, device):
+            return [each.data_ptr() for each in [like_on_host(value) for _ in range(2)]]
+
+    first, second = addresses()
+    assert second - first == aligned(2000)
+    assert addresses() == [first, second]
+    assert driver.calls == [("lock", first, size)]
+    assert host.reserved - reserved == size
     own.release()
     gc.collect()
-    assert driver.calls[1:] == [("wait", device), ("unlock", address)]
+    assert driver.calls[1:] == [("wait", device), ("unlock", first)]
+    assert host.reserved == reserved
     driver.code = 2
-    with pytest.raises(ZpassesError, match=r"does not lock 1\.953 KiB of host memory"):
-        own.like(value)
+    with pytest.raises(ZpassesError, match=r"does not lock 4 KiB of host memory"):
+        addresses()
+
+
+def test_runs_that_overlap_have_arenas_of_their_own_within_one_limit():
+    loose.release()
+    own, other = SavedArenas(limit_bytes=host.reserved + 300), SavedArenas()
+    value = torch.randn(25)
+    reserved = host.reserved
+
+    def run(arenas):
+        with arenas.run(128, CPU):
+            return like_on_host(value).copy_(value)
+
+    idle = run(other)
+    del idle
+    first, second = run(own), run(own)  # frees the arena that holds nothing
+    assert torch.equal(first, second)
+    assert host.reserved - reserved == 256
+    with pytest.raises(MemoryBudgetError, match="this forward puts 128 B on the host, while"):
+        run(own)
+    del first
+    third = run(own)
+    assert torch.equal(third, second)
+    assert host.reserved - reserved == 256
+    del second, third, own
+    gc.collect()
+    assert host.reserved == reserved
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.backend.cache.store import CacheFiles
+from zpasses.graph.host_copies import HostNeed
 from zpasses.ranks.agree import Answers
 from zpasses.ranks.agreement import Sequences
 from zpasses.ranks.run_order import RunEvent
@@ -53,6 +54,8 @@ class ForwardFacts:
     slots: Sequence[ParamSlot]
     gather_ids: Sequence[int]
     sequences: Sequences
+    host: HostNeed | None
+    """What a run puts on the host."""
 
 
 @dataclass(frozen=True)
