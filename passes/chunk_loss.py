@@ -1,13 +1,19 @@
 """Compute the head of a language model and its loss for one chunk of tokens after the other.
 
-Before: logits of all tokens              After, chunks=2
-  logits = mm(hidden, head)                 a = rows_0(hidden[:n], head, labels[:n])
-  losses = ...(logits, labels)              b = rows_0(hidden[n:], head, labels[n:])
-                                            losses = cat([a, b])
-  ...                                       ...
-  dlogits = ...(logits, dlosses)            c, x = rows_1(hidden[:n], head, labels[:n], dlosses[:n])
-  dhead = mm(t(dlogits), hidden)            dhead, y = rows_2(hidden[n:], ..., dlosses[n:], c)
-  dhidden = mm(dlogits, t(head))            dhidden = cat([x, y])
+Before
+  logits = mm(hidden, head)
+  losses = ...(logits, labels)
+  ...
+  dlogits = ...(logits, dlosses)
+  dhead = mm(t(dlogits), hidden);  dhidden = mm(dlogits, t(head))
+After, chunks=2
+  a = rows_0(hidden[:n], head, labels[:n])
+  b = rows_0(hidden[n:], head, labels[n:])
+  losses = cat([a, b])
+  ...
+  c, x = rows_1(hidden[:n], head, labels[:n], dlosses[:n])
+  dhead, y = rows_2(hidden[n:], head, labels[n:], dlosses[n:], c)
+  dhidden = cat([x, y])
 
 Contract: a head is a product of a matrix with hidden states that makes each token's row wider, and
 whose rows are then reduced to values per token. All that is as wide as the logits is computed in
