@@ -172,8 +172,10 @@ class LayerPlanner:
                 f"the step has no {FEWEST_LAYERS} equal layers that run one after another, with "
                 'parameters such as "layers.0.mlp.weight"; plan all layers of it'
             )
-        most = max(_saved_bytes(step) for step, *_ in found)
-        self._ways = [_Way(_saved_bytes(step) / most, step, *rest) for step, *rest in found]
+        most = max(_saved_bytes(step) for step, _, _ in found)
+        self._ways = [
+            _Way(_saved_bytes(step) / most, step, params, values) for step, params, values in found
+        ]
         self._ways.sort(key=lambda way: way.bound_us)
         self._on_host: dict[tuple[float, tuple[str, ...]], _Way] = {}
 

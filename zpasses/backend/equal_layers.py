@@ -73,7 +73,7 @@ def _twins(layer: Sequence[fx.Node], example: Sequence[fx.Node]) -> Mapping[str,
     """Returns for the nodes of a layer those of an equal layer, by name. One of the two may compute
     what all layers share.
     """
-    matcher = SequenceMatcher(None, *(_targets(each) for each in (layer, example)), autojunk=False)
+    matcher = SequenceMatcher(a=_targets(layer), b=_targets(example), autojunk=False)
     return {
         layer[block.a + at].name: example[block.b + at].name
         for block in matcher.get_matching_blocks()

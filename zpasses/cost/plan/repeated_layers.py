@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -145,6 +146,7 @@ class RepeatedLayers:
                 yield replace(
                     value,
                     name=_name(value.name, copy),
+                    ready_slot=value.ready_slot + copy * forward.length,
                     forward_slot=value.forward_slot + copy * forward.length,
                     backward_slot=value.backward_slot + back * backward.length,
                 )
@@ -165,6 +167,7 @@ class RepeatedLayers:
                 yield replace(
                     equal[0],
                     name=_name(equal[0].name, number),
+                    ready_slot=out - equal[0].forward_slot + equal[0].ready_slot,
                     forward_slot=out,
                     backward_slot=first,
                 )
@@ -317,8 +320,11 @@ def with_values_on_host(
     for each in values:
         live[0][each.forward_slot :] -= each.nbytes
         live[1][: each.backward_slot] -= each.nbytes
-    out = [_copy(each, forward.end, each.forward_slot, is_gather=False) for each in values]
-    back = [_copy(each, backward.end, each.backward_slot, is_gather=True) for each in values]
+    out = [
+        _copy("out", each.nbytes, each.ready_slot, forward.end, each.forward_slot)
+        for each in values
+    ]
+    back = [_copy("in", each.nbytes, 0, each.backward_slot, each.backward_slot) for each in values]
     first, numbers = _with_jobs(forward, out, live[0])
     second, numbers_back = _with_jobs(backward, back, live[1])
     return replace(step, forward=first, backward=second), [
@@ -342,21 +348,22 @@ def _with_jobs(
     return changed, [new[id(job)] for job in problem.jobs]
 
 
-def _copy(value: SavedValue, end: int, at: int, *, is_gather: bool) -> Job:
-    copy = HostCopy("in" if is_gather else "out", value.nbytes)
-    target = current_target()
+def _copy(
+    direction: Literal["out", "in"], size: int, earliest: int, latest: int, held_from: int
+) -> Job:
+    target, back = current_target(), direction == "in"
     return Job(
         0,
-        is_gather,
-        BucketKey("single", "reload" if is_gather else "offload"),
-        earliest=0 if is_gather else at,
-        latest=at if is_gather else end,
-        timing=host_copy_timing(copy, target),
+        back,
+        BucketKey("single", "reload" if back else "offload"),
+        earliest=earliest,
+        latest=latest,
+        timing=host_copy_timing(HostCopy(direction, size), target),
         latency_us=target.kernel_us,
-        full_bytes=value.nbytes,
+        full_bytes=size,
         launch_bytes=0,
         packed_bytes=0,
-        held_from=at,
+        held_from=held_from,
         start_us=0.0,
         wait_us=0.0,
         packing_us=(0.0, 0.0),
