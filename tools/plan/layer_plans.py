@@ -14,7 +14,7 @@ from functools import cached_property
 
 from zpasses.backend.equal_layers import equal_partitions, layer_shard_bytes
 from zpasses.backend.step_trials import StepTrials
-from zpasses.cost.plan.bound import schedule_bound
+from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import (
     KeptParam,
     StepProblem,
@@ -71,7 +71,7 @@ class _Way:
     @cached_property
     def bound_us(self) -> float:
         """What no plan that keeps parameters can beat."""
-        return self.rich.mean_us(lambda problem: schedule_bound(problem).total_us)
+        return self.rich.mean_us(lambda problem: schedule_bound_us(problem))
 
     def with_on_host(self, values: Sequence[SavedValue]) -> _Way:
         step, params = with_values_on_host(self.step, values, self.params)
@@ -258,7 +258,7 @@ def _point(budget: str, limit: int, way: _Way, kept: Sequence[KeptParam]) -> Pla
 
 def _figures(problem: ScheduleProblem, limit: int) -> GraphFigures:
     """Returns the figures of the fastest of a few plans within a limit."""
-    bound = schedule_bound(problem).total_us
+    bound = schedule_bound_us(problem)
     plans = list_schedule(problem, limit, Policy(bound)), one_ahead_plan(problem)
     costs = [(evaluate(problem, plan), plan) for plan in (*plans, single_plan(problem))]
     cost, plan = min(costs, key=lambda each: (max(0, each[0].peak_bytes - limit), each[0].total_us))
