@@ -60,6 +60,13 @@ from zpasses.tools.plan.shape_table import shape_view
     "zpasses.compile_blocks does.",
 )
 @click.option(
+    "--repeat-layers",
+    "repeat",
+    metavar="NAME",
+    help="Argument of the function that is the number of layers. A few are captured, and the "
+    "others are copies of one of them.",
+)
+@click.option(
     "--html",
     "picture",
     metavar="FILE",
@@ -77,6 +84,7 @@ def plan(
     points: int,
     backwards_per_step: int,
     compile_blocks: str | None,
+    repeat: str | None,
     picture: Path | None,
     as_json: bool,
 ) -> None:
@@ -93,6 +101,8 @@ def plan(
     With --compile-blocks, the table has one plan for each number of graphs ahead for which gathers
     start, and the last line is the call that compiles the blocks.
 
+    With --repeat-layers, a plan of a large model takes as long as that of a small one.
+
     The exit status is 0, 1 if no plan fits, and 2 for an error.
     """
     from zpasses.tools.plan.plan_request import PlanRequest
@@ -100,6 +110,8 @@ def plan(
 
     if compile_blocks is not None:
         _check_blocks(ctx, backwards_per_step, host_memory, chunk_loss)
+    if repeat is not None:
+        _check_repeat(step, backwards_per_step, compile_blocks, chunk_loss)
 
     if picture is not None:
         check_matplotlib()
@@ -126,6 +138,7 @@ def plan(
         compile_blocks,
         host_memory,
         chunk_loss,
+        repeat,
     )
     if auto is not None:
         if picture is not None:
@@ -167,4 +180,21 @@ def _check_blocks(
         raise CommandError(
             "--chunk-loss does not go together with --compile-blocks, because the loss is outside "
             "of the blocks; leave out one of the two."
+        )
+
+
+def _check_repeat(
+    step: StepOptions, backwards_per_step: int, compile_blocks: str | None, chunk_loss: bool
+) -> None:
+    """Refuses options that a plan of repeated layers does not know."""
+    given = {
+        "--compile-blocks": compile_blocks is not None,
+        "--backwards-per-step": backwards_per_step > 1,
+        "--chunk-loss": chunk_loss,
+        "--mesh auto": isinstance(step.mesh, AutoMesh),
+    }
+    for name in (name for name, is_given in given.items() if is_given):
+        raise CommandError(
+            f"{name} does not go together with --repeat-layers, which plans one graph of one "
+            "micro-batch; leave out one of the two."
         )

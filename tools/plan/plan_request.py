@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zpasses.cost.plan.repeated_layers import FEWEST_LAYERS
 from zpasses.cost.time.target import Target, current_target
 from zpasses.errors import MemoryBudgetError, OptionError
 from zpasses.option_values import format_size, parse_budget, parse_size
@@ -41,6 +42,9 @@ class PlanRequest:
     """What a plan may take of the host on each rank, such as "40GiB"; None is nothing."""
     chunk_loss: bool = False
     """Whether a plan may compute the head and its loss in chunks of tokens."""
+    repeat: str | None = None
+    """Argument of the function that is the number of layers: a few are captured, and the others are
+    copies of one of them. None captures all."""
     stages: bool = True
     """Whether to plan stages 2 and 3 without a budget, too."""
 
@@ -58,6 +62,13 @@ class PlanRequest:
             raise OptionError(
                 f"--world: got {self.world}; expected at least 2 ranks, since one rank has no "
                 "collectives to plan."
+            )
+        given = self.arguments.get(self.repeat or "")
+        if self.repeat is not None and (type(given) is not int or given < FEWEST_LAYERS):
+            raise OptionError(
+                f"--repeat-layers {self.repeat}: expected the number of layers, at least "
+                f"{FEWEST_LAYERS}, as an argument of the function, such as --arg "
+                f"{self.repeat}=80; got {given!r}."
             )
 
     def parsed_target(self) -> Target:
@@ -90,11 +101,12 @@ class PlanRequest:
     def capture(self, **options: Any) -> CaptureRequest:
         """Returns the capture of the step, with these options of the backend."""
         options |= {"target": self.target} if self.target is not None else {}
+        few = {} if self.repeat is None else {self.repeat: FEWEST_LAYERS}
         return CaptureRequest(
             self.function,
             None,
             self.world,
-            arguments=self.arguments,
+            arguments={**self.arguments, **few},
             shard=self.shard,
             options=options,
             compile_blocks=self.compile_blocks,

@@ -169,6 +169,8 @@ class PlanTable(StepTable):
     unsharded model."""
     host_memory: str | None = None
     """The option `host_memory`: what a plan may take of the host."""
+    repeated: int | None = None
+    """How many layers were captured, of which the others are copies; None if all were."""
 
     def options_of(self, point: PlanPoint) -> dict[str, str | int]:
         found = super().options_of(point)
@@ -298,7 +300,11 @@ def plan_view(found: PlanTable) -> View:
         for number, each in enumerate(found.plans, 1)
     ]
     rows += [_row(f"{each.name}, no budget", each) for each in found.stages]
-    left_out = ["ahead"] if found.blocks is None else ["cached", "activations"]
+    left_out = (
+        ["ahead", *(["cached"] if found.repeated else [])]
+        if found.blocks is None
+        else ["cached", "activations"]
+    )
     left_out += [] if any(each.host_bytes for each in found.plans) else ["host"]
     left_out += [] if any(each.chunks > 1 for each in found.plans) else ["chunks"]
     columns = [name for name in _COLUMNS if name not in left_out]
@@ -322,7 +328,12 @@ def plan_view(found: PlanTable) -> View:
     kept = "kept: full parameters that stay until backward. cached: those that stay longer."
     more = " host: bytes of them that rest there." if "host" in columns else ""
     more += " chunks: those of the loss." if "chunks" in columns else ""
-    return found.view(shown, result, (kept, f"activations: share that forward saves.{more}"))
+    legend = [kept, f"activations: share that forward saves.{more}"]
+    if found.repeated is not None:
+        legend.append(
+            f"Estimated from {found.repeated} layers, with the same values saved in each."
+        )
+    return found.view(shown, result, legend)
 
 
 _MOST_UNCOMPILED = 3

@@ -9,7 +9,6 @@ that budget.
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -48,16 +47,16 @@ from zpasses.testing.step_graphs import GraphProbe
 from zpasses.tools.capture.captured_step import CaptureError, run_capture
 from zpasses.tools.capture.mesh_shapes import AutoMesh
 from zpasses.tools.plan.block_plans import plan_blocks
+from zpasses.tools.plan.layer_plans import LayerTable
 from zpasses.tools.plan.plan_request import PlanRequest
 from zpasses.tools.plan.plan_table import (
     GraphFigures,
     PlanPoint,
     PlanTable,
-    budget_text,
-    not_dominated,
     worth_showing,
 )
 from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point
+from zpasses.tools.plan.sweep import sweep
 
 
 def plan_step(
@@ -70,8 +69,8 @@ def plan_step(
         progress: called with each plan that was made.
 
     Raises:
-        CaptureError: if the function or the model fails, or the step is not one graph and has no
-            blocks.
+        CaptureError: if the function or the model fails, the step is not one graph and has no
+            blocks, or its layers are not equal and some are to be repeated.
         OptionError: for an unknown target or a budget that is no size.
         MemoryBudgetError: for more memory of the host than the target has.
     """
@@ -89,7 +88,12 @@ def plan_step(
         steps += 1
         if steps == 1:
             trials.host_bytes, trials.chunks_loss = host_bytes, request.chunk_loss
-            tables.append(_Planner(request, target, trials, probe.seen[-1], progress).run())
+            planner = (
+                _Planner(request, target, trials, probe.seen[-1], progress)
+                if request.repeat is None
+                else LayerTable(request, target, trials, progress)
+            )
+            tables.append(planner.run())
 
     joint = tuple(each for each in ZERO3 if each.level is Level.JOINT)
     capture = request.capture(
@@ -107,7 +111,7 @@ def plan_step(
             else f"{request.function}: the step gathers no sharded parameters in forward and "
             "backward, so there is nothing to plan."
         )
-    return replace(tables[0], shard_bytes=report.shard_bytes)
+    return replace(tables[0], shard_bytes=tables[0].shard_bytes + report.shard_bytes)
 
 
 _SHAPE_POINTS = 4
@@ -168,7 +172,8 @@ class _Planner:
         started, memory = time.perf_counter(), self._request.memory
         with use_target(self._target):
             stages = (self._zero2(), *self._zero3()) if self._request.stages else ()
-            self._sweep()
+            least, most = self._trials.least_bytes(), self._trials.most_bytes()
+            sweep(self._point, least, most, self._request.points)
             chosen, missing = self._chosen()
             limit = self._trials.limit_bytes(memory) if memory is not None else None
         plans = worth_showing(self._made.values(), chosen)
@@ -198,34 +203,6 @@ class _Planner:
         if not plan.fits:
             return None, too_little_memory(budget, plan)
         return self._point(budget), None
-
-    # --- limits -----------------------------------------------------------------------------------
-    def _sweep(self) -> None:
-        """Makes plans from the leanest to the fastest, the more where more is to be gained."""
-        most = self._point(budget_text(self._trials.most_bytes()))
-        fastest = self._point(budget_text(most.peak_bytes))
-        leanest = self._point(budget_text(self._trials.least_bytes()))
-        made = [leanest, fastest]
-        for _ in range(2 * self._request.points):
-            if len(not_dominated(self._made.values())) >= self._request.points:
-                break
-            gaps = [
-                (self._gap(lean, fast, leanest, fastest), lean, fast)
-                for lean, fast in itertools.pairwise(made)
-            ]
-            gap, lean, fast = max(gaps, key=lambda each: each[0], default=(0.0, leanest, leanest))
-            if gap <= 0:
-                break
-            middle = self._point(budget_text((_limit(lean) + fast.peak_bytes) // 2))
-            made.insert(made.index(fast), middle)
-
-    @staticmethod
-    def _gap(lean: PlanPoint, fast: PlanPoint, leanest: PlanPoint, fastest: PlanPoint) -> float:
-        """Returns how much a plan between two others may tell: time times memory between them."""
-        time_share = (lean.total_us - fast.total_us) / fastest.total_us
-        between = fast.peak_bytes - _limit(lean)
-        memory_share = between / max(1, fastest.peak_bytes - _limit(leanest))
-        return time_share * memory_share if min(time_share, memory_share) > _LEAST_GAP else 0.0
 
     # --- plans ------------------------------------------------------------------------------------
     def _point(self, budget: str) -> PlanPoint:
@@ -382,10 +359,6 @@ class _Unscheduled(Schedule):
         return 0
 
 
-_LEAST_GAP = 0.003
-"""Smallest share of time and of memory between two plans for which a third is made."""
-
-
 def _without_engines(pipeline: Pipeline) -> Pipeline:
     passes = (
         replace(each, copy_engines="off") if isinstance(each, Schedule) else each
@@ -396,7 +369,3 @@ def _without_engines(pipeline: Pipeline) -> Pipeline:
 
 def _bytes(*kept: KeptParam) -> int:
     return sum(each.nbytes for each in kept)
-
-
-def _limit(point: PlanPoint) -> int:
-    return point.limit_bytes or 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, fx
@@ -184,6 +185,11 @@ class StepTrials:
         saves_all = compat.reads_changed_inputs_at_once(gm.graph)
         self._fractions = (1.0,) if saves_all else _ACTIVATIONS
 
+    @property
+    def user_outputs(self) -> int:
+        """How many values forward returns before those that it saves."""
+        return int(self._options["num_fwd_outputs"])
+
     def in_chunks(self, chunks: int) -> StepTrials:
         """Returns the trials of the graph whose loss is computed in chunks. Its nodes have the same
         names.
@@ -228,9 +234,7 @@ class StepTrials:
             trial = self.trial(activations)
             forward, backward = (each.graph for each in trial.graphs)
             values = (
-                offloadable_values(forward, backward, self._options["num_fwd_outputs"])
-                if self.host_bytes
-                else []
+                offloadable_values(forward, backward, self.user_outputs) if self.host_bytes else []
             )
             self._saved[activations] = saved_values(trial.step, values)
         return self._saved[activations]
@@ -374,7 +378,7 @@ class StepTrials:
             return self.in_chunks(choice.chunks).graphs(choice, copied=copied)
         gm = compat.clone_graph_module(self.gm) if copied else self.gm
         if choice.activations < 1.0:
-            _mark_as_partitioned(gm.graph, self.trial(choice.activations).graphs)
+            mark_as_partitioned(gm.graph, self.trial(choice.activations).graphs)
         for node, _ in tagged(gm.graph, "full"):
             if node.name in choice.kept or node.name in choice.cached:
                 _mark_kept(node)
@@ -433,19 +437,27 @@ def _bound_us(step: StepProblem) -> float:
     return step.mean_us(schedule_bound_us)
 
 
-def _mark_as_partitioned(joint: fx.Graph, graphs: Graphs) -> None:
+def mark_as_partitioned(
+    joint: fx.Graph, graphs: Graphs, twins: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Have the partitioner save and recompute the same values as in a trial.
 
     With an activation budget instead, it would count kept parameters as activations, and recompute
     others in exchange.
+
+    Args:
+        joint: the graph to mark.
+        graphs: forward and backward of the trial.
+        twins: name of a node -> name of the node whose choice in the trial it takes instead.
     """
     forward, backward = (
         {node.name: node for node in each.graph.nodes if node.op != "output"} for each in graphs
     )
     for node in joint.nodes:
-        if node.op != "call_function" or node.name not in forward or node.name not in backward:
+        name = twins.get(node.name, node.name)
+        if node.op != "call_function" or name not in forward or name not in backward:
             continue
-        if backward[node.name].op == "placeholder":
+        if backward[name].op == "placeholder":
             if isinstance(value_of(node), Tensor):
                 compat.mark_saved(node)
         elif compat.recompute_policy(node) is None:

@@ -31,6 +31,8 @@ class SavedValue:
     name: str
     """Name of the node in forward, and of the input of backward."""
     nbytes: int
+    ready_slot: int
+    """First segment of forward after the one that computes it."""
     forward_slot: int
     """First segment of forward after its last use."""
     backward_slot: int
@@ -63,7 +65,8 @@ def saved_values(step: StepProblem, values: Sequence[fx.Node]) -> list[SavedValu
         after = min(bisect_right(forward.slots, last), forward.end)
         first = max(0, bisect_right(backward.slots, uses[node.name]) - 1)
         held = float(work[-1] - work[after] + before[first])
-        found.append(SavedValue(node.name, nbytes(value_of(node)), after, first, held))
+        ready = min(bisect_right(forward.slots, place.get(node, 0)), forward.end)
+        found.append(SavedValue(node.name, nbytes(value_of(node)), ready, after, first, held))
     return found
 
 

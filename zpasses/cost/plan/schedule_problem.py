@@ -179,7 +179,8 @@ class ScheduleProblem:
     """Gathers in the order of their first consumers, then reductions in the order in which their
     inputs are ready."""
     items: tuple[SchedulableCollective, ...]
-    """The nodes of each job."""
+    """The nodes of each job; empty if the problem is not that of a graph
+    (`zpasses.cost.plan.repeated_layers`)."""
     fixed: tuple[FixedEvent, ...]
     """In graph order."""
     regrouped: tuple[str, ...] = ()
@@ -214,7 +215,7 @@ class ScheduleProblem:
         return replace(
             self,
             jobs=tuple(self.jobs[old].numbered(new) for new, old in enumerate(stays)),
-            items=tuple(self.items[old] for old in stays),
+            items=tuple(self.items[old] for old in stays) if self.items else (),
         )
 
 

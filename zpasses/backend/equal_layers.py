@@ -1,0 +1,106 @@
+"""Partitions of a joint graph that save the same values in each of its equal layers.
+
+torch's partitioner chooses what to save for the whole graph, so it treats two equal layers
+differently where memory is short. What it chooses for one of them is taken for all, and what a
+layer hands to the next one is saved, so that backward recomputes each layer by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+
+from torch import fx
+
+from zpasses import compat
+from zpasses.backend.step_trials import Graphs, StepTrials, mark_as_partitioned
+from zpasses.cost.plan.repeated_layers import layer_starts
+from zpasses.graph.queries import nbytes, value_of
+from zpasses.graph.tags import tag_of
+
+_FRACTIONS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05)
+"""Of all activations, from which what a layer saves is taken."""
+
+
+def equal_partitions(trials: StepTrials) -> Iterator[Graphs]:
+    """Yields forward and backward of each partition that saves the same values in each layer."""
+    layers = _layers(trials.gm.graph)
+    handed = _handed_on(layers)
+    seen: set[frozenset[str]] = set()
+    for fraction in _FRACTIONS:
+        graphs = trials.trial(fraction).graphs
+        saved = {node.name for node in graphs[1].graph.find_nodes(op="placeholder")}
+        for example in layers[1:-1]:
+            twins: dict[str, str] = {}
+            for layer in layers:
+                twins |= _twins(layer, example)
+            chosen = handed.union(name for name, twin in twins.items() if twin in saved)
+            if chosen not in seen:
+                seen.add(chosen)
+                gm = compat.clone_graph_module(trials.gm)
+                mark_as_partitioned(gm.graph, graphs, twins)
+                for node in gm.graph.nodes:
+                    if node.name in handed:
+                        compat.mark_saved(node)
+                yield trials.partition(gm, 1.0)
+
+
+def layer_shard_bytes(joint: fx.Graph) -> int:
+    """Returns the bytes of this rank's shards of the parameters of one layer."""
+    layer = _layers(joint)[1]
+    shards = {
+        name: value_of(node)
+        for node in joint.find_nodes(op="placeholder")
+        if (tag := tag_of(node)) is not None
+        for name in tag.params
+    }
+    names = {name for node in layer if (tag := tag_of(node)) is not None for name in tag.params}
+    return sum(nbytes(shards[name]) for name in names)
+
+
+def _layers(joint: fx.Graph) -> list[list[fx.Node]]:
+    """Returns the nodes of the forward of each layer, from its first read of a parameter on."""
+    nodes = [node for node in joint.nodes if node.op == "call_function"]
+    params = (tag.params if (tag := tag_of(node)) is not None else () for node in nodes)
+    starts = sorted(layer_starts(enumerate(params)).values())
+    if len(starts) > 1:
+        starts.append(2 * starts[-1] - starts[-2])
+    return [nodes[start:end] for start, end in itertools.pairwise(starts)]
+
+
+def _twins(layer: Sequence[fx.Node], example: Sequence[fx.Node]) -> Mapping[str, str]:
+    """Returns for the nodes of a layer those of an equal layer, by name. One of the two may compute
+    what all layers share.
+    """
+    matcher = SequenceMatcher(a=_targets(layer), b=_targets(example), autojunk=False)
+    return {
+        layer[block.a + at].name: example[block.b + at].name
+        for block in matcher.get_matching_blocks()
+        for at in range(block.size)
+    }
+
+
+def _targets(layer: Sequence[fx.Node]) -> list[str]:
+    return [str(node.target) for node in layer]
+
+
+def _handed_on(layers: Sequence[Sequence[fx.Node]]) -> frozenset[str]:
+    """Returns the names of the values that a layer hands to the next one, but for what can be
+    computed from others of them; those of the last layer are the same.
+    """
+    found: set[str] = set()
+    for layer, following in itertools.pairwise(layers):
+        handed = {node for node in layer if not set(following).isdisjoint(node.users)}
+        own = set(layer)
+        found.update(node.name for node in handed if not _follows(node, handed - {node}, own))
+    last = _twins(layers[-1], layers[-2]) if len(layers) > 1 else {}
+    return frozenset(found.union(name for name, twin in last.items() if twin in found))
+
+
+def _follows(node: fx.Node, given: set[fx.Node], own: set[fx.Node]) -> bool:
+    """Whether a node can be computed from given nodes by nodes of its own layer."""
+    return bool(node.all_input_nodes) and all(
+        each in given or (each in own and _follows(each, given, own))
+        for each in node.all_input_nodes
+    )
