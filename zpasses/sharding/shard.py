@@ -126,8 +126,10 @@ def pack_shards(model: M, pack_mb: float) -> M:
     left = deque(param for param in sharded_parameters(model) if param not in on_host)
     if not left:
         raise ShardingError(
-            f"{type(model).__name__} has no sharded parameter to pack, but on the host. Call "
-            "zpasses.shard first."
+            f"{type(model).__name__} has no sharded parameter to pack. Call zpasses.shard first."
+            if not on_host
+            else f"all sharded parameters of {type(model).__name__} rest on the host, where none is "
+            "packed. Leave this call out."
         )
     if any(param.is_meta for param in left):
         raise ShardingError(
