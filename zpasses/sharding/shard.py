@@ -128,7 +128,7 @@ def pack_shards(model: M, pack_mb: float) -> M:
         raise ShardingError(
             f"{type(model).__name__} has no sharded parameter to pack. Call zpasses.shard first."
             if not on_host
-            else f"all sharded parameters of {type(model).__name__} rest on the host, where nothing "
+            else f"all sharded parameters of {type(model).__name__} rest on the host, where none "
             "is packed. Leave this call out."
         )
     if any(param.is_meta for param in left):
