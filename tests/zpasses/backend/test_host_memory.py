@@ -390,6 +390,9 @@ def _started(folder):
     return [loss.item(), *grads], held, messages.said
 
 
+@pytest.mark.slow(
+    quick="test_generated_code_has_the_same_bits_and_holds_less, and test_warm_start.py"
+)
 @pytest.mark.inductor
 @pytest.mark.processes
 def test_a_warm_start_moves_the_same_values(tmp_path):

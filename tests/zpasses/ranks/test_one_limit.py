@@ -102,7 +102,8 @@ def _defaults(node: ast.arguments) -> Iterator[str]:
 def _named_limits(target: ast.expr, value: ast.expr | None) -> Iterator[str]:
     """Constants in seconds; time limits and deadlines of any name that contain a number."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-        for pair in zip(target.elts, value.elts, strict=True):
+        # One with a star stands for several values.
+        for pair in zip(target.elts, value.elts, strict=False):
             yield from _named_limits(*pair)
         return
     name = ast.unparse(target)
