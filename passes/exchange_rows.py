@@ -1,14 +1,19 @@
 """Exchange the rows of an embedding that a step needs, instead of the whole table.
 
-Before                                    After
-  table = zpasses.unshard(shard, ...)       d = zpasses.distinct_rows([ids], 50000, 2)
-  y = embedding(table, ids)                 asked = wait(all_to_all_single(d[0], ...))
-  ...                                       rows = wait(zpasses.all_to_all_rows(shard, ...))
-  zeros = full([50000, 256], 0)             y = embedding(rows, d[1])
-  g = index_put(zeros, [ids], gy, True)     ...
-  mine = zpasses.reduce_grad(g, ...)        zeros = full([512, 256], 0)
-                                            g = index_put(zeros, [d[1]], gy, True)
-                                            mine = wait(zpasses.all_to_all_grad_rows(g, ...))
+Before
+  table = zpasses.unshard(shard, ...)
+  y = embedding(table, ids)
+  ...
+  g = index_put(full([50000, 256], 0), [ids], gy, True)
+  mine = zpasses.reduce_grad(g, ...)
+After
+  d = zpasses.distinct_rows([ids], 50000, 2)
+  asked = wait(all_to_all_single(d[0], ...))
+  rows = wait(zpasses.all_to_all_rows(shard, asked, ...))
+  y = embedding(rows, d[1])
+  ...
+  g = index_put(full([512, 256], 0), [d[1]], gy, True)
+  mine = wait(zpasses.all_to_all_grad_rows(g, ...))
 
 Contract: a read is exchanged only if all its readers are embeddings. Each rank marks the rows that
 its tokens name, with one bit per row of the table, and the owners send these rows. The tokens then
