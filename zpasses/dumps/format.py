@@ -85,7 +85,11 @@ class Counts(Record, frozen=True):
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Counts:
-        started = [node.collective.nbytes for node in snapshot.nodes if node.collective is not None]
+        started = [
+            each.nbytes
+            for node in snapshot.nodes
+            if (each := node.collective) is not None and not each.is_host_copy
+        ]
         return cls(len(snapshot.nodes), len(started), sum(started))
 
 

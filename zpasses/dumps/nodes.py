@@ -189,6 +189,11 @@ class Collective(Record, frozen=True):
     "dp", "dp/2". Empty if the group belongs to no mesh, and in older dumps."""
 
     @property
+    def is_host_copy(self) -> bool:
+        """Whether it is a copy to or from the host, which concerns no other rank."""
+        return self.kind in ("offload", "reload")
+
+    @property
     def title(self) -> str:
         """What pages call the group: its label, or its name if it has none."""
         return self.label or self.group

@@ -235,7 +235,7 @@ def rows_per_chunk(rows: int, chunks: int) -> int:
     are that large, which suits the tiles and the alignment that kernels expect.
     """
     size = -(-rows // chunks)
-    step = next(step for step in (64, 16, 1) if step * chunks <= rows)
+    step = next((step for step in (64, 16) if step * chunks <= rows), 1)
     return -(-size // step) * step
 
 

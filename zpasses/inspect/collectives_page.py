@@ -234,8 +234,10 @@ def _totals(found: Communication) -> str:
     plan = found.schedule
     queued = sum(row.queued_us for row in found.rows)
     behind = f" ({time_text(queued)} of it queueing behind earlier collectives)" if queued else ""
+    copies = found.host_copies
+    also = f" and {copies:,} host cop{'y' if copies == 1 else 'ies'}" if copies else ""
     return (
-        f"{count(len(found.rows), 'collective')}, {bytes_text(found.nbytes)} of input. "
+        f"{count(plan.launches, 'collective')}{also}, {bytes_text(found.nbytes)} of input. "
         f"Communication {time_text(plan.communication_us)}, "
         f"compute {time_text(plan.compute_us)}; exposed {time_text(plan.exposed_us)}{behind}, "
         f"hidden {plan.hidden:.0%}. Times are estimates for the target."

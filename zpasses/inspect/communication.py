@@ -51,10 +51,16 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class Communication:
-    """All collectives of a graph, in the order in which they start."""
+    """All collectives of a graph and its copies to and from the host, in the order in which they
+    start."""
 
     rows: tuple[CollectiveRow, ...]
     schedule: Schedule
+
+    @property
+    def host_copies(self) -> int:
+        """Number of the rows that are copies to or from the host."""
+        return len(self.rows) - self.schedule.launches
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +71,8 @@ class Communication:
         """Plain values: {"collectives": [...], "totals": {...}}."""
         plan = self.schedule
         totals = {
-            "collectives": len(self.rows),
+            "collectives": plan.launches,
+            "host_copies": self.host_copies,
             "nbytes": self.nbytes,
             "full_bytes": sum(row.full_bytes for row in self.rows),
             "communication_us": plan.communication_us,

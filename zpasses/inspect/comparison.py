@@ -32,7 +32,7 @@ def figures_of(snapshot: Snapshot) -> Figures:
     plan = schedule(snapshot)
     return Figures(
         len(snapshot.nodes),
-        len(plan.collectives),
+        plan.launches,
         plan.total_us,
         plan.exposed_us,
         snapshot.peak_bytes,

@@ -82,6 +82,14 @@ class Schedule:
     """Time until compute has ended."""
 
     @property
+    def launches(self) -> int:
+        """Number of the collectives, without the copies to and from the host."""
+        return sum(
+            each is not None and not each.is_host_copy
+            for each in (span.node.collective for span in self.collectives)
+        )
+
+    @property
     def groups(self) -> tuple[str, ...]:
         """Process groups with collectives, in the order of their first collective."""
         return tuple(dict.fromkeys(span.group for span in self.collectives))

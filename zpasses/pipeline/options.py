@@ -15,7 +15,7 @@ from zpasses import compat
 from zpasses.cost.time.target import Target
 from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import build_dataclass, field_types, parse_budget, parse_size
-from zpasses.pipeline.pipeline import Pipeline
+from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.pipeline.runner import Verify
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
@@ -251,11 +251,20 @@ class Options:
 
 
 def _refuse_options_of_passes(given: Mapping[str, Any]) -> None:
-    """Raises an error that says where to give an option that only a pass of stage 3 has."""
+    """Raises an error that says where to give a pass, or an option that only a pass has."""
     for name in given.keys() - field_types(Options).keys() - _REMOVED.keys():
+        what = f"backend 'zpasses' has no option {name!r}; "
         owners = [each.name for each in Pipeline.parse("zero3") if name in field_types(type(each))]
         if owners:
             raise OptionError(
-                f"backend 'zpasses' has no option {name!r}; it is one of {' and '.join(owners)}. "
+                f"{what}it is one of {' and '.join(owners)}. "
                 f"Give it in the pipeline, such as pipeline='zero3{{{owners[0]}.{name}=...}}'."
             )
+        for other, kind in catalogue().items():
+            if name.replace("_", "-") == other:
+                raise OptionError(f"{what}{other!r} is written in the option 'pipeline'.")
+            if isinstance(kind, type) and name in field_types(kind):
+                raise OptionError(
+                    f"{what}it is one of {other}. Give it where the option 'pipeline' names that "
+                    f"pass, as {other}{{{name}=...}}."
+                )

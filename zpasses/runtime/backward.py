@@ -206,7 +206,8 @@ def warn_if_always_reduced(
                     "graph %s reduces the gradients of %s in every backward, also inside a window. "
                     "The gradients are correct, but each backward communicates. Either the "
                     "pipeline has no pass defer-reduction after the passes that create the "
-                    "reductions, or that pass cannot separate these reductions.",
+                    "reductions, or that pass cannot separate these reductions, such as those that "
+                    "exchange-rows exchanges.",
                     graph_name,
                     ", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
                 )

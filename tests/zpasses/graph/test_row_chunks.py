@@ -178,6 +178,13 @@ def test_chunks_are_multiples_of_tiles_if_they_are_large():
     assert rows_per_chunk(7, 2) == 4
 
 
+def test_a_product_with_fewer_rows_than_chunks_has_a_chunk_per_row():
+    assert rows_per_chunk(4, 32) == 1
+    fn, inputs = step("mean")
+    joint = trace_joint(fn, inputs)
+    assert "chunks of 1 tokens" in "; ".join(chunk_regions(joint.graph, 1000).notes)
+
+
 # --- graphs that stay as they are -----------------------------------------------------------------
 def refused(fn, *inputs):
     joint = trace_joint(fn, inputs)

@@ -16,7 +16,7 @@ from tests.zpasses.inspect.graphs import (
     two_groups,
     wait,
 )
-from zpasses.dumps.format import Buffer, Collective, Failure, Prediction, Ref, Source
+from zpasses.dumps.format import Buffer, Collective, Counts, Failure, Prediction, Ref, Source
 from zpasses.inspect import (
     Inspection,
     NodeFilter,
@@ -136,6 +136,22 @@ def test_difference_groups_what_moved_together():
 0/0 joint, after shuffle:
 > moved n5 to n6 (2 nodes): after x (-4)""",
     )
+
+
+def test_copies_from_the_host_are_not_counted_as_collectives():
+    shards = [node(id, f"shard{id}", f"shard{id}", op="placeholder") for id in (0, 1)]
+    copy = replace(
+        gather(2, "reload_w", 0, 3), collective=Collective("reload", "host-in", 1, 32, 32, (3,))
+    )
+    found = snapshot(
+        *shards, copy, wait(3, "w", 2), gather(4, "gather_v", 1, 5, param="v"), wait(5, "v", 4)
+    )
+    shown = communication(found)
+    assert [row.kind for row in shown.rows] == ["reload", "all_gather_into_tensor"]
+    assert shown.to_json()["totals"]["collectives"] == 1
+    assert Counts.of(found) == Counts(nodes=6, collectives=1, nbytes=32)
+    text = str(Inspection(dump_of(graph_of("forward", (None, found)))).collectives("forward"))
+    assert "\n1 collective and 1 host copy, 64 B of input. " in text
 
 
 def test_collectives_with_exposed_time_and_totals():

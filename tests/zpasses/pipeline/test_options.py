@@ -30,6 +30,8 @@ def test_a_stage_chooses_its_named_pipeline_which_may_be_text_or_an_object():
         ({"zero_stag": 3}, "no option 'zero_stag'. Did you mean \"zero_stage\""),
         ({"blocks": "auto"}, "no longer has the option 'blocks'. Call zpasses.compile_blocks("),
         ({"encode": "int8"}, "pipeline='zero3{gather-params.encode=...}'"),
+        ({"chunks": 4}, "names that pass, as chunk-loss{chunks=...}"),
+        ({"exchange_rows": "on"}, "'exchange-rows' is written in the option 'pipeline'"),
         ({"zero_stage": 4}, "got 4 (int); expected 1 or 2 or 3 or none"),
         ({"zero_stage": True}, "got True (bool); expected 1 or 2 or 3"),
         ({"zero_stage": 3, "pipeline": "zero2"}, "both choose the passes"),

@@ -139,7 +139,7 @@ const FIGURES = [
   ["time", (step) => step.schedule.total, timeText],
   ["exposed", (step) => step.schedule.exposed, timeText],
   ["peak", (step) => step.peak[0], bytesText],
-  ["collectives", (step) => step.schedule.collectives.length, countText],
+  ["collectives", (step) => step.schedule.launches, countText],
 ];
 
 // The whole step: all graphs that run, of both compiles. A compile that failed lacks some of them, so

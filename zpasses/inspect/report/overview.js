@@ -38,7 +38,7 @@ function tiles(compile) {
   const both = (pick) => [sumOf(firsts, pick), sumOf(lasts, pick)];
   const time = both((step) => step.schedule.total),
     exposed = both((step) => step.schedule.exposed),
-    calls = both((step) => step.schedule.collectives.length),
+    calls = both((step) => step.schedule.launches),
     peak = [firsts, lasts].map((steps) => Math.max(...steps.map((step) => step.peak[0])));
   const communication = sumOf(lasts, (step) => step.schedule.communication);
   const hidden = `${hiddenPercent(exposed[1], communication)} % of ${timeText(communication)}`;
@@ -81,7 +81,7 @@ function unfinishedTiles(compile) {
     el("p", { class: "muted" }, "This compile ended before it had a graph that runs."),
     summary([
       ["Nodes", countText(shown.nodes.length), null, where],
-      ["Collectives", countText(shown.collectives.length), null, where],
+      ["Collectives", countText(shown.step.schedule.launches), null, where],
       ["Passes that succeeded", countText(passes), null, failed ? `${failed.after} failed` : ""],
       ["Parameters", countText(params.length), null, `${bytesText(bytes)} in full`],
     ]),
@@ -99,7 +99,7 @@ function graphCard(compile, graph) {
         : "as Dynamo captured it, no estimates";
   const counts =
     last &&
-    [plural(last.nodes.length, "node"), plural(last.collectives.length, "collective"), peak];
+    [plural(last.nodes.length, "node"), plural(last.step.schedule.launches, "collective"), peak];
   return card(
     graph.name,
     "",
@@ -163,7 +163,7 @@ function stepRows(compile, graph, step, at) {
       el("th", { scope: "row" }, name),
       changes,
       counted((known) => known.nodes.length),
-      counted((known) => known.collectives.length),
+      counted((known) => known.step.schedule.launches),
       figure(({ peak }) => peak[0], bytesText),
       figure(({ schedule }) => schedule.exposed, timeText),
       run && timeText(run.time_us),

@@ -292,6 +292,7 @@ def _schedule(snapshot: Snapshot) -> dict[str, Any]:
     }
     return {
         "collectives": collectives,
+        "launches": plan.launches,
         "odd_spans": _odd_spans(plan),
         **{key: _us(value) for key, value in totals.items()},
     }
