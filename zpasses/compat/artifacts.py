@@ -329,9 +329,10 @@ def pack_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> bytes:
     stored = clone_graph_module(gm)
     for node, value in zip(stored.graph.find_nodes(op="placeholder"), inputs, strict=True):
         node.meta["val"] = value
-    for node in stored.graph.nodes:
-        if "val" in node.meta:
-            node.meta["val"] = pytree.tree_map_only(torch.Tensor, _no_view, node.meta["val"])
+    for each in stored.modules():  # with the subgraphs
+        for node in each.graph.nodes if isinstance(each, fx.GraphModule) else ():
+            if "val" in node.meta:
+                node.meta["val"] = pytree.tree_map_only(torch.Tensor, _no_view, node.meta["val"])
     stream = io.BytesIO()
     try:
         with patch_pytree_map_over_slice():
