@@ -164,7 +164,14 @@ def test_a_rank_that_dumps_makes_no_other_rank_wait(tmp_path):
     assert len({str(weights) for _, weights in trained + [each[:2] for each in ranks]}) == 1
 
 
+def like_a_head():
+    """The last product makes rows wider, and each is reduced, so they are computed in chunks."""
+    Net.width = 3
+    Net.forward = lambda self, x: self.down(self.activation(self.up(x))).logsumexp(1).mean()
+
+
 CONFIGURATIONS = {
+    "chunks": ({"pipeline": "chunk-loss{chunks=2},zero3"}, {"patch": like_a_head}),
     "stage 1": ({"zero_stage": 1}, {}),
     "stage 2": ({"zero_stage": 2}, {}),
     "stage 3, regathered": (
