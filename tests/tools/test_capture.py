@@ -287,6 +287,7 @@ def test_a_large_dump_is_inspected_as_ones_own(tmp_path, monkeypatch):
     assert f"zpasses memory '{dump}' --trusted; " in command._how_to_inspect(dump)
 
 
+@pytest.mark.slow(quick="test_the_example_is_captured_from_the_command_line")
 def test_the_example_of_experts_is_captured(tmp_path):
     arguments = {"layers": 2, "experts": 16, "hidden": 64, "seq": 8}
     run_capture(

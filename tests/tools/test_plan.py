@@ -60,6 +60,7 @@ def blocks(rows=1024, layers=4):
     return Blocks(layers=layers), torch.ones(rows, 256)
 
 
+@pytest.mark.slow(quick="test_the_dry_run_says_which_gathers_would_be_swapped_and_what_that_gains")
 def test_the_plan_shows_what_copy_engines_gain_and_why():
     target = "mi300x,launch_us=0.01,hop_us=0.01,link_gb_s=2"
     request, trials = PlanRequest(f"{HERE}:blocks", WORLD, target, points=2), []
@@ -79,6 +80,7 @@ def test_the_plan_shows_what_copy_engines_gain_and_why():
     assert ([each.name for each in plain.stages], plain.routes) == (["zero2", "zero3"], ())
 
 
+@pytest.mark.slow(quick="test_the_host_makes_room_and_each_copy_out_comes_back")
 def test_a_plan_with_memory_of_the_host_shows_what_it_moves():
     fast = "h100,tflops=20,host_out_gb_s=200,host_in_gb_s=200"
     request = PlanRequest(f"{HERE}:blocks", WORLD, fast, points=2, host_memory="8MiB")

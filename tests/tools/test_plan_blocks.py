@@ -98,6 +98,7 @@ def run_with(budgets):
     return found
 
 
+@pytest.mark.slow(quick="the other tests of test_plan_blocks.py")
 @pytest.mark.processes
 def test_a_run_gathers_as_far_ahead_as_the_plan_says(table):
     budgets = [table.plans[0].budget, "10%", table.plans[2].budget, "1KiB"]

@@ -410,6 +410,7 @@ def test_a_warm_start_moves_the_same_values(tmp_path):
         assert first[1] > 0
 
 
+@pytest.mark.slow(quick="test_the_host_makes_room_and_each_copy_out_comes_back")
 def test_a_dump_shows_copies_beside_collectives(tmp_path):
     whole = peak(captured(memory_budget="1GiB"))
     budget = f"{int(0.6 * whole)}B"

@@ -207,6 +207,7 @@ def test_edits_are_seen_by_the_defaults():
     run_on_ranks(check_edits, 2, [edits], codegen="inductor", timeout_s=280)
 
 
+@pytest.mark.slow(quick="test_edits_are_seen_by_the_defaults")
 def test_edits_of_all_kinds_are_seen_by_one_model():
     run_on_ranks(check_edits, 2, [list(EDITS)])
 
