@@ -57,19 +57,19 @@ from zpasses.graph.queries import (
     value_of,
 )
 from zpasses.graph.tags import REDUCE_ROLES, Tag, add_tag, tag_of
-from zpasses.passes.writers.encode_options import EncodeOptions
+from zpasses.passes.writers.encode_options import EncodeOptions, EncodingPass
 from zpasses.passes.writers.encoded_average import EncodedAverage, EncodedMember
-from zpasses.pipeline.facts import Facts
-from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.passes import Level
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class AverageReplicas(Pass):
+class AverageReplicas(EncodingPass):
     """Insert the all-reduces of hybrid sharding."""
 
     name: ClassVar[str] = "average-replicas"
+    encoded: ClassVar[compat.OpOverload] = AVERAGE_GRAD
     level: ClassVar[Level] = Level.BACKWARD
 
     encode: Literal["int8", "fp8"] | None = None
@@ -81,30 +81,15 @@ class AverageReplicas(Pass):
     exact_below_kib: float = 16.0
     """Gradients of which a full block of a shard is smaller than this, in KiB, stay exact."""
 
-    def __post_init__(self) -> None:
-        self._options()
-
-    def _options(self) -> EncodeOptions | None:
-        return EncodeOptions.of(self.name, self.encode, self.block, self.exact_below_kib)
-
-    @property
-    def facts(self) -> Facts:
-        return Facts(changes_values=self._choose_encodings if self.encode else None)
-
-    def _choose_encodings(self, graph: fx.Graph) -> None:
-        """Gives the averages that are to be encoded the argument that says so."""
-        options = self._options()
-        if options is None:
-            return
-        for node in calls(graph, AVERAGE_GRAD):
-            value, group = value_of(node.all_input_nodes[0]), compat.group_name(node.args[2])
-            chosen = options.chosen(value, _block_rows(node), value.dtype, group)
-            if chosen is not None and _encoding_of(node) is None and nbytes(value):
-                node.args = (*node.args[:3], str(chosen))
+    def choose_encoding(self, node: fx.Node, options: EncodeOptions) -> None:
+        value, group = value_of(node.all_input_nodes[0]), compat.group_name(node.args[2])
+        chosen = options.chosen(value, _block_rows(node), value.dtype, group)
+        if chosen is not None and _encoding_of(node) is None and nbytes(value):
+            node.args = (*node.args[:3], str(chosen))
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of averages lowered."""
-        self._choose_encodings(graph)
+        self.choose_encodings(graph)
         launches, found = _launches(graph), 0
         order = {node: at for at, node in enumerate(graph.nodes)}
         encoded: list[tuple[EncodedAverage, list[fx.Node], fx.Node]] = []

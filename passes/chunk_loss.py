@@ -48,8 +48,8 @@ class ChunkLoss(Pass):
     level: ClassVar[Level] = Level.JOINT
 
     chunks: int | Literal["auto"] = "auto"
-    """Number of chunks. With `auto`, the backend chooses it within the option `memory_budget`: one
-    chunk if that fits, or if recomputing activations is faster. Without a budget, it is one."""
+    """Number of chunks. `auto` needs the option `memory_budget`, within which the backend chooses:
+    one chunk if that fits, or if recomputing activations is faster."""
 
     def __post_init__(self) -> None:
         if self.chunks != "auto" and self.chunks < 1:

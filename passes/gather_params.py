@@ -47,18 +47,18 @@ from zpasses.graph.queries import (
     value_of,
 )
 from zpasses.graph.tags import Tag, add_tag, tag_of
-from zpasses.passes.writers.encode_options import EncodeOptions
-from zpasses.pipeline.facts import Facts
-from zpasses.pipeline.passes import Level, Pass
+from zpasses.passes.writers.encode_options import EncodeOptions, EncodingPass
+from zpasses.pipeline.passes import Level
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class GatherParams(Pass):
+class GatherParams(EncodingPass):
     """Insert one all-gather per parameter read."""
 
     name: ClassVar[str] = "gather-params"
+    encoded: ClassVar[compat.OpOverload] = UNSHARD
     level: ClassVar[Level] = Level.JOINT
 
     encode: Literal["int8", "fp8", "mxfp8"] | None = None
@@ -70,31 +70,16 @@ class GatherParams(Pass):
     exact_below_kib: float = 16.0
     """Parameters that are smaller than this in full, in KiB, stay exact."""
 
-    def __post_init__(self) -> None:
-        self._options()
-
-    def _options(self) -> EncodeOptions | None:
-        return EncodeOptions.of(self.name, self.encode, self.block, self.exact_below_kib)
-
-    @property
-    def facts(self) -> Facts:
-        return Facts(changes_values=self._choose_encodings if self.encode else None)
-
-    def _choose_encodings(self, graph: fx.Graph) -> None:
-        """Gives the reads that are to be encoded the argument that says so."""
-        options = self._options()
-        if options is None:
-            return
-        for read in calls(graph, UNSHARD):
-            shard, rows, dtype, _, group, *_, known, device = arguments = _arguments(read)
-            value = value_of(shard)
-            encoding = options.chosen(value, rows, dtype or value.dtype, group)
-            if encoding is not None and known is None:
-                read.args, read.kwargs = (*arguments[:-2], str(encoding), device), {}
+    def choose_encoding(self, node: fx.Node, options: EncodeOptions) -> None:
+        shard, rows, dtype, _, group, *_, known, device = arguments = _arguments(node)
+        value = value_of(shard)
+        encoding = options.chosen(value, rows, dtype or value.dtype, group)
+        if encoding is not None and known is None:
+            node.args, node.kwargs = (*arguments[:-2], str(encoding), device), {}
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of reads lowered."""
-        self._choose_encodings(graph)
+        self.choose_encodings(graph)
         reads = calls(graph, UNSHARD)
         for read in reads:
             self._lower(graph, read)

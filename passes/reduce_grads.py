@@ -46,18 +46,18 @@ from zpasses.graph.queries import (
     value_of,
 )
 from zpasses.graph.tags import Reduction, Tag, add_tag, retag, tag_of
-from zpasses.passes.writers.encode_options import EncodeOptions
-from zpasses.pipeline.facts import Facts
-from zpasses.pipeline.passes import Level, Pass
+from zpasses.passes.writers.encode_options import EncodeOptions, EncodingPass
+from zpasses.pipeline.passes import Level
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class ReduceGrads(Pass):
+class ReduceGrads(EncodingPass):
     """Insert one reduction per gradient."""
 
     name: ClassVar[str] = "reduce-grads"
+    encoded: ClassVar[compat.OpOverload] = REDUCE_GRAD
     level: ClassVar[Level] = Level.JOINT
 
     form: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter"
@@ -74,34 +74,23 @@ class ReduceGrads(Pass):
     """Gradients that are smaller than this in full, in KiB, stay exact."""
 
     def __post_init__(self) -> None:
-        if self._options() is not None and self.form == "all_reduce":
+        super().__post_init__()
+        if self.encode is not None and self.form == "all_reduce":
             raise OptionError(
                 f"pass {self.name!r}: encode={self.encode} and form=all_reduce exclude each other, "
                 "because an all-reduce cannot add codes. Leave form out."
             )
 
-    def _options(self) -> EncodeOptions | None:
-        return EncodeOptions.of(self.name, self.encode, self.block, self.exact_below_kib)
-
-    @property
-    def facts(self) -> Facts:
-        return Facts(changes_values=self._choose_encodings if self.encode else None)
-
-    def _choose_encodings(self, graph: fx.Graph) -> None:
-        """Gives the reductions that are to be encoded the argument that says so."""
-        options = self._options()
-        if options is None:
-            return
-        for node in calls(graph, REDUCE_GRAD):
-            grad, rows, _, _, reduce_dtype, group, encoding = arguments = _arguments(node)
-            value = value_of(grad)
-            chosen = options.chosen(value, rows, reduce_dtype or value.dtype, group)
-            if chosen is not None and encoding is None:
-                node.args, node.kwargs = (*arguments[:-1], str(chosen)), {}
+    def choose_encoding(self, node: fx.Node, options: EncodeOptions) -> None:
+        grad, rows, _, _, reduce_dtype, group, encoding = arguments = _arguments(node)
+        value = value_of(grad)
+        chosen = options.chosen(value, rows, reduce_dtype or value.dtype, group)
+        if chosen is not None and encoding is None:
+            node.args, node.kwargs = (*arguments[:-1], str(chosen)), {}
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of reductions lowered."""
-        self._choose_encodings(graph)
+        self.choose_encodings(graph)
         found = calls(graph, REDUCE_GRAD)
         for node in found:
             self._lower(graph, node)

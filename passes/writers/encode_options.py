@@ -1,17 +1,22 @@
-"""The options `encode`, `block` and `exact_below_kib` of the passes that lower the dialect."""
+"""What passes share that lower the dialect: the options `encode`, `block`, `exact_below_kib`."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import fx
 
 from zpasses import compat
 from zpasses.errors import OptionError
 from zpasses.graph.dialect import group_size, rows_per_rank
 from zpasses.graph.encoding import ENCODED_DTYPES, Encoding, Format
+from zpasses.graph.queries import calls
+from zpasses.pipeline.facts import Facts
+from zpasses.pipeline.passes import Pass
 
 
 @dataclass(frozen=True)
@@ -68,3 +73,38 @@ class EncodeOptions:
         count = rows_per_rank(rows, ranks) * width
         smaller = self.encoding.record_bytes(count) < count * dtype.itemsize
         return self.encoding if smaller else None
+
+
+class EncodingPass(Pass):
+    """A pass that lowers an operator of the dialect, and may encode what it communicates.
+
+    Subclasses declare the options, because their meanings differ.
+    """
+
+    encoded: ClassVar[compat.OpOverload]
+    """The operator, whose argument `encoding` says how its values are encoded."""
+    encode: Format | None
+    block: int | None
+    exact_below_kib: float
+
+    def __post_init__(self) -> None:
+        self._encode_options()
+
+    def _encode_options(self) -> EncodeOptions | None:
+        return EncodeOptions.of(self.name, self.encode, self.block, self.exact_below_kib)
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(changes_values=self.choose_encodings if self.encode else None)
+
+    def choose_encodings(self, graph: fx.Graph) -> None:
+        """Gives the calls that are to be encoded the argument that says so."""
+        options = self._encode_options()
+        if options is None:
+            return
+        for node in calls(graph, self.encoded):
+            self.choose_encoding(node, options)
+
+    @abstractmethod
+    def choose_encoding(self, node: fx.Node, options: EncodeOptions) -> None:
+        """Gives a call the argument if its values are to be encoded and it has none."""

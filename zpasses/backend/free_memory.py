@@ -47,18 +47,21 @@ def agreed_host_bytes(groups: Sequence[str], text: str | None) -> int:
     if text is None:
         return 0
     given = parse_size(text, "option 'host_memory'")
-    available = _own_free_bytes(torch.device("cpu"))
-    usable = given if available is None else available
+    available = usable = _own_free_bytes(torch.device("cpu"))
     for group in groups:
-        key = f"host_memory={text}"
-        usable = exchange(group, "free host memory", usable, remember=key, merge=min)
-    if given > usable:
+        # What is free does not depend on the option, which ranks may give differently.
+        usable = exchange(group, "free host memory", usable, remember="host_memory", merge=_least)
+    if usable is not None and given > usable:
         raise MemoryBudgetError(
             f"host_memory={text!r} is for each rank, and one of them has {format_size(usable)} "
             f"available: this machine, with {local_ranks()} ranks, has "
             f"{format_size(available or 0)} for each. Give less, or run fewer ranks on a machine."
         )
     return given
+
+
+def _least(sizes: Sequence[int | None]) -> int | None:
+    return min((each for each in sizes if each is not None), default=None)
 
 
 def _own_free_bytes(device: torch.device) -> int | None:

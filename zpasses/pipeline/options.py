@@ -157,6 +157,14 @@ class Options:
                     "other, because values leave within one graph. Compile the whole model by "
                     "torch.compile, give prefetch=0, or leave host_memory out."
                 )
+        if self.memory_budget is None or self.prefetch:
+            for each in self.passes():
+                if each.facts.chunks_loss:
+                    raise OptionError(
+                        f"pass {each.name!r}: the number of chunks is chosen within memory_budget, "
+                        "which this compile does not have. Give memory_budget, such as '60GiB', or "
+                        f"a number of chunks: {each.name}{{chunks=8}}."
+                    )
         if self.memory_budget is None:
             return
         if self.memory_budget != "auto":

@@ -22,7 +22,7 @@ from tests.zpasses.backend.test_memory_budget import Blocks, peak
 from tests.zpasses.backend.test_step_trials import within_compile
 from tests.zpasses.cost.memory.test_liveness import allocated
 from tests.zpasses.dumps.test_dump import only_compile
-from zpasses import AgreementError, MemoryBudgetError, OptionError
+from zpasses import AgreementError, MemoryBudgetError, OptionError, compat
 from zpasses.backend.free_memory import agreed_host_bytes
 from zpasses.cost.memory import device_memory
 from zpasses.cost.memory.liveness import liveness
@@ -174,6 +174,16 @@ def test_ranks_of_which_one_has_host_memory_are_told_which_option_differs():
     )
 
 
+@on_ranks(2)
+def test_what_is_free_on_the_host_does_not_depend_on_what_was_asked_before():
+    group = compat.group_name(dist.group.WORLD)
+    assert agreed_host_bytes([group], "1MiB") == 1 << 20
+    own = 1 + dist.get_rank()
+    assert agreed_host_bytes([group], f"{own}MiB") == own << 20
+    with pytest.raises(MemoryBudgetError, match="is for each rank, and one of them has"):
+        agreed_host_bytes([group], "1000000GiB")
+
+
 def test_more_than_the_machine_has_for_each_rank_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: 8 << 30)
@@ -189,8 +199,9 @@ def test_all_ranks_refuse_what_one_machine_does_not_have():
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
         free = (4 << 30, 1 << 30)[dist.get_rank()]
         monkeypatch.setattr(device_memory, "free_bytes", lambda device: free)
+        group = compat.group_name(dist.new_group())  # of which nothing is remembered
         with pytest.raises(MemoryBudgetError, match="one of them has 1 GiB"):
-            agreed_host_bytes(["0"], "3GiB")
+            agreed_host_bytes([group], "3GiB")
 
 
 # --- on ranks -------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ def test_a_stage_chooses_its_named_pipeline_which_may_be_text_or_an_object():
         ({"encode": "int8"}, "pipeline='zero3{gather-params.encode=...}'"),
         ({"chunks": 4}, "names that pass, as chunk-loss{chunks=...}"),
         ({"exchange_rows": "on"}, "'exchange-rows' is written in the option 'pipeline'"),
+        ({"pipeline": "chunk-loss,zero3"}, "Give memory_budget, such as '60GiB', or a number of"),
         ({"zero_stage": 4}, "got 4 (int); expected 1 or 2 or 3 or none"),
         ({"zero_stage": True}, "got True (bool); expected 1 or 2 or 3"),
         ({"zero_stage": 3, "pipeline": "zero2"}, "both choose the passes"),
