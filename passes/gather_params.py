@@ -92,11 +92,13 @@ class GatherParams(EncodingPass):
         dtype = dtype or value_of(shard).dtype
         gather = _Gather(Editor(graph, before=read), params, self.name, group, again)
         value = value_of(shard)
-        if device is not None:
+        alone = value.dim() == 0 or (gather.size == 1 and encoding is None)
+        empty = not alone and is_local_call(UNSHARD, value, rows)
+        if device is not None and not empty:
             shard = gather.from_host(shard, rows, device)
-        if value.dim() == 0 or (gather.size == 1 and encoding is None):
+        if alone:
             full = gather.copy(shard, dtype)
-        elif is_local_call(UNSHARD, value, rows):
+        elif empty:
             shape = [rows, *value.shape[1:]]
             full = gather.edit.call(
                 aten.empty.memory_format, shape, dtype=dtype, device=device or value.device

@@ -2,7 +2,7 @@
 
 Durations are those of `zpasses.cost.time.step_time.Timeline` on the graph that the plan leads to.
 Shards on the host come one after another from the start of the graph, in the order of their
-gathers. A gather starts when its shard has come.
+gathers. A gather starts when its shard has come. These copies slow no kernels.
 Memory is at least that of `zpasses.cost.memory` there.
 """
 

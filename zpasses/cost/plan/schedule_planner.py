@@ -94,21 +94,10 @@ class _Search:
         simple = list(simple_plans(self._problem, "one-ahead", CAP_BYTES))
         self._simple = [self._offer(plan) for plan in simple]
         self._least = min(self._limit, evaluate(self._problem, one_ahead).peak_bytes)
-        values = {name: choices[0] for name, choices in _CHOICES}
-        values["engines"] = False
-        choices_of = (*_CHOICES, ("engines", (False, self._problem.has_engines)))
-        best = self._try(values)
-        for _ in range(_ROUNDS):
-            before = best
-            for name, choices in choices_of:
-                for choice in choices:
-                    if choice == values[name] or len(self._found) >= self._most:
-                        continue
-                    rank = self._try({**values, name: choice})
-                    if rank < best:
-                        best, values = rank, {**values, name: choice}
-            if best == before:
-                break
+        values = self._climb({name: each[0] for name, each in _CHOICES} | {"engines": False})
+        if self._problem.has_engines:
+            # Second, so that no plan of the first search is missed.
+            values = self._climb({**values, "engines": True}, values)
         self._found.sort(key=lambda found: found[0])
         for start in (one_ahead, self._found[0][1]):
             plan = merge_launches(self._problem, start, self._offer, self._most)
@@ -122,7 +111,23 @@ class _Search:
             tuple((each, self._costs[each]) for each in simple),
         )
 
-    def _try(self, values: dict[str, Any]) -> _Rank:
+    def _climb(self, start: _Values, other: _Values | None = None) -> _Values:
+        """Varies one value after another, and returns the best values, which may be `other`."""
+        values, best, most = start, self._try(start), len(self._found) + self._most
+        for _ in range(_ROUNDS):
+            before = best
+            for name, choices in _CHOICES:
+                for choice in choices:
+                    if choice == values[name] or len(self._found) >= most:
+                        continue
+                    rank = self._try({**values, name: choice})
+                    if rank < best:
+                        best, values = rank, {**values, name: choice}
+            if best == before:
+                break
+        return values if other is None or best < self._try(other) else other
+
+    def _try(self, values: _Values) -> _Rank:
         fields = dict(values)
         on_engines = fields.pop("engines")
         share = fields.pop("memory_share")
@@ -143,7 +148,7 @@ class _Search:
         self._found.append((rank, plan, cost))
         return rank
 
-    def _most_tolerant(self, values: dict[str, Any]) -> tuple[Plan, Cost]:
+    def _most_tolerant(self, values: _Values) -> tuple[Plan, Cost]:
         """Returns the plan that loses least if collectives take longer than predicted, of those
         that are nearly as fast as the fastest.
         """
@@ -164,6 +169,8 @@ class _Search:
         return plan, cost
 
 
+_Values = dict[str, Any]
+"""Of the fields of `_CHOICES`, and whether copy engines take gathers."""
 _Rank = tuple[int, float, int, int]
 """Bytes above the limit, microseconds, launches, peak; lower is better."""
 _COVERS = (2.5, 6.0)
