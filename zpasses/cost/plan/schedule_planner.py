@@ -94,10 +94,13 @@ class _Search:
         simple = list(simple_plans(self._problem, "one-ahead", CAP_BYTES))
         self._simple = [self._offer(plan) for plan in simple]
         self._least = min(self._limit, evaluate(self._problem, one_ahead).peak_bytes)
-        values = self._climb({name: each[0] for name, each in _CHOICES} | {"engines": False})
+        first = {name: each[0] for name, each in _CHOICES} | {"engines": False}
+        values = self._climb(first, self._most)
         if self._problem.has_engines:
             # Second, so that no plan of the first search is missed.
-            values = self._climb({**values, "engines": True}, values)
+            most = len(self._found) + self._most
+            engines = self._climb({**values, "engines": True}, most)
+            values = min(values, engines, key=self._try)
         self._found.sort(key=lambda found: found[0])
         for start in (one_ahead, self._found[0][1]):
             plan = merge_launches(self._problem, start, self._offer, self._most)
@@ -111,9 +114,9 @@ class _Search:
             tuple((each, self._costs[each]) for each in simple),
         )
 
-    def _climb(self, start: _Values, other: _Values | None = None) -> _Values:
-        """Varies one value after another, and returns the best values, which may be `other`."""
-        values, best, most = start, self._try(start), len(self._found) + self._most
+    def _climb(self, values: _Values, most: int) -> _Values:
+        """Varies one value after another until there are `most` plans. Returns the best values."""
+        best = self._try(values)
         for _ in range(_ROUNDS):
             before = best
             for name, choices in _CHOICES:
@@ -125,7 +128,7 @@ class _Search:
                         best, values = rank, {**values, name: choice}
             if best == before:
                 break
-        return values if other is None or best < self._try(other) else other
+        return values
 
     def _try(self, values: _Values) -> _Rank:
         fields = dict(values)

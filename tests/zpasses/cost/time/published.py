@@ -43,7 +43,7 @@ WITHOUT, WITH = (STAGE_3.format(f"{{copy_engines={each}}}") for each in ("off", 
 """The pipelines without and with copy engines."""
 QUICK = STAGE_3.format("{plan=one-ahead,cap_mb=512,memory_budget=5%}")
 """The pipeline by which the speed of the target is found: it needs no search."""
-LAYERS = 4, 8
+LAYERS = 8, 16
 """Numbers of layers to capture. A plan differs a little between them, which counts once for each
 further layer."""
 
