@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from tests.cases import some_quick
 from tests.zpasses.ranks.many_ranks import (
     ALL,
     FEW,
@@ -18,6 +19,7 @@ from tests.zpasses.ranks.many_ranks import (
     checks_a_run,
     compares_collectives_of_two_kinds,
     measured,
+    measured_once,
     merges_numbers,
     mesh,
     rank_3_fails,
@@ -30,11 +32,13 @@ from zpasses.ranks.failures import report_failure
 from zpasses.ranks.mesh_comparison import compare_shard_calls
 from zpasses.ranks.tally import ranks_below
 
-
 # --- growth ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("program", ALL, ids=lambda program: program.__name__)
+QUICK = [adopts_plans_of_two_kinds, compares_collectives_of_two_kinds, checks_a_run]
+
+
+@pytest.mark.parametrize("program", some_quick(ALL, QUICK), ids=lambda program: program.__name__)
 def test_a_rank_of_a_thousand_asks_little_more_of_the_store_than_one_of_eight(program):
-    few, many = measured(program, FEW), measured(program, MANY)
+    few, many = measured_once(program, FEW), measured_once(program, MANY)
     assert many.most_round_trips <= 2 * few.most_round_trips
     assert many.total_round_trips / MANY <= 1.25 * few.total_round_trips / FEW
     assert many.total_bytes / MANY <= 2 * few.total_bytes / FEW
@@ -105,11 +109,6 @@ def test_votes_go_through_every_store_of_torch(kind, tmp_path):
     assert all(each == ((PLAN[1:], [GROUP]), 10**10 - ranks + 1) for each in outcomes), outcomes[:2]
 
 
-def test_all_ranks_adopt_the_plan_of_the_first():
-    found = measured(adopts_plans_of_two_kinds, 100).outcomes
-    assert all(each == (PLAN[1:], [GROUP]) for each in found)
-
-
 # --- errors ---------------------------------------------------------------------------------------
 def error_of_all(found, absent=()):
     """The text of the error, which all ranks have."""
@@ -121,7 +120,7 @@ def error_of_all(found, absent=()):
 
 @pytest.mark.parametrize("ranks", [FEW, MANY])
 def test_the_first_rank_that_differs_is_named_on_all(ranks):
-    text = error_of_all(measured(compares_collectives_of_two_kinds, ranks))
+    text = error_of_all(measured_once(compares_collectives_of_two_kinds, ranks))
     assert "collective 80 is all_gather(bfloat16[8192, 8]) of layers.19.o.weight" in text
     assert "nothing more on rank 5 " in text
 

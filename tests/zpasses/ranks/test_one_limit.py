@@ -9,8 +9,6 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[3]
 
 THE_DEFAULT = "zpasses/ranks/vote.py: DEFAULT_TIMEOUT_S"
@@ -119,25 +117,19 @@ def _is_constant(value: ast.expr | None) -> bool:
     )
 
 
-FOUND = {
-    f"{path.relative_to(ROOT)}: {each}"
-    for folder in ("zpasses", "passes")
-    for path in (ROOT / folder).rglob("*.py")
-    if "testing" not in path.parts
-    for each in constants(path.read_text())
-}
-
-
-def test_no_wait_has_a_constant_of_its_own():
-    assert sorted(FOUND - set(ALLOWED)) == []
-
-
-@pytest.mark.parametrize("place", ALLOWED)
-def test_an_allowed_constant_exists_and_is_short(place):
-    assert place in FOUND
-    path, _, name = place.partition(".py: ")
-    seconds = getattr(importlib.import_module(path.replace("/", ".")), name)
-    assert 0 < seconds <= LONGEST_S or place == THE_DEFAULT
+def test_waits_have_only_the_allowed_constants_and_these_are_short():
+    found = {
+        f"{path.relative_to(ROOT)}: {each}"
+        for folder in ("zpasses", "passes")
+        for path in (ROOT / folder).rglob("*.py")
+        if "testing" not in path.parts
+        for each in constants(path.read_text())
+    }
+    assert found == set(ALLOWED)
+    for place in ALLOWED:
+        path, _, name = place.partition(".py: ")
+        seconds = getattr(importlib.import_module(path.replace("/", ".")), name)
+        assert 0 < seconds <= LONGEST_S or place == THE_DEFAULT, place
 
 
 LIMITS = """
