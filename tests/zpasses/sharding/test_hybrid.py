@@ -26,8 +26,6 @@ from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
 from zpasses.sharding.shard_plan import REPLICATE_DIMENSIONS
 from zpasses.testing import (
-    assert_step_equals_reference,
-    capture_ranks,
     fake_world,
     run_on_ranks,
 )
@@ -169,28 +167,6 @@ def test_the_average_cannot_be_deferred_without_the_pass():
     options = {"grad_accum": "shards", "pipeline": "gather-params,reduce-grads"}
     with pytest.raises(OptionError, match="needs the pass 'defer-reduction'"):
         Options.parse(options)
-
-
-# --- simulated ranks ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
-@pytest.mark.parametrize(
-    ("replicas", "shards", "pipeline", "dtypes"),
-    [
-        (2, 2, "zero2-one-ahead", {}),
-        (2, 2, "zero3", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
-        (8, 1, "zero3", {}),
-        (4, 4, "zero3", {}),
-    ],
-)
-def test_simulated_steps_equal_the_unlowered_graph(replicas, shards, pipeline, dtypes):
-    def shard(model, _):
-        zpasses.shard(model, mesh=hybrid_mesh(replicas, shards), **dtypes)
-
-    tokens, ranks = torch.zeros(2, 8, dtype=torch.long), replicas * shards
-    captures = capture_ranks(Words(), [tokens], world_size=ranks, shard=shard, pipeline=pipeline)
-    assert_step_equals_reference(captures)
 
 
 # --- training -------------------------------------------------------------------------------------

@@ -34,8 +34,6 @@ from zpasses.graph.queries import collective_of
 from zpasses.graph.tags import tag_of
 from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import (
-    assert_step_equals_reference,
-    capture_ranks,
     fake_world,
     run_on_ranks,
 )
@@ -51,20 +49,6 @@ def mesh():
 
 
 # --- structure ------------------------------------------------------------------------------------
-def test_parameters_are_what_fsdp2_makes_of_them(mesh):
-    models = [parallelized(Words(), mesh["tp"]) for _ in range(2)]
-    ours, theirs = zpasses.shard(models[0], mesh=mesh["dp"]), models[1]
-    fully_shard(theirs, mesh=mesh["dp"])
-    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        assert a.placements == b.placements, name
-        assert a.device_mesh == b.device_mesh, name
-        assert (a.shape, a.to_local().shape) == (b.shape, b.to_local().shape), name
-    ours(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
-    for param in ours.parameters():
-        grad = param.grad
-        assert (grad.placements, grad.device_mesh) == (param.placements, param.device_mesh)
-
-
 def test_reads_return_dtensors_on_the_mesh_of_tensor_parallelism(mesh):
     model = zpasses.shard(parallelized(Words(), mesh["tp"]), mesh=mesh["dp"])
     read = model.blocks[0].down.weight
@@ -134,21 +118,6 @@ def test_optimizers_of_whole_matrices_are_refused(mesh):
     model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
     with pytest.raises(ShardingError, match="does not hold whole rows"):
         zpasses.optim.Muon([model.head._parameters["weight"]]).step()
-
-
-# --- simulated ranks ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
-@pytest.mark.parametrize(("dp", "tp", "pipeline"), [(2, 2, "zero2-one-ahead"), (4, 4, "zero3")])
-def test_simulated_steps_equal_the_unlowered_graph(dp, tp, pipeline):
-    def shard(model, _):
-        mesh = mesh_2d(dp, tp)
-        zpasses.shard(parallelized(model, mesh["tp"]), mesh=mesh["dp"])
-
-    tokens, model = torch.zeros(2, 8, dtype=torch.long), Words(hidden=12)
-    captures = capture_ranks(model, [tokens], world_size=dp * tp, shard=shard, pipeline=pipeline)
-    assert_step_equals_reference(captures)
 
 
 # --- training -------------------------------------------------------------------------------------
