@@ -5,6 +5,7 @@ read from its source.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -127,7 +128,7 @@ def imports_of(module: str) -> Iterator[Import]:
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             assert node.module is not None
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _chain(node.func).endswith("import_module"):
             names = imported_by_name(module, tree, node)
         for name in names:
             place = path.relative_to(ROOT).as_posix()
@@ -141,8 +142,14 @@ def resolved(name: str) -> str | None:
     return next((each for each in (name, name.rpartition(".")[0]) if each in MODULES), None)
 
 
-ALL = [each for module in MODULES for each in imports_of(module)]
-OURS = [(each, target) for each in ALL if (target := resolved(each.imported)) is not None]
+@functools.cache
+def imports() -> list[Import]:
+    return [each for module in MODULES for each in imports_of(module)]
+
+
+def ours() -> list[tuple[Import, str]]:
+    """The imports of our own modules, and which module each imports."""
+    return [(each, target) for each in imports() if (target := resolved(each.imported)) is not None]
 
 
 def layer(module: str) -> int:
@@ -156,13 +163,14 @@ def layer(module: str) -> int:
 
 
 def test_tables_of_public_names_are_read():
-    by_table = [each for each in ALL if "import_module(_HOMES[name])" in each.text]
+    by_table = [each for each in imports() if "import_module(_HOMES[name])" in each.text]
     assert {each.importer for each in by_table} == {"zpasses", "zpasses.testing"}
     unknown = [str(each) for each in by_table if each.imported not in MODULES]
     assert not unknown, "\n".join(["tables name modules that do not exist:", *unknown])
 
 
 def test_computed_imports_are_used():
+    imports()
     assert computed == set(COMPUTED)
 
 
@@ -179,7 +187,7 @@ def test_imports_point_down():
     wrong = [
         f"{each} ({room(each.importer)} is in layer {layer(each.importer)}, {room(target)} in "
         f"layer {layer(target)})"
-        for each, target in OURS
+        for each, target in ours()
         if each.importer not in ABOVE_ALL and target != "zpasses"
         if layer(target) > layer(each.importer)
         or (layer(target) == layer(each.importer) and room(target) != room(each.importer))
@@ -195,7 +203,7 @@ def _is_errors_for_option_values(importer: str, target: str) -> bool:
 def test_rooms_name_modules_and_not_the_package():
     wrong = [
         str(each)
-        for each, target in OURS
+        for each, target in ours()
         if target == "zpasses"
         and each.importer != "zpasses"
         and not each.importer.startswith("zpasses.tools")
@@ -206,7 +214,8 @@ def test_rooms_name_modules_and_not_the_package():
 def test_files_import_each_other_without_a_circle():
     """Imports inside functions count."""
     graph: dict[str, set[str]] = {module: set() for module in MODULES}
-    for each, target in OURS:
+    found = ours()
+    for each, target in found:
         if target != each.importer and each.importer not in ABOVE_ALL:
             graph[each.importer].add(target)
     try:
@@ -217,7 +226,7 @@ def test_files_import_each_other_without_a_circle():
         lines = [
             str(each)
             for a, b in pairs
-            for each, target in OURS
+            for each, target in found
             if (each.importer, target) in ((a, b), (b, a))
         ]
         pytest.fail("\n".join(["imports form a circle:", *lines]))
@@ -257,7 +266,7 @@ LAZY = {
 def test_imports_stand_at_the_top_unless_they_must_be_lazy():
     wrong = [
         str(each)
-        for each, _ in OURS
+        for each, _ in ours()
         if each.lazy and each.importer not in ABOVE_ALL and each.importer not in LAZY
     ]
     assert not wrong, "\n".join(
@@ -313,7 +322,7 @@ def test_private_torch_apis_are_used_in_compat_only():
         if module.startswith("zpasses.compat"):
             continue
         place = path.relative_to(ROOT).as_posix()
-        own_imports = (each for each in ALL if each.importer == module)
+        own_imports = (each for each in imports() if each.importer == module)
         wrong += [str(each) for each in own_imports if re.match(r"torch\b.*\._", each.imported)]
         for node in ast.walk(ast.parse(path.read_text())):
             if (
