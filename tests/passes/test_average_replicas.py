@@ -1,10 +1,7 @@
 import pytest
 import torch
 from hypothesis import given
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-import zpasses
 from tests.graphs import expect_listing, few_examples
 from zpasses.errors import PassError
 from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD
@@ -15,8 +12,6 @@ from zpasses.testing import (
     JointRecipe,
     ParamSpec,
     assert_equal_bits,
-    assert_step_equals_reference,
-    capture_ranks,
     joint_graph,
     random_inputs,
     run_pipeline,
@@ -132,19 +127,6 @@ def test_a_pass_that_drops_an_average_fails():
     graph, *_ = recipe.graphs()
     with recipe.world(0), pytest.raises(PassError):
         run_pipeline(graph, Drop(), verify="simulate")
-
-
-@pytest.mark.slow(quick="the other tests of test_average_replicas.py")
-def test_reductions_by_all_reduce_are_averaged_too():
-    names = ("replicate", "shard")
-
-    def shard(model, mesh):
-        zpasses.shard(model, mesh=init_device_mesh("cpu", (3, 2), mesh_dim_names=names))
-
-    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    pipeline = "merge-reads,gather-params,reduce-grads{form=all_reduce},schedule,average-replicas"
-    options = {"world_size": 6, "shard": shard, "pipeline": pipeline}
-    assert_step_equals_reference(capture_ranks(model, (torch.ones(2, 5),), **options))
 
 
 def test_the_note_of_schedule_says_that_averages_take_no_time_there(caplog):

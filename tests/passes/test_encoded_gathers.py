@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.cases import some_quick
 from tests.graphs import (
     Param,
     before_and_after,
+    declared_and_encoded,
     expect_listing,
     few_examples,
     for_each_world_size,
@@ -20,16 +20,13 @@ from tests.graphs import (
 )
 from zpasses import OptionError, Pipeline
 from zpasses.errors import PassError
-from zpasses.graph.dialect import UNSHARD
 from zpasses.graph.encoding import DECODE, ENCODE
 from zpasses.graph.queries import calls, collectives, nbytes, value_of
 from zpasses.graph.tags import tagged
 from zpasses.passes import GatherParams
 from zpasses.pipeline.runner import run_passes
-from zpasses.ranks.agree import simulated_answers
 from zpasses.testing import (
     assert_equal_bits,
-    assert_step_equals_reference,
     capture_ranks,
     fake_world,
     listing,
@@ -168,31 +165,14 @@ ODD = [
 ]
 
 
-def assert_equals_the_dialect(recipe_graphs, text):
-    before, after = recipe_graphs
-    assert any(calls(gm.graph, DECODE) for gm in after), text
-    assert_equal_bits(before, after, random_inputs(before))
-
-
 @pytest.mark.parametrize("name", FORMATS)
 @for_each_world_size
 def test_bits_of_odd_parameters_on_all_ranks(world_size, name):
-    before, after = [], {tail: [] for tail in TAILS}
-    for rank in range(world_size):
-        with fake_world(world_size, rank):
-            before.append(joint(ODD, rank, world_size, interleaved=True))
-    for tail, graphs in after.items():
-        text = f"gather-params{{encode={name},block=32,exact_below_kib=0}},reduce-grads,{tail}"
-        with simulated_answers():
-            for rank in range(world_size):
-                with fake_world(world_size, rank):
-                    graphs.append(rewritten(before[rank], *Pipeline.parse(text)))
-    for rank, gm in enumerate(before):
-        with fake_world(world_size, rank):
-            Pipeline.parse(text).changes_values(gm.graph)
-            gm.recompile()
-    assert any(calls(gm.graph, DECODE) for gm in before + graphs) == (world_size > 1)
-    for graphs in after.values():
+    encode = f"gather-params{{encode={name},block=32,exact_below_kib=0}}"
+    texts = [f"{encode},reduce-grads,{tail}" for tail in TAILS]
+    before, *after = declared_and_encoded(world_size, ODD, texts, interleaved=True)
+    assert any(calls(gm.graph, DECODE) for gm in before + after[-1]) == (world_size > 1)
+    for graphs in after:
         assert_equal_bits(before, graphs, random_inputs(before))
 
 
@@ -208,27 +188,6 @@ def test_bits_of_drawn_graphs(recipe, name, block):
     passes = Pipeline((GatherParams(name, block, 0.0), *Pipeline.parse("reduce-grads")))
     before, after = recipe.run_pipeline(passes)
     assert_equal_bits(before, after, random_inputs(before))
-
-
-def model():
-    return nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30), nn.Linear(30, 50, bias=False))
-
-
-STEPS = [
-    ("reshard-after-forward,schedule", BF16),
-    ("reshard-after-forward,schedule", None),
-    ("cache-params,schedule", BF16),
-    ("cache-params,schedule", None),
-]
-
-
-@pytest.mark.parametrize(("tail", "dtype"), some_quick(STEPS, STEPS[:1]))
-def test_a_step_equals_the_dialect(tail, dtype):
-    text = f"gather-params{{encode=int8,exact_below_kib=0}},reduce-grads,{tail}"
-    x = torch.ones(4, 40, dtype=dtype)
-    ranks = capture_ranks(model(), (x,), world_size=3, pipeline=text, shard={"param_dtype": dtype})
-    assert calls(ranks[0].before.joint.graph, UNSHARD)[0].args[-2] == "int8/128"
-    assert_step_equals_reference(ranks)
 
 
 def test_the_codes_stay_in_memory_and_not_the_full_parameters():

@@ -10,6 +10,7 @@ from tests.cases import some_quick
 from tests.graphs import (
     Param,
     before_and_after,
+    declared_and_encoded,
     expect_listing,
     few_examples,
     for_each_world_size,
@@ -17,13 +18,12 @@ from tests.graphs import (
     rewritten,
 )
 from zpasses import OptionError, Pipeline
-from zpasses.graph.dialect import REDUCE_GRAD
+from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD
 from zpasses.graph.encoding import DECODE_MEAN
 from zpasses.graph.queries import calls, collectives
 from zpasses.graph.tags import tagged
 from zpasses.passes import ReduceGrads
 from zpasses.pipeline.runner import run_passes
-from zpasses.ranks.agree import simulated_answers
 from zpasses.testing import (
     assert_equal_bits,
     assert_step_equals_reference,
@@ -149,22 +149,11 @@ ODD = [
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @for_each_world_size
 def test_bits_of_odd_gradients_on_all_ranks(world_size, name):
-    before, after = [], {tail: [] for tail in TAILS}
-    for rank in range(world_size):
-        with fake_world(world_size, rank):
-            before.append(joint(ODD, rank, world_size))
-    for tail, graphs in after.items():
-        text = f"gather-params,reduce-grads{{encode={name},block=32,exact_below_kib=0}},{tail}"
-        with simulated_answers():
-            for rank in range(world_size):
-                with fake_world(world_size, rank):
-                    graphs.append(rewritten(before[rank], *Pipeline.parse(text)))
-    for rank, gm in enumerate(before):
-        with fake_world(world_size, rank):
-            Pipeline.parse(text).changes_values(gm.graph)
-            gm.recompile()
-    assert any(calls(gm.graph, DECODE_MEAN) for gm in graphs) == (world_size > 1)
-    for graphs in after.values():
+    encode = f"reduce-grads{{encode={name},block=32,exact_below_kib=0}}"
+    texts = [f"gather-params,{encode},{tail}" for tail in TAILS]
+    before, *after = declared_and_encoded(world_size, ODD, texts)
+    assert any(calls(gm.graph, DECODE_MEAN) for gm in after[-1]) == (world_size > 1)
+    for graphs in after:
         assert_equal_bits(before, graphs, random_inputs(before))
 
 
@@ -199,6 +188,7 @@ def test_a_step_equals_the_dialect(tail, dtype):
     model = nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30), nn.Linear(30, 50, bias=False))
     x = torch.ones(4, 40, dtype=dtype)
     ranks = capture_ranks(model, (x,), world_size=3, pipeline=text, shard={"param_dtype": dtype})
+    assert calls(ranks[0].before.joint.graph, UNSHARD)[0].args[-2] == "int8/128"
     reductions = calls(ranks[0].before.joint.graph, REDUCE_GRAD)
     assert {len(node.args) for node in reductions} == {6, 7}
     assert_step_equals_reference(ranks)
