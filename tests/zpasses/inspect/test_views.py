@@ -418,25 +418,6 @@ def test_long_lists_are_shortened_by_default():
     assert "... " not in listing(snapshot(wide), most=None)
 
 
-def test_control_characters_are_escaped():
-    evil = "evil\x1b[2J\u202e"
-    dump = dump_of(
-        graph_of("joint", (None, snapshot(node(0, evil, "x", op="placeholder")))), name=evil
-    )
-    inspection = Inspection(dump)
-    assert "evil\\x1b[2J\\u202e" in inspection.show("joint").text()
-    for page in (
-        inspection.overview(),
-        inspection.show(),
-        inspection.diff(),
-        inspection.collectives("joint"),
-        inspection.memory("joint"),
-    ):
-        for steering in ("\x1b[2J", "\u202e"):
-            assert steering not in page.text(color=True)
-            assert steering not in page._repr_html_()
-
-
 def test_filter_without_a_match_lists_the_parameters():
     shown = str(Inspection(small_dump()).show("forward", where=NodeFilter(params=("layers.*",))))
     assert shown.endswith("No node matches all conditions. The graph's parameters are w, v.")
