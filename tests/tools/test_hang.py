@@ -11,7 +11,6 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from tests.cases import some_quick
 from tests.tools.limited import run_limited
 from tests.zpasses.inspect.graphs import dump_of, gather, graph_of, node, replace, snapshot, wait
 from tests.zpasses.inspect.real import dump_training_step
@@ -302,12 +301,7 @@ def doubling(times):
     return data + b"."
 
 
-@pytest.mark.parametrize(
-    "shape",
-    some_quick(
-        ["huge", "doubling", "long text", "entries", "brackets"], ["huge", "doubling", "entries"]
-    ),
-)
+@pytest.mark.parametrize("shape", ["huge", "doubling", "long text", "entries", "brackets"])
 @pytest.mark.slow(quick="test_damaged_files_are_shown_or_refused")
 def test_recorder_files_that_grow_are_shown_or_refused(tmp_path, shape):
     dump_training_step(tmp_path / "dump", rank=0)
