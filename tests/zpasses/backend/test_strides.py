@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zpasses
-from zpasses.testing import run_in_fresh_ranks, world_mesh
+from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
 
@@ -120,9 +120,7 @@ def _saved_strides():
 
 
 def test_saved_activations_have_the_strides_that_inductor_prefers():
-    ranks = run_in_fresh_ranks(_saved_strides)
-    assert all(rank.ok for rank in ranks), "\n".join(map(str, ranks))
-    for plain, sharded in (rank.result for rank in ranks):
+    for plain, sharded in run_on_ranks(_saved_strides):
         assert sharded == plain
         assert any(strides[1] == 1 for _, strides in plain)
 

@@ -140,6 +140,7 @@ def _by_copy_engines(folder):
         return (*start(folder, {"target": target}), len(fake.calls))
 
 
+@pytest.mark.slow(quick="test_the_second_start_takes_the_graph_from_the_cache")
 def test_warm_starts_gather_by_copy_engines_as_cold_ones_do(tmp_path):
     cold, warm = (on_fresh_ranks(_by_copy_engines, tmp_path) for _ in range(2))
     assert [words(each[2]) for each in (*cold, *warm)] == [COLD, COLD, ["hit"], ["hit"]]
