@@ -14,8 +14,6 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import gc
 import logging
-import shutil
-import tempfile
 from collections import Counter
 
 import hypothesis
@@ -76,13 +74,6 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
-
-
-def pytest_configure(config):
-    """All processes of a session share one compile cache, which is empty at the start."""
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # the workers of xdist inherit it
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="zpasses-tests-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.hookimpl(tryfirst=True)
