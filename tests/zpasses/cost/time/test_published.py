@@ -26,9 +26,9 @@ from zpasses.cost.time.target import TARGETS
 POINTS_OFF = {
     "DeepSpeed#7999 Qwen3-32B": 0.2,
     "pytorch#179937 Llama-3-8B": 1.0,
-    "DeepSpeed#7999 GPT-7B-ish": 7.2,
-    "torchtitan#3105 Llama-3-8B": 1.1,
-    "torchtitan#3105 Qwen3-32B": 1.2,
+    "DeepSpeed#7999 GPT-7B-ish": 6.0,
+    "torchtitan#3105 Llama-3-8B": 1.3,
+    "torchtitan#3105 Qwen3-32B": 1.7,
 }
 """How far each prediction is from what was published, as docs/measurements.md says."""
 
