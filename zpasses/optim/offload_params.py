@@ -31,6 +31,7 @@ from zpasses.optim.state_buckets import ValueLayout, layout_of_value
 from zpasses.option_values import format_size
 from zpasses.ranks.failures import report_failure
 from zpasses.runtime.layout import layout_of
+from zpasses.runtime.offloaded import DEVICE_ATTRIBUTE
 from zpasses.runtime.param_value import drop_cached
 from zpasses.runtime.watched import replace_shard
 from zpasses.runtime.windows import grad_state_of
@@ -204,5 +205,7 @@ def _leaving(sizes: Sequence[int], device_bytes: int) -> list[int]:
 def _move(param: DTensor, layout: ValueLayout, arena: HostArena, start: int) -> None:
     host = arena.tensor(start, layout.dtype, layout.shape, layout.stride)
     host.copy_(compat.local_of(param).detach())
+    device = compat.local_of(param).device
     replace_shard(param, layout_of(param).wrap(host, param.shape))
+    setattr(param, DEVICE_ATTRIBUTE, device)
     drop_cached(param)
