@@ -1,4 +1,4 @@
-"""Tests that need a GPU: trained shards and gradients in locked host memory. They have not run yet."""
+"""Tests that need a GPU: trained shards and gradients in locked memory. They have not run yet."""
 
 import pytest
 import torch
