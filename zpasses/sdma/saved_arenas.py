@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.errors import MemoryBudgetError
-from zpasses.graph.host_copies import HostNeed, aligned
+from zpasses.graph.host_copies import HostNeed, aligned, empty_like_on
 from zpasses.option_values import format_size
 from zpasses.sdma.locked_memory import LockedMemory
 
@@ -141,14 +141,14 @@ class _Lease:
     """Tensors that exist, and the run itself."""
 
     def like(self, value: Tensor) -> Tensor:
-        size, begin = max(1, value.numel()) * value.element_size(), self.used
+        size, begin = value.numel() * value.element_size(), self.used
         self.used += aligned(size)
         part = memoryview(self.memory)[begin : begin + size]
         with self.arenas.pool.lock:
             self.holders += 1
             self.arenas.pool.live += size
         weakref.finalize(part, self.give_back, size).atexit = False
-        flat = torch.frombuffer(part, dtype=value.dtype, count=max(1, value.numel()))
+        flat = torch.frombuffer(part, dtype=value.dtype, count=value.numel())
         return flat.as_strided(value.shape, value.stride()).detach()
 
     def give_back(self, nbytes: int) -> None:
@@ -178,9 +178,11 @@ def like_on_host(value: Tensor, otherwise: SavedArenas = loose) -> Tensor:
     Raises:
         ZpassesError: if the driver refuses to lock so much.
     """
+    if not value.numel():  # of a rank without rows
+        return empty_like_on(value, "cpu")
     if _current.lease is not None:
         return _current.lease.like(value)
-    size = aligned(max(1, value.numel()) * value.element_size())
+    size = aligned(value.numel() * value.element_size())
     with otherwise.run(size, value.device):
         return like_on_host(value)
 

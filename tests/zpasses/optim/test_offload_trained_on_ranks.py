@@ -1,5 +1,6 @@
 """Trained parameters whose shards rest on the host, on real gloo ranks: the bits stay the same."""
 
+import functools
 import gc
 
 import pytest
@@ -42,7 +43,8 @@ TRAINED = {"trained": True}
 @pytest.mark.inductor
 @on_ranks(2, timeout_s=400)
 def test_generated_code_has_the_same_bits():
-    reloads = compare(TRAINED, steps=2, net=net, codegen="inductor", cache=False)
+    one = functools.partial(net, layers=1)
+    reloads = compare(TRAINED, steps=2, net=one, codegen="inductor", cache=False)
     assert reloads["forward"] >= 2
 
 
