@@ -205,9 +205,10 @@ def draw(seed: int, codegen: str = "eager") -> Program:
         actions=tuple(_draw_actions(chance, how, shard, options.get("backwards_per_step", 1))),
         rows_factor=_HOST_ROWS if "host_memory" in options else 1,
     )
-    # What was frozen when it moved may not be trained.
-    frees = any(each.name == "freeze" for each in program.actions)
-    return replace(program, rests=program.rests and not frees)
+    # What was frozen when it moved may not be trained, and nothing may be assigned in its place.
+    refused = ("freeze", "assign")
+    possible = not any(word in str(each) for each in program.actions for word in refused)
+    return replace(program, rests=program.rests and possible)
 
 
 def _draw_shard(chance: random.Random, model: ModelChoice) -> dict[str, Any]:

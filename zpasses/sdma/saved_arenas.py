@@ -52,7 +52,7 @@ class HostBytes:
                     each.release()
                 if self.reserved + nbytes > limit_bytes:
                     raise MemoryBudgetError(_too_much(nbytes, self.reserved, limit_bytes))
-            memory = LockedMemory(-1, nbytes)
+            memory = LockedMemory(-1, max(nbytes, 1))
             if device.type == "cuda":
                 memory.lock(device)
             self.reserved += nbytes

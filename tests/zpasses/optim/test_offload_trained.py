@@ -228,6 +228,8 @@ def test_the_smallest_idle_memory_that_suffices_serves_the_next_run():
 
 def test_gradients_of_a_rank_without_rows_take_nothing():
     arenas = SavedArenas()
+    with arenas.run(0, torch.device("cpu")):
+        assert like_on_host(torch.empty(0, 4)).shape == (0, 4)
     with arenas.run(64, torch.device("cpu")):
         empty, filled = (like_on_host(torch.empty(size, 4)) for size in (0, 4))
     assert (empty.shape, filled.shape) == ((0, 4), (4, 4))
