@@ -25,7 +25,7 @@ share one all-reduce; only over gloo, which copies what shares one, large gradie
 Averages are awaited before their first reader, mostly the graph's output. They so run beside the
 kernels that are left, on links that gathers and reductions within a replica do not use. Runs after
 the passes that move reductions, since these take the average for a part of what completes a
-reduction.
+reduction. Averages go to the host at the end of the graph, each beside the all-reduces after it.
 
 With `encode`, each replica averages a part of the values in fp32, of which the others send it codes
 of one byte (zpasses.graph.encoding), and sends codes of the result to them. The gather starts where
@@ -45,7 +45,8 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.cost.memory.liveness import gloo_packs
-from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, group_size, rows_per_rank
+from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, TO_HOST, group_size, rows_per_rank
+from zpasses.graph.host_copies import is_only_returned, on_device, split_copy
 from zpasses.graph.queries import (
     Editor,
     calls,
@@ -90,6 +91,7 @@ class AverageReplicas(EncodingPass):
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of averages lowered."""
         self.choose_encodings(graph)
+        copies = _move_copies_last(graph)
         launches, found = _launches(graph), 0
         order = {node: at for at, node in enumerate(graph.nodes)}
         encoded: list[tuple[EncodedAverage, list[fx.Node], fx.Node]] = []
@@ -112,7 +114,21 @@ class AverageReplicas(EncodingPass):
             results = average.results(Editor(graph, reader, like=members[0]))
             for node, result in zip(members, results, strict=True):
                 _replace(node, result)
+        for copy in copies:
+            split_copy(copy, self.name)
         return found
+
+
+def _move_copies_last(graph: fx.Graph) -> list[fx.Node]:
+    """Moves the copies of averages to the host to the end of the graph, and returns them."""
+    copies = [
+        node
+        for node in calls(graph, TO_HOST)
+        if on_device(node).target is AVERAGE_GRAD and is_only_returned(node)
+    ]
+    for node in copies:
+        graph.output_node().prepend(node)
+    return copies
 
 
 def _encoding_of(average: fx.Node) -> str | None:

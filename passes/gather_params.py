@@ -71,11 +71,11 @@ class GatherParams(EncodingPass):
     """Parameters that are smaller than this in full, in KiB, stay exact."""
 
     def choose_encoding(self, node: fx.Node, options: EncodeOptions) -> None:
-        shard, rows, dtype, _, group, *_, known, device = arguments = _arguments(node)
+        shard, rows, dtype, _, group, *_, known, device, to_host = arguments = _arguments(node)
         value = value_of(shard)
         encoding = options.chosen(value, rows, dtype or value.dtype, group)
         if encoding is not None and known is None:
-            node.args, node.kwargs = (*arguments[:-2], str(encoding), device), {}
+            node.args, node.kwargs = (*arguments[:-3], str(encoding), device, bool(to_host)), {}
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of reads lowered."""
@@ -86,7 +86,7 @@ class GatherParams(EncodingPass):
         return len(reads)
 
     def _lower(self, graph: fx.Graph, read: fx.Node) -> None:
-        shard, rows, dtype, _, group, _, again, encoding, device = _arguments(read)
+        shard, rows, dtype, _, group, _, again, encoding, device, _ = _arguments(read)
         tag = tag_of(read)
         params = tag.params if tag else (shard.name,)
         dtype = dtype or value_of(shard).dtype

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD
+from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, TO_HOST, UNSHARD
 from zpasses.graph.queries import Editor, calls, nbytes, replace_node, value_of
 from zpasses.graph.tags import Tag, add_tag, tag_of
 from zpasses.pipeline.facts import Facts
@@ -85,8 +85,9 @@ def _sum_gradients(graph: fx.Graph) -> int:
     for total in calls(graph, aten.add.Tensor):
         if total.kwargs:
             continue
-        if (averages := _equal_calls(AVERAGE_GRAD, *total.args[:2])) is not None:
-            total = _average_sum(graph, total, *averages)
+        for last in (TO_HOST, AVERAGE_GRAD):
+            if (equal := _equal_calls(last, *total.args[:2])) is not None:
+                total = _sum_before(graph, total, *equal)
         if (reductions := _equal_calls(REDUCE_GRAD, *total.args[:2])) is not None:
             _reduce_sum(graph, total, *reductions)
             saved += 1
@@ -103,16 +104,17 @@ def _equal_calls(target: object, left: object, right: object) -> tuple[fx.Node, 
     return (left, right) if left is not right and left.args[1:] == right.args[1:] else None
 
 
-def _average_sum(graph: fx.Graph, total: fx.Node, left: fx.Node, right: fx.Node) -> fx.Node:
-    """Rewrites add(average(a), average(b)) to average(add(a, b)), and returns the sum."""
+def _sum_before(graph: fx.Graph, total: fx.Node, left: fx.Node, right: fx.Node) -> fx.Node:
+    """Rewrites add(call(a), call(b)) to call(add(a, b)), and returns the sum."""
     edit = Editor(graph, before=total, like=left)
     parts: Any = left.args[0], right.args[0]
     summed = edit.call(aten.add.Tensor, *parts)
-    average = edit.call(AVERAGE_GRAD, summed, *left.args[1:])
+    target: Any = left.target
+    of_sum = edit.call(target, summed, *left.args[1:])
     tag = tag_of(left)
     if tag is not None:
-        add_tag(average, tag)
-    replace_node(total, average)
+        add_tag(of_sum, tag)
+    replace_node(total, of_sum)
     graph.erase_node(left)
     graph.erase_node(right)
     return summed

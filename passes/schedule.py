@@ -13,7 +13,8 @@ Before                                      After
                                               gb = mm(..)
                                               da = wait_tensor(started_a)
 
-Copies of shards from the host move last: each starts ahead of its gather, which waits for it.
+Copies of shards from the host move last: each starts ahead of its gather, which waits for it. So
+do copies of gradients to the host: each starts when its gradient is reduced.
 
 Contract: the order of all other nodes stays. Results stay equal bit for bit. The graph's peak
 memory stays within the budget, as modelled by `zpasses.cost.memory`. The plan is the fastest that
@@ -143,8 +144,9 @@ class Schedule(Pass):
         return changes + self._move_shard_copies(graph, limit_bytes)
 
     def _move_shard_copies(self, graph: fx.Graph, limit_bytes: int | None) -> int:
-        """Starts the copies of shards from the host ahead of their gathers, which stay. Returns how
-        many there are. They are no collectives, so ranks need not agree.
+        """Starts the copies of shards from the host ahead of their gathers, and awaits those of
+        gradients to the host after their reductions, which stay. Returns how many there are. They
+        are no collectives, so ranks need not agree.
 
         Args:
             limit_bytes: the largest allowed peak; None takes that of the memory budget.
@@ -152,17 +154,18 @@ class Schedule(Pass):
         copies = split_shard_copies(graph, self.name)
         if copies:
             found = movable_collectives(graph)
-            reloads = [item for item in found if item.is_host_copy and item.is_gather]
-            problem = problem_of(graph, current_target(), items=reloads)
+            moved = [item for item in found if item.tag.role == "reload" or item.started in copies]
+            reloads = sum(item.is_gather for item in moved)
+            problem = problem_of(graph, current_target(), items=moved)
             planned = self.choose(problem, limit_bytes)
             _apply(graph, problem, _by_node(problem, planned.plan), self.name)
             cost = planned.cost
             note(
-                f"{self.name}: {len(reloads):,} copies from the host; predicted "
+                f"{self.name}: {_named_copies(reloads, len(moved) - reloads)}; predicted "
                 f"{cost.total_us / 1e3:,.2f} ms; peak {cost.peak_bytes / _MIB:,.1f} of "
                 f"{planned.limit_bytes / _MIB:,.1f} MiB"
             )
-        return copies
+        return len(copies)
 
     def _move_collectives(self, graph: fx.Graph) -> tuple[int, int | None]:
         """Returns the number of changes, and the largest allowed peak if it had to be known."""
@@ -292,6 +295,12 @@ class Schedule(Pass):
                 peak / _MIB,
                 (peak - limit_bytes) / _MIB,
             )
+
+
+def _named_copies(inward: int, outward: int) -> str:
+    to_host = f"{outward:,} copies to the host"
+    from_host = f"{inward:,} copies from the host"
+    return ", ".join([*[from_host] * bool(inward), *[to_host] * bool(outward)])
 
 
 def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:

@@ -130,6 +130,8 @@ class Program:
     optimizer: tuple[str, Mapping[str, Any]]
     offloads: bool
     """Whether the states of the optimizer rest on the host."""
+    rests: bool
+    """Whether the shards of all parameters do, and their gradients."""
     actions: tuple[Action, ...]
     rows_factor: int = 1
     """How many times the rows that an action names a batch has."""
@@ -148,6 +150,7 @@ class Program:
             [
                 f"model = {self.model}  # {self.dtype}",
                 f"zpasses.shard(model, mesh={self.mesh}, **{dict(self.shard)})",
+                *(["zpasses.offload_parameters(model, trained=True)"] if self.rests else []),
                 calls[self.how],
                 f"optimizer = {kind}(model.parameters(), **{dict(arguments)})",
                 *(["zpasses.offload_optimizer(optimizer)"] if self.offloads else []),
@@ -165,13 +168,13 @@ class Program:
         """The program with the same bits that leaves all on the device, in stage 1 if this one
         encodes; None if this is it.
         """
-        if not (self.offloads or self.encodes or "host_memory" in self.options):
+        if not (self.offloads or self.rests or self.encodes or "host_memory" in self.options):
             return None
         left_out = {"memory_budget", "host_memory"} & {*self.options}
         options = {key: value for key, value in self.options.items() if key not in left_out}
         if self.encodes:
             options["pipeline"] = re.sub(r"^zero\d", "zero1", options["pipeline"])
-        return replace(self, options=options, offloads=False)
+        return replace(self, options=options, offloads=False, rests=False)
 
 
 def draw(seed: int, codegen: str = "eager") -> Program:
@@ -187,7 +190,7 @@ def draw(seed: int, codegen: str = "eager") -> Program:
     moved = random.Random(f"host {seed}")
     options |= _draw_host_options(moved, how, options)
     options = _draw_encodings(moved, options)
-    return Program(
+    program = Program(
         seed,
         model,
         dtype=chance.choice((torch.float64, torch.float64, torch.float32)),
@@ -198,9 +201,14 @@ def draw(seed: int, codegen: str = "eager") -> Program:
         options={"codegen": codegen, "agreement_timeout_s": _VOTE_LIMIT_S, **options},
         optimizer=(kind, arguments),
         offloads=moved.random() < 0.2,
+        rests=moved.random() < 0.2,
         actions=tuple(_draw_actions(chance, how, shard, options.get("backwards_per_step", 1))),
         rows_factor=_HOST_ROWS if "host_memory" in options else 1,
     )
+    # What was frozen when it moved may not be trained, and nothing may be assigned in its place.
+    refused = ("freeze", "assign")
+    possible = not any(word in str(each) for each in program.actions for word in refused)
+    return replace(program, rests=program.rests and possible)
 
 
 def _draw_shard(chance: random.Random, model: ModelChoice) -> dict[str, Any]:
@@ -367,6 +375,8 @@ def _sharded_side(program: Program, model: nn.Module) -> Side:
     if given.pop("cut_last", None):
         given["shard_placement_fn"] = _cut_last
     zpasses.shard(model, mesh=_mesh(program.mesh), **given)
+    if program.rests:
+        zpasses.offload_parameters(model, trained=True)
     return _side(program, dist.get_rank(), model, sharded=True)
 
 

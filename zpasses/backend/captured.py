@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.graph.aliases import elements_of
-from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD
+from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, TO_HOST, UNSHARD
 from zpasses.graph.groups import mesh_dimensions
-from zpasses.graph.queries import collective_of, is_dialect, nbytes, value_of
+from zpasses.graph.queries import collective_of, is_dialect, named_arguments, nbytes, value_of
 from zpasses.graph.tags import Tag, add_tag, mark_of_model, tag_of
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.layout import layout_of, rows_of
@@ -282,8 +282,9 @@ def _check_and_tag_reads(gm: fx.GraphModule, names: dict[fx.Node, str]) -> tuple
                 source = node.all_input_nodes[0].all_input_nodes
                 name = names.get(source[0]) if source else None
                 _check_no_writes(node, name)
-                on_host = any(isinstance(each, torch.device) for each in node.args)
-                if name is not None and on_host and source[0].meta["example_value"].requires_grad:
+                arguments = named_arguments(node, UNSHARD)
+                stays = arguments.get("device") and not arguments.get("grad_to_host")
+                if name is not None and stays and source[0].meta["example_value"].requires_grad:
                     raise ShardingError(trained_on_host(name))
                 if name is not None:
                     add_tag(node, Tag("gather", (name,), origin="capture"))
@@ -451,7 +452,10 @@ def _tag_reductions(node: fx.Node, name: str) -> None:
     queue = [node]
     while queue:
         node = queue.pop()
-        if node.target in (REDUCE_GRAD, AVERAGE_GRAD):
+        if node.target is TO_HOST:
+            add_tag(node, Tag("shard_grad", (name,), origin="capture"))
+            queue += node.all_input_nodes
+        elif node.target in (REDUCE_GRAD, AVERAGE_GRAD):
             source = node.all_input_nodes[0]
             add_tag(node, Tag("reduce", (name,), nbytes(source.meta["val"]), origin="capture"))
             queue += [source] if node.target is AVERAGE_GRAD else []

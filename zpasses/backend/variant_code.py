@@ -34,7 +34,7 @@ from zpasses.backend.split import inductor_patches
 from zpasses.cost.plan.prefetch import GraphRun
 from zpasses.graph.encoding import expand_encodings
 from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
-from zpasses.graph.host_copies import host_need
+from zpasses.graph.host_copies import HostNeed, host_need
 from zpasses.graph.queries import returned_values
 from zpasses.pipeline.events import VariantBuilt
 from zpasses.ranks.agreement import (
@@ -64,7 +64,7 @@ from zpasses.runtime.hoisted import HoistedCode, Surroundings
 from zpasses.runtime.profiling import collective_names, with_part_range, with_profiler_range
 from zpasses.runtime.run_checks import limited_run, with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering
-from zpasses.sdma.saved_arenas import with_arenas
+from zpasses.sdma.saved_arenas import SavedArenas, gradients, with_arenas
 
 log = logging.getLogger("zpasses")
 
@@ -92,7 +92,8 @@ def backward_facts(
         slots = []
     sequences = {} if slots else call_sequences(gm.graph)
     read = [name for name in params_read(gm.graph, saved) if name in order]
-    return BackwardFacts(len(returned_values(gm.graph)), slots, left, sequences, read)
+    outputs, host = len(returned_values(gm.graph)), host_need(gm.graph)
+    return BackwardFacts(outputs, slots, left, sequences, read, host)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ def forward_code(job: CompileJob, template: Template, facts: ForwardFacts) -> Co
     code = _forward_code(job, template, facts)
     if facts.host is None:
         return code
-    return boxed(with_arenas(code, facts.host, job.host_bytes, job.report))
+    return boxed(with_arenas(code, facts.host, SavedArenas(job.host_bytes), job.report))
 
 
 def _forward_code(job: CompileJob, template: Template, facts: ForwardFacts) -> Compiled:
@@ -153,11 +154,17 @@ def backward_code(job: CompileJob, template: Template, facts: BackwardFacts) -> 
         )
     else:
         code = _variant(job, template, None)
+    if not job.options.prefetch:  # else reductions have arenas of their own, after the graph
+        code = _with_grad_arenas(code, facts.host)
     code = boxed(job.result_hook(code, "gradients"))
     if facts.params_read:
         code = boxed(with_value_check(code, {name: order[name] for name in facts.params_read}))
     left = facts.always_reduced
     return boxed(warn_if_always_reduced(code, job.name, left, order)) if left else code
+
+
+def _with_grad_arenas(code: Compiled, need: HostNeed | None) -> Compiled:
+    return boxed(with_arenas(code, need, SavedArenas(pool=gradients))) if need else code
 
 
 def agree(job: CompileJob, gm: fx.GraphModule, kind: str) -> None:
@@ -202,7 +209,12 @@ def _lowering(job: CompileJob) -> Lowering:
     if job.options.codegen == "inductor":
         patches = inductor_patches(job)
         codegen = functools.partial(compat.inductor_codegen_standalone, patches=patches)
-    return GraphLowering(job.decided.pipeline, codegen, job.listeners, verify=job.options.verify)
+
+    def with_arenas_of_grads(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        return _with_grad_arenas(codegen(gm, inputs), host_need(gm.graph))
+
+    pipeline, verify = job.decided.pipeline, job.options.verify
+    return GraphLowering(pipeline, with_arenas_of_grads, job.listeners, verify=verify)
 
 
 # --- variants -------------------------------------------------------------------------------------
@@ -347,6 +359,7 @@ def _checked(
 def _part(job: CompileJob, gm: fx.GraphModule, names: Sequence[str], kind: str) -> Compiled:
     """Returns code of gathers before a graph, or of reductions after it."""
     code = eager_codegen(replace_gloo_collectives(gm), ())
+    code = _with_grad_arenas(code, host_need(gm.graph))
     return with_part_range(code, names, collective_names(gm.graph), job.name, kind)
 
 

@@ -101,26 +101,23 @@ def recompute_policy(node: fx.Node) -> tuple[str, int] | None:
     return policy.name.lower(), region if isinstance(region, int) else 0
 
 
+_DISTINCT = "zpasses distinct "
+
+
 def eliminate_common_subexpressions(gm: fx.GraphModule, distinct: Sequence[fx.Node]) -> None:
     """Runs the partitioner's common subexpression elimination, but never merges the nodes in
     `distinct`.
 
     Args:
         gm: the joint graph, which is replaced in place.
-        distinct: calls whose last positional argument is a string. The string is made unique during
-            the elimination.
+        distinct: calls, which have one more argument during the elimination.
     """
     for i, node in enumerate(distinct):
-        node.args = (*node.args[:-1], f"{node.args[-1]}#{i}")
+        node.args = (*node.args, f"{_DISTINCT}{i}")
     gm.graph = fx_graph_cse(gm.graph)
     for node in gm.graph.nodes:
-        if (
-            node.op == "call_function"
-            and node.args
-            and isinstance(node.args[-1], str)
-            and "#" in node.args[-1]
-        ):
-            node.args = (*node.args[:-1], node.args[-1].rpartition("#")[0])
+        if node.args and isinstance(node.args[-1], str) and node.args[-1].startswith(_DISTINCT):
+            node.args = node.args[:-1]
 
 
 _SCRIPT_OBJECT_SIZE = "unsafe_treat_script_objects_as_zero_size"

@@ -36,6 +36,7 @@ __all__ = [
     "storage_id",
     "strided_shard",
     "submesh_of_dimension",
+    "swap_local",
     "versions_of",
     "wrap_local",
 ]
@@ -253,6 +254,13 @@ def set_local(dtensor: DTensor, local: Tensor) -> None:
     if local.storage_offset() != dtensor.storage_offset():  # torch compares the two in Dynamo
         with DisableTorchFunctionSubclass():
             _set_data(dtensor, wrap_local(local, spec_of(dtensor)))
+    dtensor._local_tensor = local
+
+
+def swap_local(dtensor: DTensor, local: Tensor) -> None:
+    """Gives a DTensor another local tensor of the same shape and dtype, maybe on another device,
+    for a while in which Dynamo does not see it.
+    """
     dtensor._local_tensor = local
 
 

@@ -1,10 +1,11 @@
 """The dialect: operators that state that a parameter is gathered and its gradient reduced.
 
     zpasses::unshard(shard, rows, param_dtype, reduce_dtype, group, replicate_group, reshard_group,
-                     encoding, device) -> full parameter
+                     encoding, device, grad_to_host) -> full parameter
     zpasses::reduce_grad(grad, rows, shard_rows, dtype, reduce_dtype, group, encoding)
         -> shard's gradient
     zpasses::average_grad(grad, dtype, group, encoding) -> shard's gradient, averaged over replicas
+    zpasses::to_host(grad) -> shard's gradient on the host
 
 Passes lower them to collectives. Their eager implementations are the reference: every lowered graph
 must compute the same values. A parameter of `rows` rows is split into blocks of ceil(rows / world
@@ -14,6 +15,9 @@ parameter is not split: every rank holds a full copy, and only its gradient comm
 With hybrid sharding, `group` is one replica of the model, and the ranks of `replicate_group` hold
 equal shards in different replicas. `unshard` gathers within its replica and only hands the second
 group on: its backward is `reduce_grad` within the replica, then `average_grad` over replicas.
+
+The gradient of a shard that rests on the host goes there at last. `to_host` does not communicate,
+so it is not one of `DIALECT`. `zpasses.sdma.host_memory` runs it.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ _library = torch.library.Library("zpasses", "DEF")
 _library.define(
     "unshard(Tensor shard, SymInt rows, ScalarType? param_dtype, ScalarType? reduce_dtype, str "
     "group_name, str? replicate_group=None, str? reshard_group=None, str? encoding=None, Device? "
-    "device=None) -> Tensor",
+    "device=None, bool grad_to_host=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -49,10 +53,15 @@ _library.define(
     "average_grad(Tensor grad, ScalarType dtype, str group_name, str? encoding=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define(
+    "to_host(Tensor grad) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
 
 UNSHARD: compat.OpOverload = torch.ops.zpasses.unshard.default
 REDUCE_GRAD: compat.OpOverload = torch.ops.zpasses.reduce_grad.default
 AVERAGE_GRAD: compat.OpOverload = torch.ops.zpasses.average_grad.default
+TO_HOST: compat.OpOverload = torch.ops.zpasses.to_host.default
 DIALECT: frozenset[compat.OpOverload] = frozenset({UNSHARD, REDUCE_GRAD, AVERAGE_GRAD})
 
 
@@ -158,6 +167,7 @@ def _unshard(
     reshard_group: str | None = None,
     encoding: str | None = None,
     device: torch.device | None = None,
+    grad_to_host: bool = False,
 ) -> Tensor:
     """Gathers a parameter.
 
@@ -176,6 +186,8 @@ def _unshard(
         encoding: each rank's block is gathered as `zpasses.graph.encoding` encodes it; None gathers
             exact values. Passes set it. The gradient is that of the decoded parameter.
         device: where a shard that rests on the host comes first; None if it is there already.
+        grad_to_host: whether backward copies the gradient of the shard to the host. Forward ignores
+            it.
 
     Returns:
         The full parameter, [rows, ...], in `param_dtype`; never an alias of `shard`.
@@ -327,10 +339,10 @@ def _average_grad_fake(
 
 
 def _unshard_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, rows, _, reduce_dtype, group_name, replicate_group, *_ = inputs
+    shard, rows, _, reduce_dtype, group_name, replicate_group, *_, to_host = inputs
     state: Any = ctx
-    state.call = (rows, shard.shape[0] if shard.dim() else 0, shard.dtype, reduce_dtype, group_name)
-    state.replicate_group = replicate_group
+    state.shard_rows = shard.shape[0] if shard.dim() else 0
+    state.how = Reduction(rows, shard.dtype, reduce_dtype, group_name, replicate_group, to_host)
 
 
 GradHook = Callable[[Tensor, Reduction], Tensor | None]
@@ -357,13 +369,11 @@ def set_grad_hook(hook: GradHook) -> None:
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    rows, shard_rows, dtype, reduce_dtype, group_name = ctx.call
-    how = Reduction(rows, dtype, reduce_dtype, group_name, ctx.replicate_group)
-    value = _grad_hook(grad, how)
+    value = _grad_hook(grad, ctx.how)
     if value is not None:
-        for operator, arguments in reduction_calls(how, shard_rows, grad.dtype):
+        for operator, arguments in reduction_calls(ctx.how, ctx.shard_rows, grad.dtype):
             value = operator(value, *arguments)
-    return (value, *[None] * 8)
+    return (value, *[None] * 9)
 
 
 def reduction_calls(
@@ -378,16 +388,16 @@ def reduction_calls(
         shard_rows: rows that this rank holds.
         dtype: of the gradient.
     """
-    if how.replicate_group is None:
-        return [(REDUCE_GRAD, (how.rows, shard_rows, how.dtype, how.reduce_dtype, how.group))]
-    average = (AVERAGE_GRAD, (how.dtype, how.replicate_group))
-    if how.group is None:
-        return [average]
-    between = how.reduce_dtype or dtype  # replicas communicate in the same dtype
-    return [
-        (REDUCE_GRAD, (how.rows, shard_rows, between, how.reduce_dtype, how.group)),
-        average,
-    ]
+    found: list[tuple[compat.OpOverload, tuple[Any, ...]]] = []
+    if how.group is not None:
+        # Replicas communicate in the same dtype.
+        after = how.dtype if how.replicate_group is None else how.reduce_dtype or dtype
+        found.append((REDUCE_GRAD, (how.rows, shard_rows, after, how.reduce_dtype, how.group)))
+    if how.replicate_group is not None:
+        found.append((AVERAGE_GRAD, (how.dtype, how.replicate_group)))
+    if how.to_host:
+        found.append((TO_HOST, ()))
+    return found
 
 
 def _reduce_grad_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -415,6 +425,24 @@ def _average_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     dtype, group_name = ctx.call
     return (torch.ops.zpasses.average_grad(grad, dtype, group_name), *[None] * 3)
 
+
+def _to_host_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+    state: Any = ctx
+    state.device = inputs[0].device
+
+
+def _to_host_backward(ctx: Any, grad: Tensor) -> Tensor:
+    return grad.to(ctx.device)
+
+
+torch.library.register_fake(
+    "zpasses::to_host",
+    lambda grad: torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device="cpu"),
+    lib=_library,
+)
+torch.library.register_autograd(
+    "zpasses::to_host", _to_host_backward, setup_context=_to_host_setup_context, lib=_library
+)
 
 for _name, _impl, _fake, _setup_context, _backward in (
     ("unshard", _unshard, _unshard_fake, _unshard_setup_context, _unshard_backward),

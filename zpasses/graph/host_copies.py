@@ -10,8 +10,9 @@ A start returns a ticket, int64[1] on the host, and its wait the copy. No result
 an argument, and a wait frees nothing. It takes the source as an argument, so whatever runs the
 graph keeps the source until the copy has ended. `zpasses.sdma.host_memory` runs them.
 
-`from_host` is the copy of a shard that rests on the host. It ends before what follows starts, until
-`schedule` splits it into a start and a wait.
+`from_host` is the copy of a shard that rests on the host, and `to_host`, of the dialect, that of
+its gradient. Each ends before what follows starts, until `schedule` splits it into a start and a
+wait. The wait of a gradient frees its source, but the CPU has to `settle` before it reads the copy.
 
 Forward and backward are rewritten together, after the partition: backward may recompute values from
 saved ones, so in a joint graph it is not known yet which reads are those of backward.
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.graph.dialect import AVERAGE_GRAD, TO_HOST
 from zpasses.graph.queries import (
     Editor,
     calls,
@@ -45,6 +47,7 @@ for _schema in (
     "reload(Tensor host, Device device) -> Tensor",
     "reload_wait(Tensor ticket, Tensor host, Device device) -> Tensor",
     "from_host(Tensor host, Device device) -> Tensor",
+    "settle(Tensor host) -> ()",
 ):
     LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 
@@ -53,6 +56,8 @@ OFFLOAD_WAIT: compat.OpOverload = torch.ops.zpasses.offload_wait.default
 RELOAD: compat.OpOverload = torch.ops.zpasses.reload.default
 RELOAD_WAIT: compat.OpOverload = torch.ops.zpasses.reload_wait.default
 FROM_HOST: compat.OpOverload = torch.ops.zpasses.from_host.default
+SETTLE: compat.OpOverload = torch.ops.zpasses.settle.default
+"""Makes the CPU wait until the copies to the host have ended. Graphs do not have it."""
 
 HOST_STARTS = frozenset({OFFLOAD, RELOAD})
 HOST_WAITS = frozenset({OFFLOAD_WAIT, RELOAD_WAIT})
@@ -76,6 +81,7 @@ for _name, _fake in (
     ("reload", _ticket),
     ("reload_wait", lambda ticket, host, device: empty_like_on(host, device)),
     ("from_host", empty_like_on),
+    ("settle", lambda host: None),
 ):
     torch.library.register_fake(f"zpasses::{_name}", _fake, lib=LIBRARY)
 
@@ -104,7 +110,7 @@ def host_copy_of(node: fx.Node) -> HostCopy | None:
 
 @dataclass(frozen=True)
 class HostNeed:
-    """What a run of a forward graph puts on the host."""
+    """What a run of a graph puts on the host."""
 
     values: Mapping[Any, int]
     """Bytes of a value -> number of values. Bytes are an expression where sizes are dynamic."""
@@ -134,9 +140,9 @@ _ALIGNMENT = 64
 """Bytes of a cache line."""
 
 
-def host_need(forward: fx.Graph) -> HostNeed | None:
-    """Returns what a run of a forward graph puts on the host; None if nothing."""
-    sources = [value_of(node.all_input_nodes[0]) for node in calls(forward, OFFLOAD)]
+def host_need(graph: fx.Graph) -> HostNeed | None:
+    """Returns what a run of a graph puts on the host; None if nothing."""
+    sources = [value_of(node.all_input_nodes[0]) for node in calls(graph, OFFLOAD, TO_HOST)]
     if not sources:
         return None
     sizes = Counter(
@@ -144,7 +150,7 @@ def host_need(forward: fx.Graph) -> HostNeed | None:
         for each in sources
     )
     found: dict[Any, tuple[int, int | None]] = {}
-    inputs = [value_of(node) for node in forward.nodes if node.op == "placeholder"]
+    inputs = [value_of(node) for node in graph.nodes if node.op == "placeholder"]
     for at, value in enumerate(inputs):
         named = enumerate(value.shape) if isinstance(value, Tensor) else [(None, value)]
         for dim, size in named:
@@ -167,7 +173,7 @@ def is_on_host(node: fx.Node) -> bool:
     """
     if node.op == "placeholder":
         return bool(node.users) and all(user.target in (RELOAD, RELOAD_WAIT) for user in node.users)
-    return node.target in (OFFLOAD, OFFLOAD_WAIT, RELOAD)
+    return node.target in (OFFLOAD, OFFLOAD_WAIT, RELOAD, TO_HOST)
 
 
 def offloadable_values(
@@ -313,22 +319,47 @@ def _copy_in(graph: fx.Graph, saved: fx.Node, host: fx.Node, origin: str) -> Non
         reader.replace_input_with(saved, awaited)
 
 
-def split_shard_copies(graph: fx.Graph, origin: str) -> int:
-    """Has copies of shards from the host start and end in separate calls, which may move.
+def split_shard_copies(graph: fx.Graph, origin: str) -> list[fx.Node]:
+    """Has copies of shards from the host, and of their gradients to the host, start and end in
+    separate calls, which may move. Gradients that the graph reads on the host, to sum them, stay as
+    they are, and so do those whose average over replicas is still to be inserted.
 
     Args:
         origin: of the tags.
 
     Returns:
-        Their number.
+        The nodes that start them.
     """
-    copies = calls(graph, FROM_HOST)
-    for node in copies:
-        edit, tag = Editor(graph, node), tag_of(node)
-        started = edit.call(RELOAD, *node.args)
-        awaited = edit.call(RELOAD_WAIT, started, *node.args)
-        if tag is not None:
-            add_tag(started, Tag("reload", tag.params, tag.block_bytes, origin=origin))
-            add_tag(awaited, tag)
-        replace_node(node, awaited)
-    return len(copies)
+    gradients = [
+        node
+        for node in calls(graph, TO_HOST)
+        if is_only_returned(node) and on_device(node).target is not AVERAGE_GRAD
+    ]
+    return [split_copy(node, origin) for node in (*calls(graph, FROM_HOST), *gradients)]
+
+
+def is_only_returned(node: fx.Node) -> bool:
+    """Whether nothing but the output of the graph reads a value."""
+    return all(user.op == "output" for user in node.users)
+
+
+def split_copy(node: fx.Node, origin: str) -> fx.Node:
+    """Has one copy of a shard or gradient start and end in separate calls; returns the first."""
+    role: Literal["offload", "reload"] = "offload" if node.target is TO_HOST else "reload"
+    start, wait = (OFFLOAD, OFFLOAD_WAIT) if role == "offload" else (RELOAD, RELOAD_WAIT)
+    edit, tag = Editor(node.graph, node), tag_of(node)
+    started = edit.call(start, *node.args)
+    awaited = edit.call(wait, started, *node.args)
+    if tag is not None:
+        sized = tag_of(on_device(node)) or tag
+        add_tag(started, Tag(role, tag.params, sized.block_bytes, origin=origin))
+        add_tag(awaited, tag)
+    replace_node(node, awaited)
+    return started
+
+
+def on_device(grad: fx.Node) -> fx.Node:
+    """Returns the value that a gradient on the host is a copy of, or the gradient itself."""
+    if grad.target in (TO_HOST, OFFLOAD_WAIT):
+        return grad.all_input_nodes[-1]
+    return grad

@@ -41,8 +41,8 @@ Role = Literal[
 - full: the full parameter that the model reads.
 - shard_grad: the reduced gradient of the shard.
 - flat: builds a flat buffer of several tensors.
-- offload, reload: starts the copy of a saved value to the host, or back; reload also that of a
-  shard.
+- offload, reload: starts the copy of a saved value to the host, or back; also those of the shards
+  of a gradient and of a parameter.
 """
 
 SOURCE_ROLES: frozenset[Role] = frozenset({"shard", "part"})
@@ -70,6 +70,8 @@ class Reduction:
     shard, which is reduced over this group already."""
     replicate_group: str | None = None
     """Name of the process group of the ranks that hold equal shards; None without replicas."""
+    to_host: bool = False
+    """Whether the gradient of the shard is copied to the host, where the shard rests."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ from zpasses.optim.state_buckets import (
 )
 from zpasses.option_values import format_size
 from zpasses.ranks.failures import report_failure
-from zpasses.runtime.offloaded import OFFLOAD_ATTRIBUTE, is_offloaded
+from zpasses.runtime.offloaded import OFFLOAD_ATTRIBUTE, device_of_shard, is_offloaded
 from zpasses.runtime.partial_step import PartialStep, run_last, with_evaluated_closure
 from zpasses.sdma.platform import SideStream, platform_of
 
@@ -179,7 +179,7 @@ class _Offload:
         self._options = options
         params = _params_of(optimizer)
         trained = [param for param in params if param.requires_grad] or params
-        devices = {local_part(param.detach()).device for param in trained}
+        devices = {device_of_shard(param) or local_part(param.detach()).device for param in trained}
         self._device = next(iter(devices))
         if len(devices) > 1 or self._device.type == "meta":
             raise ZpassesError(
@@ -205,9 +205,14 @@ class _Offload:
         sizes = [nbytes_of(each) for each in layouts.values()]
         groups = sharding_groups_of(_params_of(optimizer))
         most, available = agreed_sizes(groups, options, type(optimizer).__name__, sizes, error)
-        plan = plan_states(most, options.device_bytes, options.bucket_bytes)
-        check_host_memory(options, plan.host_bytes, available)
         params = list(layouts)
+        plan = plan_states(
+            most,
+            options.device_bytes,
+            options.bucket_bytes,
+            lambda at: device_of_shard(params[at]) is None,
+        )
+        check_host_memory(options, plan.host_bytes, available)
         own = [sum(sizes[at] for at in bucket) for bucket in plan.buckets]
         try:
             self.arena = HostArena(sum(own), self._device)
@@ -333,7 +338,7 @@ class _Offload:
             if own
         ]
         for at in range(min(2, len(turns))):
-            nbytes = max(turn.bucket.host.numel() for turn in turns[at::2])
+            nbytes = max(turn.nbytes for turn in turns[at::2])
             slot = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             for turn in turns[at::2]:
                 turn.slot = slot
@@ -368,13 +373,15 @@ class _Offload:
             for turn in turns[:2]:
                 self._inward.keep(turn.slot)
                 self._outward.keep(turn.slot)
+            if any(turn.riders for turn in turns):
+                self._outward.synchronize()  # nothing else waits before it reads a parameter
 
     def _fetch(self, turns: Sequence[Turn], at: int) -> None:
         """Start to bring a bucket in, once the one before it in the same memory has gone out."""
         if at >= len(turns):
             return
         turn, free = turns[at], turns[at - 2].gone if at >= 2 else None
-        if turn.bucket.exists():
+        if turn.brings():
             if free is not None:
                 self._inward.run(free.wait)
             self._inward.run(turn.copy_in)

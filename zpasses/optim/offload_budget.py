@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zpasses.cost.memory import device_memory
-from zpasses.errors import MemoryBudgetError, ZpassesError
+from zpasses.errors import MemoryBudgetError, OptionError, ZpassesError
 from zpasses.option_values import format_size, parse_size
 from zpasses.ranks.agree import exchange
 from zpasses.ranks.local_ranks import local_ranks
@@ -31,6 +31,8 @@ class OffloadOptions:
     device_bytes: int
     host_bytes: int | None
     bucket_bytes: int = 0
+    trained: bool = False
+    """Whether trained parameters move, too."""
 
     @classmethod
     def parse(
@@ -40,8 +42,11 @@ class OffloadOptions:
         device_bytes: str,
         host_bytes: str | None,
         bucket_bytes: str = "0B",
+        trained: bool = False,
     ) -> OffloadOptions:
-        """Raises OptionError for an option that is no size."""
+        """Raises OptionError for an option that is no size, or not True or False."""
+        if not isinstance(trained, bool):
+            raise OptionError(f"{function}, trained: got {trained!r}; expected True or False.")
 
         def parsed(name: str, text: str) -> int:
             return parse_size(text, f"{function}, {name}")
@@ -52,6 +57,7 @@ class OffloadOptions:
             parsed("device_bytes", device_bytes),
             None if host_bytes is None else parsed("host_bytes", host_bytes),
             parsed("bucket_bytes", bucket_bytes),
+            trained,
         )
 
 
@@ -108,9 +114,9 @@ def _merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     other = next((each["what"] for each in answers if each["what"] != first["what"]), None)
     if error is None and other is not None:
         error = (
-            "ranks differ in the type, the number of parameters, device_bytes, host_bytes or "
-            f"bucket_bytes: {first['what']} on one rank, {other} on another. Call it alike on "
-            "every rank."
+            "ranks differ in the type, the number of parameters, device_bytes, host_bytes, "
+            f"bucket_bytes or trained: {first['what']} on one rank, {other} on another. Call it "
+            "alike on every rank."
         )
     if error is not None:
         return {**first, "error": error}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from zpasses import compat
 from zpasses.optim.host_arena import HostArena
 from zpasses.optim.state_buckets import ValueLayout, layout_of_value, local_part
+from zpasses.runtime.offloaded import device_of_shard
 from zpasses.sdma.platform import SideStream
 
 
@@ -103,9 +104,7 @@ class StateValue:
 
     def view(self, slot: Tensor) -> Tensor:
         """Returns the value in a bucket on the device."""
-        layout = self.layout
-        part = slot.narrow(0, self.offset, layout.nbytes).view(layout.dtype)
-        return part.as_strided(layout.shape, layout.stride, part.storage_offset())
+        return part_of(slot, self.offset, self.layout)
 
 
 @dataclass
@@ -137,6 +136,53 @@ class Bucket:
 
 
 @dataclass
+class Rider:
+    """A shard of a parameter on the host, or of its gradient, which comes with the states."""
+
+    owner: DTensor
+    host: Tensor
+    layout: ValueLayout
+    offset: int
+    """In the slot, in bytes."""
+    returns: bool
+    """Whether it is copied back. The step leaves gradients as they are."""
+
+    def copy_in(self, slot: Tensor) -> None:
+        part_of(slot, self.offset, self.layout).copy_(self.host, non_blocking=True)
+
+    def copy_out(self, slot: Tensor) -> None:
+        if self.returns:
+            self.host.copy_(part_of(slot, self.offset, self.layout), non_blocking=True)
+
+    def come(self, slot: Tensor) -> None:
+        compat.swap_local(self.owner, part_of(slot, self.offset, self.layout))
+
+    def go(self) -> None:
+        compat.swap_local(self.owner, self.host)
+
+
+def riders_of(params: Iterable[Tensor], offset: int) -> list[Rider]:
+    """Returns what comes with the states of these parameters, from this byte of the slot on."""
+    riders = []
+    for param in params:
+        for owner in (param, param.grad) if device_of_shard(param) is not None else ():
+            if not isinstance(owner, DTensor):
+                continue
+            host = compat.local_of(owner)
+            layout = layout_of_value(None, host) or layout_of_value(None, host.contiguous())
+            if layout is not None:
+                riders.append(Rider(owner, host, layout, offset, owner is param))
+                offset += layout.nbytes
+    return riders
+
+
+def part_of(slot: Tensor, offset: int, layout: ValueLayout) -> Tensor:
+    """Returns a value in a slot."""
+    part = slot.narrow(0, offset, layout.nbytes).view(layout.dtype)
+    return part.as_strided(layout.shape, layout.stride, part.storage_offset())
+
+
+@dataclass
 class Turn:
     """A bucket in one step."""
 
@@ -144,18 +190,35 @@ class Turn:
     params: list[Tensor]
     """Those that step."""
     state: RestingState
+    riders: list[Rider] = field(init=False)
     slot: Tensor = field(init=False)
-    """uint8, at least as long as the bucket, on the device."""
+    """uint8, at least `nbytes`, on the device."""
     ready: Any = None
     """The event after which the current stream may use the slot."""
     gone: Any = None
     """The event after which the slot is free again."""
 
+    def __post_init__(self) -> None:
+        self.riders = riders_of(self.params, self.bucket.host.numel())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states, and of what comes with them."""
+        return self.bucket.host.numel() + sum(each.layout.nbytes for each in self.riders)
+
+    def brings(self) -> bool:
+        """Whether something comes in."""
+        return bool(self.riders) or self.bucket.exists()
+
     def copy_in(self) -> None:
         self._part().copy_(self.bucket.host, non_blocking=True)
+        for each in self.riders:
+            each.copy_in(self.slot)
 
     def copy_out(self) -> None:
         self.bucket.host.copy_(self._part(), non_blocking=True)
+        for each in self.riders:
+            each.copy_out(self.slot)
 
     def _part(self) -> Tensor:
         return self.slot.narrow(0, 0, self.bucket.host.numel())
@@ -167,6 +230,8 @@ class Turn:
         for entries, key, value in self._values():
             if value.rest is not None and entries.get(key) is value.rest:
                 entries[key] = value.placed = wrapped(value.view(self.slot), value.rest)
+        for each in self.riders:
+            each.come(self.slot)
 
     def go(self) -> None:
         """Put what the optimizer holds after the step into the slot, and give it the host tensors.
@@ -182,6 +247,8 @@ class Turn:
                 if local.data_ptr() != there.data_ptr():
                     there.copy_(local)
             entries[key], value.placed = value.rest_like(found), None
+        for each in self.riders:
+            each.go()
 
     def _values(self) -> Iterator[tuple[dict[Any, Any], Any, StateValue]]:
         for param in self.params:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,15 +75,21 @@ class StatePlan:
     host_bytes: int
     """Of those that rest on the host."""
     in_flight_bytes: int
-    """The most that a step holds on the device beside `device_bytes`: two buckets. The step that
-    makes the states holds those of a third one."""
+    """The most of states that a step holds on the device beside `device_bytes`: two buckets. The
+    step that makes the states holds those of a third one. Parameters on the host, and their
+    gradients, come with their states."""
     resident: tuple[int, ...]
     """Positions of the parameters whose states stay, in the order of the optimizer."""
     buckets: tuple[tuple[int, ...], ...]
     """Positions of the other parameters, bucket by bucket."""
 
 
-def plan_states(sizes: Sequence[int], device_bytes: int, bucket_bytes: int) -> StatePlan:
+def plan_states(
+    sizes: Sequence[int],
+    device_bytes: int,
+    bucket_bytes: int,
+    may_stay: Callable[[int], bool] = lambda at: True,
+) -> StatePlan:
     """Returns which states stay on the device, and the buckets of the others.
 
     Those stay that fit, in the order of the parameters. They step first, while the first bucket
@@ -93,10 +99,11 @@ def plan_states(sizes: Sequence[int], device_bytes: int, bucket_bytes: int) -> S
         sizes: bytes of the states of each parameter.
         device_bytes: the most that may stay.
         bucket_bytes: the most of a bucket. A parameter with more has a bucket of its own.
+        may_stay: whether the states of the parameter at this position may.
     """
     resident, buckets, room, left = list[int](), list[list[int]](), device_bytes, 0
     for at, size in enumerate(sizes):
-        if size <= room:
+        if size <= room and may_stay(at):
             resident.append(at)
             room -= size
         elif buckets and size <= left:

@@ -70,12 +70,14 @@ class FlushEntry:
             _name(how.dtype),
             _name(how.reduce_dtype),
             how.group is None,
+            how.to_host,
         ]
 
     @staticmethod
     def from_json(values: Sequence[Any], window: Window, group: str) -> FlushEntry:
         """Read an entry of another rank of `group`. Its other groups are those of this rank."""
-        param_index, dtype, total_dtype, shape, rows, shard_dtype, reduce_dtype, of_shard = values
+        param_index, dtype, total_dtype, shape, rows, shard_dtype, reduce_dtype, *flags = values
+        of_shard, to_host = flags
         param = window.params[param_index]
         groups = layout_of(param).sharding_groups if isinstance(param, DTensor) else (group,)
         inside = None if of_shard else groups[0]
@@ -84,7 +86,8 @@ class FlushEntry:
             _dtype(shard_dtype),
             _dtype(reduce_dtype) if reduce_dtype else None,
             inside,
-            *groups[1:],
+            groups[1] if len(groups) > 1 else None,
+            to_host,
         )
         return FlushEntry(param_index, _dtype(dtype), _dtype(total_dtype), tuple(shape), reduction)
 
@@ -299,7 +302,9 @@ def _reduce(
         totals.append(
             grad.total
             if grad is not None
-            else torch.zeros(entry.shape, dtype=entry.total_dtype, device=shard.device)
+            else torch.zeros(
+                entry.shape, dtype=entry.total_dtype, device=layout_of(param).mesh.device_type
+            )
         )
         shard_rows.append(shard.shape[0] if shard.dim() else 0)
     groups = groups_of(window)

@@ -16,7 +16,8 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph.aliases import is_view
-from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD
+from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, TO_HOST
+from zpasses.graph.host_copies import on_device
 from zpasses.graph.queries import returned_values, value_of
 from zpasses.graph.tags import REDUCE_ROLES, Reduction, Tag, retag, tag_of
 
@@ -155,6 +156,10 @@ def grad_sites(graph: fx.Graph) -> dict[GradSlot, GradSlotNodes]:
 
 
 def _reduction(grad: fx.Node, tag: Tag) -> Reduction | None:
+    source = on_device(grad)
+    if source is not grad:
+        found = _reduction(source, tag_of(source) or tag)
+        return found and replace(found, to_host=True)
     arguments: Any = grad.args
     if grad.target is AVERAGE_GRAD and tag.reduction is None:
         inner, dtype, replicas = arguments[:3]
@@ -178,7 +183,7 @@ def returned_gradients(graph: fx.Graph) -> dict[int, list[fx.Node]]:
 
 def _summands(node: fx.Node) -> list[fx.Node]:
     tag = tag_of(node)
-    reduces = node.target in (REDUCE_GRAD, AVERAGE_GRAD)
+    reduces = node.target in (REDUCE_GRAD, AVERAGE_GRAD, TO_HOST)
     if tag is not None and (tag.role == "shard_grad" or reduces):
         return [node]
     if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2:
@@ -198,6 +203,8 @@ def _find_source(grad: fx.Node, *, only_average: bool = False) -> GradSource | N
     tag = tag_of(grad)
     assert tag is not None
     only_average = only_average or tag.defers_average
+    grad = on_device(grad)
+    tag = tag_of(grad) or tag
     if grad.target is REDUCE_GRAD or (only_average and grad.target is AVERAGE_GRAD):
         return GradSource(grad.all_input_nodes[0], (GradReader(grad),))
     found: dict[fx.Node, dict[GradReader, None]] = {}

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
+from zpasses.graph.host_copies import SETTLE
 from zpasses.runtime.layout import layout_of, rows_of, rows_of_all
 from zpasses.runtime.param_value import drop_cached
 from zpasses.runtime.watched import run_explained, watch, watch_if_needed
@@ -196,6 +197,8 @@ def wrap_shard_grad(rows: Tensor, param: DTensor, *, stored: bool = True) -> DTe
         stored: whether autograd adds the gradient to `param.grad`. False returns a plain DTensor.
     """
     layout, spec = layout_of(param), compat.spec_of(param)
+    if rows.device.type != layout.mesh.device_type:
+        SETTLE(rows)  # from here on, the CPU may read it
     if layout.grad_scale != 1.0:
         in_place = not rows.requires_grad and rows.is_floating_point()
         rows = rows.mul_(layout.grad_scale) if in_place else rows * layout.grad_scale

@@ -41,6 +41,7 @@ from zpasses.runtime.inplace import (
     write_rows,
 )
 from zpasses.runtime.layout import LAYOUT_ATTRIBUTE
+from zpasses.runtime.offloaded import DEVICE_ATTRIBUTE
 from zpasses.runtime.reductions import NEED_ELEMENTS, has_empty_part, with_full_inputs
 
 VALUE_ATTRIBUTE = "_zpasses_value"
@@ -245,7 +246,7 @@ def _deep_copy(source: WatchedShard, memo: dict[int, Any]) -> DTensor:
     compat.set_spec(param, compat.spec_of(source))
     watch(param, ShardMemory())
     for name, attribute in vars(source).items():
-        if name == LAYOUT_ATTRIBUTE:
+        if name in (LAYOUT_ATTRIBUTE, DEVICE_ATTRIBUTE):
             setattr(param, name, attribute)
         elif not name.startswith("_zpasses_"):
             setattr(param, name, copy.deepcopy(attribute, memo))

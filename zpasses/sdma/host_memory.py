@@ -19,7 +19,7 @@ from torch import Tensor
 from zpasses.errors import ZpassesError
 from zpasses.graph.host_copies import LIBRARY, empty_like_on
 from zpasses.sdma.platform import Platform, SideStream, platform_of
-from zpasses.sdma.saved_arenas import like_on_host
+from zpasses.sdma.saved_arenas import like_on_host, loose_gradients
 
 
 @dataclass(eq=False)
@@ -98,10 +98,22 @@ def _reload_wait(ticket: Tensor, host: Tensor, device: torch.device) -> Tensor:
     return _wait(ticket)
 
 
+def _to_host(grad: Tensor) -> Tensor:
+    return like_on_host(grad, loose_gradients).copy_(grad)
+
+
+def _settle(host: Tensor) -> None:
+    for (_, _, direction), stream in _streams.items():
+        if direction == "out":
+            stream.synchronize()
+
+
 for _name, _run in (
     ("offload", _offload),
     ("offload_wait", _offload_wait),
     ("reload", _reload),
     ("reload_wait", _reload_wait),
+    ("to_host", _to_host),
+    ("settle", _settle),
 ):
     LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")

@@ -1,10 +1,12 @@
-"""Host memory for the values that forward graphs save: one arena for each run of a graph.
+"""Host memory for the values that forward graphs save, and for the gradients of shards that rest on
+the host: one arena for each run of a graph.
 
 An arena has the exact size of what one run puts on the host, and is locked for accelerators. It
 serves the next run once all its tensors are freed, so a training step allocates nothing after its
 first forward. It is freed with the compiled graph. If forwards of a graph run before the backward
-of the first, each has an arena. All arenas together keep to the option `host_memory`: those that
-hold no tensor are freed first, and then a run is refused before it starts.
+of the first, each has an arena. All arenas of saved values together keep to the option
+`host_memory`: those that hold no tensor are freed first, and then a run is refused before it
+starts.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.errors import MemoryBudgetError
-from zpasses.graph.host_copies import HostNeed, aligned
+from zpasses.graph.host_copies import HostNeed, aligned, empty_like_on
 from zpasses.option_values import format_size
 from zpasses.sdma.locked_memory import LockedMemory
 
 
 class HostBytes:
-    """What the saved values of this process take of the host."""
+    """What the saved values, or the gradients, of this process take of the host."""
 
     def __init__(self) -> None:
         self.live = 0
@@ -50,7 +52,7 @@ class HostBytes:
                     each.release()
                 if self.reserved + nbytes > limit_bytes:
                     raise MemoryBudgetError(_too_much(nbytes, self.reserved, limit_bytes))
-            memory = LockedMemory(-1, nbytes)
+            memory = LockedMemory(-1, max(nbytes, 1))
             if device.type == "cuda":
                 memory.lock(device)
             self.reserved += nbytes
@@ -76,21 +78,22 @@ def _too_much(nbytes: int, taken: int, limit_bytes: int) -> str:
     )
 
 
-host = HostBytes()
-"""Of this process."""
+host, gradients = HostBytes(), HostBytes()
+"""Of this process: of saved values, and of gradients."""
 
 
 class SavedArenas:
     """The arenas of one compiled graph.
 
     Args:
-        limit_bytes: the most that all arenas of the process may take; None for no limit.
+        limit_bytes: the most that all arenas of the pool may take; None for no limit.
+        pool: what counts them.
     """
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
-        self._limit = limit_bytes
+    def __init__(self, limit_bytes: int | None = None, pool: HostBytes = host) -> None:
+        self._limit, self.pool = limit_bytes, pool
         self._idle: list[LockedMemory] = []
-        host.arenas.add(self)
+        pool.arenas.add(self)
 
     @contextlib.contextmanager
     def run(self, nbytes: int, device: torch.device) -> Iterator[None]:
@@ -116,12 +119,12 @@ class SavedArenas:
         self._idle.clear()
 
     def _take(self, nbytes: int, device: torch.device) -> LockedMemory:
-        with host.lock:
-            for at, memory in enumerate(self._idle):
-                if len(memory) >= nbytes:
-                    return self._idle.pop(at)
+        with self.pool.lock:
+            fitting = [at for at, memory in enumerate(self._idle) if len(memory) >= nbytes]
+            if fitting:
+                return self._idle.pop(min(fitting, key=lambda at: len(self._idle[at])))
             self.release()  # with dynamic shapes: too small
-        return host.reserve(nbytes, device, self._limit)
+        return self.pool.reserve(nbytes, device, self._limit)
 
     def _ended(self, memory: LockedMemory) -> None:
         self._idle.append(memory)
@@ -138,20 +141,20 @@ class _Lease:
     """Tensors that exist, and the run itself."""
 
     def like(self, value: Tensor) -> Tensor:
-        size, begin = max(1, value.numel()) * value.element_size(), self.used
+        size, begin = value.numel() * value.element_size(), self.used
         self.used += aligned(size)
         part = memoryview(self.memory)[begin : begin + size]
-        with host.lock:
+        with self.arenas.pool.lock:
             self.holders += 1
-            host.live += size
+            self.arenas.pool.live += size
         weakref.finalize(part, self.give_back, size).atexit = False
-        flat = torch.frombuffer(part, dtype=value.dtype, count=max(1, value.numel()))
+        flat = torch.frombuffer(part, dtype=value.dtype, count=value.numel())
         return flat.as_strided(value.shape, value.stride()).detach()
 
     def give_back(self, nbytes: int) -> None:
         """Notes that a tensor is freed, or that the run has ended."""
-        with host.lock:
-            host.live -= nbytes
+        with self.arenas.pool.lock:
+            self.arenas.pool.live -= nbytes
             self.holders -= 1
             if not self.holders:
                 self.arenas._ended(self.memory)
@@ -162,40 +165,44 @@ class _Current(threading.local):
 
 
 _current = _Current()
-loose = SavedArenas()
+loose, loose_gradients = SavedArenas(), SavedArenas(pool=gradients)
 """For copies outside of a run of a compiled graph."""
 
 
-def like_on_host(value: Tensor) -> Tensor:
+def like_on_host(value: Tensor, otherwise: SavedArenas = loose) -> Tensor:
     """Returns an uninitialised host tensor with the shape, strides and dtype of a value.
+
+    Args:
+        otherwise: where its memory comes from outside of a run of a compiled graph.
 
     Raises:
         ZpassesError: if the driver refuses to lock so much.
     """
+    if not value.numel():  # of a rank without rows
+        return empty_like_on(value, "cpu")
     if _current.lease is not None:
         return _current.lease.like(value)
-    size = aligned(max(1, value.numel()) * value.element_size())
-    with loose.run(size, value.device):
+    size = aligned(value.numel() * value.element_size())
+    with otherwise.run(size, value.device):
         return like_on_host(value)
 
 
 def with_arenas(
     code: Callable[[list[Any]], Any],
     need: HostNeed,
-    limit_bytes: int,
-    report: Callable[[MemoryBudgetError], None],
+    arenas: SavedArenas,
+    report: Callable[[MemoryBudgetError], None] = lambda error: None,
 ) -> Callable[[list[Any]], Any]:
-    """Returns the code of a forward graph, with an arena for each of its runs.
+    """Returns the code of a graph, with an arena for each of its runs.
 
     Args:
         need: what a run puts on the host.
-        limit_bytes: the most that all arenas of the process may take.
+        arenas: those of the graph.
         report: called with the error of a run that needs more, which has not begun.
 
     Raises:
         MemoryBudgetError: when the code is called, if the run needs more than the limit leaves.
     """
-    arenas = SavedArenas(limit_bytes)
 
     def run(args: list[Any]) -> Any:
         first = next((each for each in args if isinstance(each, Tensor)), None)

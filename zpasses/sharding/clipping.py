@@ -47,7 +47,9 @@ def clip_grad_norm_(
     groups: dict[Any, list[Tensor]] = {}
     for param in given:
         if (grad := param.grad) is not None:
-            key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+            key = None
+            if isinstance(grad, DTensor):  # some may rest on the host
+                key = grad.device_mesh, grad.placements, compat.local_of(grad).device
             groups.setdefault(key, []).append(param)
     if not groups:
         return torch.tensor(0.0)
@@ -80,6 +82,7 @@ def _norms(grads: Sequence[Tensor], order: float) -> Tensor:
     if any(placement.is_partial() for placement in first.placements):
         return _local_norms([each.full_tensor() for each in grads if _is_dtensor(each)], order)
     norms = _local_norms([compat.local_of(each) for each in grads if _is_dtensor(each)], order)
+    norms = norms.to(first.device_mesh.device_type)  # where its groups communicate
     finite = math.isfinite(order) and order != 0
     powers = norms**order if finite else norms
     how = dist.ReduceOp.SUM if math.isfinite(order) else _EXTREMES[order > 0]

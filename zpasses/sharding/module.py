@@ -350,16 +350,18 @@ def sharded_parameters(model: nn.Module) -> list[DTensor]:
     return list(found.values())
 
 
-def parameters_on_host(model: nn.Module) -> set[DTensor]:
-    """Return the sharded parameters of a model whose shards rest on the host."""
-    found = set[DTensor]()
+def parameters_on_host(model: nn.Module) -> dict[DTensor, ParamShardSpec]:
+    """Return the sharded parameters of a model whose shards rest on the host, and how one of the
+    modules that have it reads each.
+    """
+    found = dict[DTensor, ParamShardSpec]()
     for module in model.modules():
-        if isinstance(module, ShardedModule):
-            names = [
-                name for name, spec in module._zpasses_specs.items() if spec.device is not None
-            ]
-            params: list[Any] = [module._parameters.get(name) for name in names]
-            found.update(param for param in params if isinstance(param, DTensor))
+        for name, spec in (
+            module._zpasses_specs.items() if isinstance(module, ShardedModule) else ()
+        ):
+            param = module._parameters.get(name)
+            if spec.device is not None and isinstance(param, DTensor):
+                found[param] = spec
     return found
 
 

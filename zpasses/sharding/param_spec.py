@@ -25,6 +25,8 @@ class ParamShardSpec:
     """Reduce gradients in this dtype; None keeps the gradient's dtype."""
     device: torch.device | None = None
     """Where the shard, which rests on the host, comes for each read; None if it rests there."""
+    is_trained: bool = False
+    """Whether a parameter on the host may be trained: its gradients go to the host."""
 
     @property
     def places(self) -> tuple[Any, ...]:
@@ -34,15 +36,17 @@ class ParamShardSpec:
             return layout.sharding_groups
         group, replicate_group, *_ = (*layout.sharding_groups, None)
         groups = group, replicate_group, layout.reshard_group
-        return groups if self.device is None else (*groups, None, self.device)
+        if self.device is None:
+            return groups
+        return (*groups, None, self.device, *[True] * self.is_trained)
 
 
 def trained_on_host(name: str) -> str:
     """Returns the text of an error."""
     return (
-        f"parameter {name!r} rests on the host and is trained (requires_grad). Only frozen "
-        "parameters can rest there: freeze it again, or freeze only what stays frozen before "
-        "zpasses.offload_parameters."
+        f"parameter {name!r} rests on the host and is trained (requires_grad), but it was frozen "
+        "when it went there. Freeze it again, or let its gradients go to the host, too: "
+        "zpasses.offload_parameters(model, trained=True)."
     )
 
 

@@ -116,7 +116,7 @@ def _read_eagerly(module: Any, name: str, param: DTensor) -> Tensor:
         return param
     spec: ParamShardSpec = module._zpasses_specs[name]
     layout = spec.layout
-    if spec.device is not None and param.requires_grad:
+    if spec.device is not None and param.requires_grad and not spec.is_trained:
         raise ShardingError(trained_on_host(name))
     with bound_call(read_of(param_value_of(param).identity)):
         full = layout.rows_back(

@@ -71,6 +71,8 @@ class BackwardFacts:
     """Of a graph without slots. Variants have their own."""
     params_read: Sequence[str]
     """Parameters whose values the graph uses."""
+    host: HostNeed | None = None
+    """What a run puts on the host: gradients."""
 
 
 @dataclass(frozen=True)

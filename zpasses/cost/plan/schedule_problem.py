@@ -45,6 +45,7 @@ from zpasses.cost.time.step_time import (
 )
 from zpasses.cost.time.target import Target
 from zpasses.graph.aliases import buffer_readers, memory_root, root_output
+from zpasses.graph.dialect import TO_HOST
 from zpasses.graph.host_copies import FROM_HOST, HostCopy, is_host_wait
 from zpasses.graph.queries import (
     Collective,
@@ -370,7 +371,12 @@ class _Reader:
                 held_from=held,
                 start_us=sum(compute_us(node, self._target) for node in prepared)
                 + sum(each.issue_us for each in copies),
-                wait_us=sum(compute_us(node, self._target) for node in item.results),
+                # Gradients go to the host on the side once the collectives have their places.
+                wait_us=sum(
+                    compute_us(node, self._target)
+                    for node in item.results
+                    if node.target is not TO_HOST
+                ),
                 packing_us=_packing_us(item, key, gather, self._target),
                 resident=gather and is_resident(item.wait),
                 ranks=_ranks_of(transfer),

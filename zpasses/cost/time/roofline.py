@@ -23,6 +23,7 @@ from zpasses import compat
 from zpasses.cost.time.route_figures import MAX_CHUNK_BYTES, RouteFigures
 from zpasses.cost.time.target import Target
 from zpasses.graph.aliases import is_view
+from zpasses.graph.dialect import TO_HOST
 from zpasses.graph.host_copies import FROM_HOST, HOST_STARTS, HOST_WAITS
 from zpasses.graph.queries import collective_of, nbytes, value_of
 
@@ -146,8 +147,9 @@ def compute_us(node: fx.Node, target: Target) -> float:
         return 0.0
     if call.namespace == "_c10d_functional":
         return 0.0
-    if call is FROM_HOST:
-        return target.kernel_us + nbytes(value_of(node)) / (target.host_in_gb_s * 1e3)
+    if call in (FROM_HOST, TO_HOST):
+        speed = target.host_in_gb_s if call is FROM_HOST else target.host_out_gb_s
+        return target.kernel_us + nbytes(value_of(node)) / (speed * 1e3)
     moved = nbytes(value_of(node)) + sum(nbytes(value_of(item)) for item in node.all_input_nodes)
     return max(
         target.kernel_us, moved / (target.memory_gb_s * 1e3), _flops(node) / (target.tflops * 1e6)

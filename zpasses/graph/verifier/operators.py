@@ -11,9 +11,9 @@ import torch
 
 from zpasses import compat
 from zpasses.graph.aliases import COPIES, GETITEM, shared_arguments
-from zpasses.graph.dialect import DIALECT
+from zpasses.graph.dialect import DIALECT, TO_HOST
 from zpasses.graph.encoding import DECODE, DECODE_MEAN, ENCODE
-from zpasses.graph.host_copies import FROM_HOST, HOST_STARTS, RELOAD, RELOAD_WAIT
+from zpasses.graph.host_copies import FROM_HOST, HOST_STARTS, HOST_WAITS
 from zpasses.graph.queries import communicates
 
 aten = torch.ops.aten
@@ -23,18 +23,22 @@ Kind = Literal["gather", "reduce"]
 REDUCE_OPS = frozenset({"sum", "avg", "product", "min", "max", "band", "bor", "bxor"})
 """The reduce ops that the functional collectives know."""
 
-_LINKS = COPIES | {
-    DECODE,
-    ENCODE,
-    FROM_HOST,
-    GETITEM,
-    RELOAD,
-    RELOAD_WAIT,
-    aten.cat.default,
-    aten.contiguous.default,
-    aten.slice_copy.Tensor,
-    aten.stack.default,
-}
+_LINKS = (
+    COPIES
+    | HOST_STARTS
+    | HOST_WAITS
+    | {
+        DECODE,
+        ENCODE,
+        FROM_HOST,
+        GETITEM,
+        TO_HOST,
+        aten.cat.default,
+        aten.contiguous.default,
+        aten.slice_copy.Tensor,
+        aten.stack.default,
+    }
+)
 _ARITHMETIC = {
     aten.add.Tensor,
     aten.div.Scalar,
