@@ -243,11 +243,15 @@ def _draw_options(chance: random.Random, how: str, mesh: tuple[int, ...]) -> dic
     }
     if drawn.get("memory_budget") is not None and drawn.get("prefetch") != "auto":
         impossible["prefetch"] = True
-    return {
+    given = {
         name: value
         for name, value in drawn.items()
         if value is not None and not impossible.get(name)
     }
+    if "pipeline" in given and ("memory_budget" not in given or "prefetch" in given):
+        # Nothing would choose the number of chunks.
+        given["pipeline"] = re.sub(r"\bchunk-loss(?!\{)", "chunk-loss{chunks=2}", given["pipeline"])
+    return given
 
 
 def _draw_host_options(
