@@ -242,7 +242,7 @@ def _as_bytes(scale: Tensor) -> Tensor:
     """Returns positive numbers of fp32, [parts, n], as uint8[parts, 4 * n], lowest byte first."""
     bits = scale.view(torch.int32)
     several = torch.stack([(bits >> shift) & 255 for shift in (0, 8, 16, 24)], 2)
-    return several.to(torch.uint8).view(scale.shape[0], -1)
+    return several.to(torch.uint8).flatten(1)
 
 
 def _from_bytes(several: Tensor) -> Tensor:
