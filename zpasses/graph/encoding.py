@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -209,8 +210,12 @@ def _packed(codes: Tensor) -> Tensor:
 def _looked_up(packed: Tensor, table: Sequence[float]) -> Tensor:
     """Returns what codes that `_packed` returned stand for, fp32[parts, 2 * bytes].
 
-    Selections instead of reads of a table, which generated code would need as a constant.
+    In generated code by selections, as it would need a table as a constant. One by one, these would
+    take ten times the memory of the result.
     """
+    if not isinstance(packed, compat.FakeTensor):
+        pairs = packed.new_tensor([*itertools.product(table, table)], dtype=torch.float32)
+        return F.embedding(packed.to(torch.int32), pairs).flatten(1)
     shifts = torch.arange(4, -1, -4, device=packed.device)
     codes = (packed.to(torch.int32)[:, :, None] >> shifts.to(torch.int32)).flatten(1)
     found: list[Any] = list(table)

@@ -20,7 +20,6 @@ import zpasses
 from tests.on_ranks import needs, on_ranks
 from tests.zpasses.backend.cache.test_warm_start import COLD, Messages, on_fresh_ranks, words
 from tests.zpasses.cost.memory.test_liveness import allocated
-from zpasses.errors import AgreementError
 from zpasses.graph.encoding import ENCODED_DTYPES, Encoding, decode, encode
 from zpasses.optim import parameter_plan
 from zpasses.pipeline import events
@@ -238,9 +237,8 @@ def test_ranks_that_encode_differently_are_an_error_of_both():
         zpasses.encode_parameters(net, ("int8", "fp8")[dist.get_rank()])
         step(torch.ones(2, WIDTH))
 
-    with pytest.raises(
-        AgreementError, match=r"zpasses\.encode_parameters for it.* format=int8/128"
-    ):
+    # One rank raises it in the call, and the other one when it compiles.
+    with pytest.raises(Exception, match=r"encode_parameters for it.* format=(int8|fp8)/128"):
         differ()
 
 
