@@ -41,6 +41,7 @@ from zpasses.graph.host_copies import FROM_HOST
 from zpasses.graph.queries import (
     Editor,
     calls,
+    derived_values,
     named_arguments,
     nbytes,
     replace_node,
@@ -81,8 +82,12 @@ class GatherParams(EncodingPass):
         """Returns the number of reads lowered."""
         self.choose_encodings(graph)
         reads = calls(graph, UNSHARD)
+        decoded = {reader for read in reads for reader in read.users if reader.target is DECODE}
         for read in reads:
             self._lower(graph, read)
+        # Shards that rest encoded: what is kept for backward are codes.
+        for node in derived_values(graph, decoded.__contains__):
+            compat.mark_recompute(node)
         return len(reads)
 
     def _lower(self, graph: fx.Graph, read: fx.Node) -> None:

@@ -24,11 +24,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import fx
 
 from zpasses import compat
 from zpasses.graph.patterns import tag_foreign_gathers
+from zpasses.graph.queries import derived_values
 from zpasses.graph.regathers import insert_regathers
 from zpasses.graph.row_exchange import ALL_TO_ALL_ROWS
 from zpasses.graph.tags import GATHER_ROLES, tag_of
@@ -56,15 +56,9 @@ class ReshardAfterForward(Pass):
         """Returns the number of nodes that backward recomputes."""
         tag_foreign_gathers(graph, origin=self.name)
         only_forward = insert_regathers(graph, origin=self.name)
-        marked: set[fx.Node] = set()
-        for node in graph.nodes:
-            if (
-                node.op == "call_function"
-                and node not in only_forward
-                and (_is_part_of_gather(node) or _depends_only_on_parameters(node, marked))
-            ):
-                compat.mark_recompute(node)
-                marked.add(node)
+        marked = derived_values(graph, _is_part_of_gather, without=only_forward)
+        for node in marked:
+            compat.mark_recompute(node)
         return len(marked)
 
 
@@ -73,11 +67,3 @@ def _is_part_of_gather(node: fx.Node) -> bool:
     # Only lookups read exchanged rows, so backward needs none.
     is_table = node.target is not ALL_TO_ALL_ROWS
     return tag is not None and tag.role in GATHER_ROLES and is_table
-
-
-def _depends_only_on_parameters(node: fx.Node, marked: set[fx.Node]) -> bool:
-    inputs = node.all_input_nodes
-    if not inputs or not all(item in marked for item in inputs):
-        return False
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded not in tags and not node.is_impure()

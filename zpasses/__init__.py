@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zpasses.pipeline import Facts, Level, Options, Pass, PassRecord, Pipeline
     from zpasses.ranks.device_mesh import init_device_mesh
     from zpasses.sharding.clipping import clip_grad_norm_
+    from zpasses.sharding.encoded_params import encode_parameters
     from zpasses.sharding.flat_buffers import pack_parameters
     from zpasses.sharding.module import local_shards
     from zpasses.sharding.shard import invalidate, pack_shards, shard
@@ -54,6 +55,7 @@ __all__ = [
     "clip_grad_norm_",
     "coalesce_grad_reduction",
     "compile_blocks",
+    "encode_parameters",
     "full_state_dict",
     "init_device_mesh",
     "invalidate",
@@ -87,6 +89,7 @@ _HOMES = {
     "clip_grad_norm_": "zpasses.sharding.clipping",
     "coalesce_grad_reduction": "zpasses.accumulation",
     "compile_blocks": "zpasses.backend.per_block",
+    "encode_parameters": "zpasses.sharding.encoded_params",
     "full_state_dict": "zpasses.checkpoint.full",
     "init_device_mesh": "zpasses.ranks.device_mesh",
     "invalidate": "zpasses.sharding.shard",

@@ -23,6 +23,7 @@ from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.graph.aliases import elements_of
 from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, TO_HOST, UNSHARD
+from zpasses.graph.encoding import DECODE
 from zpasses.graph.groups import mesh_dimensions
 from zpasses.graph.queries import collective_of, is_dialect, named_arguments, nbytes, value_of
 from zpasses.graph.tags import Tag, add_tag, mark_of_model, tag_of
@@ -271,6 +272,10 @@ def _is_unshard(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (UNSHARD, UNSHARD.overloadpacket)
 
 
+def _is_decode(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (DECODE, DECODE.overloadpacket)
+
+
 def _check_and_tag_reads(gm: fx.GraphModule, names: dict[fx.Node, str]) -> tuple[str, ...]:
     groups: dict[str, None] = {}
     for module in gm.modules():
@@ -282,6 +287,8 @@ def _check_and_tag_reads(gm: fx.GraphModule, names: dict[fx.Node, str]) -> tuple
                 source = node.all_input_nodes[0].all_input_nodes
                 name = names.get(source[0]) if source else None
                 _check_no_writes(node, name)
+                for reader in filter(_is_decode, node.users):
+                    _check_no_writes(reader, name)
                 arguments = named_arguments(node, UNSHARD)
                 stays = arguments.get("device") and not arguments.get("grad_to_host")
                 if name is not None and stays and source[0].meta["example_value"].requires_grad:

@@ -1,32 +1,37 @@
-"""Encodings of values that are communicated: one byte per value, and one scale per block of values.
+"""Encodings of values: a code of 8 or 4 bits per value, and one scale per block of values.
 
     zpasses::encode(value, count, parts, encoding) -> records, uint8[parts * record_bytes]
     zpasses::decode(records, shape, parts, dtype, encoding) -> tensor
     zpasses::decode_mean(records, shape, parts, dtype, encoding) -> tensor
 
 A record holds the scales and codes of `count` values, so that one launch of a collective moves
-both. Both operators compute in fp32. Passes, dumps and plans see one node each; `expand_encodings`
-replaces them by the operators of torch that they are made of, right before code generation, so that
-Inductor fuses them with what computes and reads their values.
+both. Gathers and reductions may encode what they communicate, with 8 bits. The shards of a frozen
+parameter may rest encoded, one record per row (zpasses.sharding.encoded_params). All operators
+compute in fp32. Passes, dumps and plans see one node each; `expand_encodings` replaces them by the
+operators of torch that they are made of, right before code generation, so that Inductor fuses them
+with what computes and reads their values.
 
 What a block of values decodes to:
 
 - Zeros, and blocks of zeros, stay zero. int8 drops the sign of a zero.
 - A block with an infinity or a NaN decodes to NaN in all its values: no infinity becomes finite.
-- Values far below the largest of their block become zero: below 1/254 of it (int8), or below 5e-6
-  of it (fp8, mxfp8). A block of denormal numbers below 4e-43 becomes zero, since its scale is.
+- Values far below the largest of their block become zero: below 1/254 of it (int8), below 5e-6 of
+  it (fp8, mxfp8), below 0.04 of it (nf4), or below 0.0026 of it (fp4). A block of denormal numbers
+  below 4e-43 becomes zero in formats of 8 bits, since its scale is.
 - Values near the largest number of fp32 may decode to infinities: 448 * 2**120 is none.
 
 `count` values are cut into ceil(count / block) blocks of equal width, the last of which is padded
-with zeros. So no block is wider than `block`, and a record has less than one byte of padding per
-block, and less than 16 bytes at its end.
+with zeros. So no block is wider than `block`, and a record has less than one code of padding per
+block, and less than 16 bytes at its end. Of two codes of 4 bits, the first has the higher bits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -38,16 +43,50 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from zpasses import compat
 
-Format = Literal["int8", "fp8", "mxfp8"]
+Format = Literal["int8", "fp8", "mxfp8", "nf4", "fp4"]
 """int8: integers from -127 to 127 and fp32 scales. fp8: float8_e4m3fn and fp32 scales. mxfp8:
-float8_e4m3fn and scales that are powers of two, one byte each.
+float8_e4m3fn and scales that are powers of two, one byte each. nf4 and fp4: positions in a table of
+16 numbers, and fp32 scales, the largest magnitudes; those of bitsandbytes.
 """
 
 ENCODED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Dtypes whose values can be encoded."""
 
-_MOST: dict[str, float] = {"int8": 127.0, "fp8": 448.0}
+_TABLES: dict[str, tuple[float, ...]] = {
+    # Quantiles of the normal distribution (QLoRA, appendix E).
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    # A sign, two bits of exponent and one of mantissa, with other bits for the least numbers.
+    "fp4": (
+        *(0.0, 0.0052083334885537624, 0.6666666865348816, 1.0),
+        *(0.3333333432674408, 0.5, 0.1666666716337204, 0.25),
+        *(0.0, -0.0052083334885537624, -0.6666666865348816, -1.0),
+        *(-0.3333333432674408, -0.5, -0.1666666716337204, -0.25),
+    ),
+}
+"""What codes of 4 bits stand for, as a share of the scale: numbers of fp32."""
+
+
+def _bf16(number: float) -> float:
+    (bits,) = struct.unpack("<I", struct.pack("<f", number))
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    rounded: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return rounded
+
+
+# torchao's table has four digits, rounded to the dtype in which it multiplies.
+_digits = [round(each, 4) for each in _TABLES["nf4"]]
+_TABLES["torchao_nf4"] = struct.unpack("<16f", struct.pack("<16f", *_digits))
+_TABLES["torchao_nf4_bf16"] = tuple(map(_bf16, _digits))
+_TABLES["torchao_nf4_fp16"] = struct.unpack("<16e", struct.pack("<16e", *_digits))
+_MOST: dict[str, float] = {"int8": 127.0, "fp8": 448.0, **dict.fromkeys(_TABLES, 1.0)}
 """The largest code."""
+_BLOCKS = {"mxfp8": 32, **dict.fromkeys(_TABLES, 64)}
+"""Values per scale, if not 128."""
 _ALIGNMENT = 16
 """Bytes of which the size of a record is a multiple."""
 _INFINITY, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF
@@ -60,7 +99,8 @@ _FEW_PARTS = 16
 class Encoding:
     """How values are encoded; as text "int8/128"."""
 
-    format: Format
+    format: str
+    """A `Format`, or one of weights of torchao."""
     block: int
     """Most values per scale."""
 
@@ -72,17 +112,19 @@ class Encoding:
             ValueError: for other text.
         """
         name, _, block = text.partition("/")
-        if name not in get_args(Format) or not block.isdecimal() or int(block) < 1:
+        if name not in {*get_args(Format), *_TABLES} or not block.isdecimal() or int(block) < 1:
             raise ValueError(
                 f"got the encoding {text!r}; expected a format of {', '.join(get_args(Format))} "
                 "and the values per scale, such as 'int8/128'."
             )
-        return cls(name, int(block))  # type: ignore[arg-type]
+        return cls(name, int(block))
 
     @classmethod
     def of(cls, name: Format, block: int | None) -> Encoding:
-        """Returns the encoding of a format: None is 128 values per scale, or 32 of mxfp8."""
-        return cls(name, block or (32 if name == "mxfp8" else 128))
+        """Returns the encoding of a format: None is 128 values per scale, 32 of mxfp8, or 64 of
+        formats of 4 bits.
+        """
+        return cls(name, block or _BLOCKS.get(name, 128))
 
     def __str__(self) -> str:
         return f"{self.format}/{self.block}"
@@ -115,8 +157,12 @@ class _Layout:
         return self.blocks * self.width
 
     @property
+    def code_bytes(self) -> Any:
+        return -(-self.codes // 2) if self.encoding.format in _TABLES else self.codes
+
+    @property
     def record_bytes(self) -> Any:
-        used = self.scale_bytes + self.codes
+        used = self.scale_bytes + self.code_bytes
         return -(-used // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -133,12 +179,51 @@ def _encoded(value: Tensor, count: int, parts: int, encoding: str) -> Tensor:
         how, blocks, largest, lost
     )
     scaled = torch.where(lost[:, :, None], 0.0, scaled)
-    if how.format == "int8":
+    if how.format in _TABLES:
+        codes = _packed(_nearest(scaled, _TABLES[how.format]).view(parts, layout.codes))
+    elif how.format == "int8":
         codes = scaled.round().to(torch.int8)
     else:
         codes = scaled.to(torch.float8_e4m3fn)
-    record = torch.cat([scales, codes.view(torch.uint8).view(parts, layout.codes)], 1)
+    record = torch.cat([scales, codes.view(torch.uint8).view(parts, layout.code_bytes)], 1)
     return _padded(record, layout.record_bytes).reshape(-1)
+
+
+def _nearest(values: Tensor, table: Sequence[float]) -> Tensor:
+    """Returns the position of the nearest number of a table, uint8; the lower of two numbers."""
+    first = {number: at for at, number in reversed(list(enumerate(table)))}
+    (lower, at), *others = sorted(first.items())
+    found = torch.full_like(values, at, dtype=torch.uint8)
+    for number, at in others:
+        found = torch.where(values > (lower + number) / 2, at, found)
+        lower = number
+    return found
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Returns codes of 4 bits, uint8[parts, n], as uint8[parts, ceil(n / 2)]."""
+    high, low = _padded(codes, codes.shape[1] + codes.shape[1] % 2).unflatten(1, (-1, 2)).unbind(2)
+    packed: Tensor = (high << 4) | low
+    return packed
+
+
+def _looked_up(packed: Tensor, table: Sequence[float]) -> Tensor:
+    """Returns what codes that `_packed` returned stand for, fp32[parts, 2 * bytes].
+
+    In generated code by selections, as it would need a table as a constant. One by one, these would
+    take ten times the memory of the result.
+    """
+    if not isinstance(packed, compat.FakeTensor):
+        pairs = packed.new_tensor([*itertools.product(table, table)], dtype=torch.float32)
+        return F.embedding(packed.to(torch.int32), pairs).flatten(1)
+    shifts = torch.arange(4, -1, -4, device=packed.device)
+    codes = (packed.to(torch.int32)[:, :, None] >> shifts.to(torch.int32)).flatten(1)
+    found: list[Any] = list(table)
+    for bit in range(4):
+        is_set = (codes & (1 << bit)) != 0
+        found = [torch.where(is_set, *pair) for pair in zip(found[1::2], found[::2], strict=True)]
+    values: Tensor = found[0].to(torch.float32)
+    return values
 
 
 def _padded(values: Tensor, size: int) -> Tensor:
@@ -162,7 +247,7 @@ def _as_bytes(scale: Tensor) -> Tensor:
     """Returns positive numbers of fp32, [parts, n], as uint8[parts, 4 * n], lowest byte first."""
     bits = scale.view(torch.int32)
     several = torch.stack([(bits >> shift) & 255 for shift in (0, 8, 16, 24)], 2)
-    return several.to(torch.uint8).view(scale.shape[0], -1)
+    return several.to(torch.uint8).flatten(1)
 
 
 def _from_bytes(several: Tensor) -> Tensor:
@@ -194,10 +279,14 @@ def _decoded_blocks(records: Tensor, layout: _Layout, parts: int) -> Tensor:
         scale = bits.view(torch.float32)
     else:
         scale = _from_bytes(scales.view(parts, layout.blocks, 4))
-    codes = rows[:, layout.scale_bytes : layout.scale_bytes + layout.codes]
-    codes = codes.view(torch.int8 if layout.encoding.format == "int8" else torch.float8_e4m3fn)
-    values = codes.to(torch.float32).view(parts, layout.blocks, layout.width)
-    return values * scale[:, :, None]
+    codes = rows[:, layout.scale_bytes : layout.scale_bytes + layout.code_bytes]
+    table = _TABLES.get(layout.encoding.format)
+    if table is not None:
+        values = _looked_up(codes, table)[:, : layout.codes]
+    else:
+        codes = codes.view(torch.int8 if layout.encoding.format == "int8" else torch.float8_e4m3fn)
+        values = codes.to(torch.float32)
+    return values.reshape(parts, layout.blocks, layout.width) * scale[:, :, None]
 
 
 def _as_rows(blocks: Tensor, count: int, shape: list[int]) -> Tensor:
@@ -334,6 +423,22 @@ def decode_mean(
     """
     value: Tensor = DECODE_MEAN(records, list(shape), count, parts, dtype, str(encoding))
     return value
+
+
+def join_records(scales: Tensor, packed: Tensor, rows: int, encoding: Encoding) -> Tensor:
+    """Makes records of codes of 4 bits that something else has encoded, whose rows are whole
+    blocks.
+
+    Args:
+        scales: one per block, [blocks].
+        packed: two codes per byte, the first in the higher bits, uint8[values / 2].
+
+    Returns:
+        uint8[rows, bytes of a record].
+    """
+    as_bytes = scales.to(torch.float32).contiguous().view(rows, -1).view(torch.uint8)
+    record = torch.cat([as_bytes, packed.reshape(rows, -1)], 1)
+    return _padded(record, encoding.record_bytes(2 * packed.numel() // rows))
 
 
 def records_of(full: fx.Node) -> fx.Node | None:

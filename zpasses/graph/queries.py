@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -313,6 +313,30 @@ _PROVENANCE = (
     "recompute",
     "ac_graph_id",
 )
+
+
+def derived_values(
+    graph: fx.Graph, starts: Callable[[fx.Node], bool], without: Collection[fx.Node] = ()
+) -> list[fx.Node]:
+    """Returns the calls that `starts` holds for, and those that are computed only from them, in
+    order. Values of random numbers and of operators with side effects are not among the latter.
+
+    Args:
+        without: nodes that are not among them, whatever they are.
+    """
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or node in without:
+            continue
+        inputs = node.all_input_nodes
+        if starts(node) or (
+            inputs
+            and all(each in found for each in inputs)
+            and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+            and not node.is_impure()
+        ):
+            found[node] = None
+    return list(found)
 
 
 def replace_node(old: fx.Node, new: fx.Node) -> None:

@@ -1,4 +1,5 @@
-"""Ranks compare their device meshes, and the arguments of `zpasses.shard`, when they shard.
+"""Ranks compare their device meshes, and the arguments of `zpasses.shard` and
+`zpasses.encode_parameters`, when they call these.
 
 A rank that takes the replicas of hybrid sharding for the shards would gather with the wrong ranks.
 If these use their own groups only, no vote of a group would ever see it. A rank that divides
@@ -10,6 +11,7 @@ Nobody waits for it: see `zpasses.ranks.notes`.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,8 +29,8 @@ _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, ...]]] = (
 )
 """Default process group -> names of the groups of each mesh that this rank has registered."""
 
-_shard_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""Process group -> calls of `zpasses.shard` for it that were compared."""
+_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+"""Process group -> calls of each function for it that were compared."""
 
 
 def register_mesh(mesh: DeviceMesh) -> None:
@@ -67,12 +69,15 @@ def register_mesh(mesh: DeviceMesh) -> None:
             )
 
 
-def compare_shard_calls(mesh: DeviceMesh, given: Mapping[str, Any]) -> None:
+def compare_shard_calls(
+    mesh: DeviceMesh, given: Mapping[str, Any], function: str = "shard"
+) -> None:
     """Compare with the other ranks of a mesh what `zpasses.shard` was called with.
 
     Args:
         mesh: the mesh to shard over.
         given: what was given, as text for errors -> its value, of plain JSON values.
+        function: the function of zpasses, if it is another one.
 
     Raises:
         AgreementError: if another rank gave something else in the same call.
@@ -81,19 +86,19 @@ def compare_shard_calls(mesh: DeviceMesh, given: Mapping[str, Any]) -> None:
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     groups = [group for group in groups if has_other_ranks(compat.group_name(group))]
     for group in groups:  # also those that an error leaves out, so that later calls have one number
-        _shard_calls[group] = _shard_calls.get(group, 0) + 1
+        _calls.setdefault(group, Counter())[function] += 1
     for group in groups:
-        name, number = compat.group_name(group), _shard_calls[group]
-        key = f"{group_state(name).prefix}/shard/{number}"
+        name, number = compat.group_name(group), _calls[group][function]
+        key = f"{group_state(name).prefix}/{function}/{number}"
         found = compare_note(key, len(compat.group_ranks(name)), mine)
         if found is not None:
             rank, first = found
             keys = [key for key in {**first, **mine} if first.get(key) != mine.get(key)]
             _raise_conflict(
                 f"ranks shard differently over {name_group(name)}: in call {number} of "
-                f"zpasses.shard for it, rank {dist.get_rank()} has {_said(mine, keys)}, but rank "
-                f"{rank} has {_said(first, keys)}. Call zpasses.shard with the same arguments in "
-                "the same order on every rank.",
+                f"zpasses.{function} for it, rank {dist.get_rank()} has {_said(mine, keys)}, but "
+                f"rank {rank} has {_said(first, keys)}. Call zpasses.{function} with the same "
+                "arguments in the same order on every rank.",
             )
     end_conflict()
 

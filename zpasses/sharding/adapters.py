@@ -84,10 +84,29 @@ def _editing_class(base: type[Any], edits: tuple[str, ...]) -> type[Any]:
 def _on_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def edit(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if original.__name__ in _MERGES:
+            _check_are_exact(self)
         with local_shards(self), torch.no_grad():
             return original(self, *args, **kwargs)
 
     return edit
+
+
+_MERGES = frozenset({"merge", "unmerge", "merge_adapter", "unmerge_adapter", "merge_and_unload"})
+
+
+def _check_are_exact(adapted: nn.Module) -> None:
+    """Raise ShardingError if a layer with an adapter rests encoded."""
+    layer = _peft_class("BaseTunerLayer") or ()
+    layers = [each for each in adapted.modules() if isinstance(each, layer)]
+    for module in {module: None for layer in layers for module in layer.modules()}:
+        for spec in module._zpasses_specs.values() if isinstance(module, ShardedModule) else ():
+            if spec.codes is not None:
+                raise ShardingError(
+                    f"merge into parameter {spec.attribute!r} of a {type(module).__name__}, which "
+                    f"rests encoded ({spec.codes.encoding}): codes would round the adapter away. "
+                    "Save the adapter, load the exact base model, and merge there."
+                )
 
 
 # --- AdaLoRA --------------------------------------------------------------------------------------

@@ -278,6 +278,11 @@ def check_source(copy: Any, name: str) -> Source:
             "names to one parameter; or a copy, nn.Parameter(value.detach().clone()), and call "
             "zpasses.shard on the model again."
         )
+    if source.spec.codes is not None:
+        raise ShardingError(
+            f"registered as {name!r}: {copy._label}, which rests encoded. Tie parameters before "
+            "zpasses.encode_parameters."
+        )
     return source
 
 

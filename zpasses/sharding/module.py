@@ -36,7 +36,12 @@ from zpasses.sharding.guard import (
     check_source,
     late_registration,
 )
-from zpasses.sharding.param_spec import ParamShardSpec, shard_tensor
+from zpasses.sharding.param_spec import (
+    ParamShardSpec,
+    RestingCodes,
+    check_may_replace,
+    shard_tensor,
+)
 from zpasses.sharding.reads import gathering_property
 from zpasses.sharding.saved_shards import StateShard, as_state_shard, check_owner
 
@@ -57,6 +62,7 @@ class ShardedModule(nn.Module):
             ShardingError: for another mesh, placement or device type.
         """
         spec = self._zpasses_specs.get(name)
+        check_may_replace(self, name)
         if spec is None or param is None:
             super().register_parameter(name, param)
         else:
@@ -95,6 +101,12 @@ class ShardedModule(nn.Module):
         for name, spec in self._zpasses_specs.items():
             value = state_dict.get(prefix + name)
             current = self._parameters.get(name)
+            if spec.codes is not None and prefix + spec.attribute in state_dict:
+                raise ShardingError(
+                    f"the state dict has {prefix + spec.attribute!r}, which rests encoded in the "
+                    f"model, as {prefix + name!r}. Load it before zpasses.encode_parameters, or "
+                    "load a state dict of a model that was encoded the same way."
+                )
             if not isinstance(value, Tensor) or not isinstance(current, DTensor):
                 continue
             if isinstance(value, DTensor):
@@ -165,6 +177,8 @@ class _ConvertedInPlace(nn.Module):
             with torch.no_grad():
                 converted = fn(param)
                 grad = fn(param.grad) if param.grad is not None else None
+            if (codes := specs[name].codes) is not None:
+                _check_decoded_dtype(codes, fn(torch.empty(0, dtype=codes.dtype)).dtype)
             if specs[name].device is not None:
                 _check_conversion(name, param, converted)  # it stays on the host
             elif not isinstance(converted, DTensor):
@@ -183,6 +197,15 @@ def _check_conversion(name: str, param: Tensor, converted: Tensor) -> None:
         raise ShardingError(
             f"conversion of parameter {name!r}, which rests on the host, from {param.dtype} to "
             f"{converted.dtype}. Convert the model before zpasses.offload_parameters."
+        )
+
+
+def _check_decoded_dtype(codes: RestingCodes, dtype: torch.dtype) -> None:
+    if dtype != codes.dtype:
+        raise ShardingError(
+            f"conversion of parameter {codes.attribute!r}, which rests encoded ({codes.encoding}), "
+            f"from {codes.dtype} to {dtype}: codes cannot be rounded. Convert the model before "
+            "zpasses.encode_parameters, or give zpasses.shard a param_dtype to decode to."
         )
 
 
@@ -251,7 +274,7 @@ def sharded_class(base: type[Any], specs: tuple[ParamShardSpec, ...]) -> type[An
     It is a subclass of `base` with the same name. Modules with equal `base` and specs share one
     class, so that code compiled for one block also serves the other blocks.
     """
-    members: dict[str, Any] = {spec.name: gathering_property(spec) for spec in specs}
+    members: dict[str, Any] = {spec.attribute: gathering_property(spec) for spec in specs}
     members["_zpasses_specs"] = {spec.name: spec for spec in specs}
     members["_zpasses_unsharded_class"] = base
     members["__module__"], members["__qualname__"] = base.__module__, base.__qualname__
@@ -302,6 +325,32 @@ def change_specs(
             for name, spec in module._zpasses_specs.items()
         )
         module.__class__ = _with_specs(type(module), specs)
+
+
+def put_in_place(module: nn.Module, name: str, new_name: str, param: nn.Parameter) -> None:
+    """Replace a parameter of a module by another one under another name, in the same position."""
+    held = list(module._parameters.items())
+    module._parameters.clear()
+    for each, value in held:
+        module._parameters[new_name if each == name else each] = param if each == name else value
+
+
+def rest_encoded(module: nn.Module, name: str, codes: RestingCodes, param: nn.Parameter) -> None:
+    """Replace a sharded parameter of a module by its records.
+
+    Args:
+        name: of the parameter, which goes.
+        param: the records, a sharded parameter, uint8[rows, bytes].
+    """
+    put_in_place(module, name, codes.name, param)
+    cls: Any = type(module)
+    specs = tuple(
+        replace(spec, name=codes.name, codes=codes, param_dtype=None, reduce_dtype=None)
+        if spec.name == name
+        else spec
+        for spec in cls._zpasses_specs.values()
+    )
+    module.__class__ = _with_specs(cls, specs)
 
 
 def _with_specs(cls: type[Any], specs: tuple[ParamShardSpec, ...]) -> type[Any]:

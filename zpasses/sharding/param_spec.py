@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
+from zpasses.errors import ShardingError
+from zpasses.graph.encoding import Encoding, decode, encode
 from zpasses.runtime.layout import ParamLayout
+
+
+@dataclass(frozen=True)
+class RestingCodes:
+    """What the rows of a parameter that rests encoded decode to.
+
+    The parameter is uint8[rows, bytes of a record]: rows are cut and gathered as those of any
+    other one, and each read decodes what it has gathered.
+    """
+
+    attribute: str
+    """The name by which the module reads it. That of the parameter says how it is encoded."""
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    encoding: str
+    """As text (`zpasses.graph.encoding`)."""
+
+    @property
+    def name(self) -> str:
+        """The name of the parameter, such as "weight_nf4_64"."""
+        return f"{self.attribute}_{self.encoding.replace('/', '_')}"
+
+    def encoded(self, rows: Tensor) -> Tensor:
+        """Encodes rows, [any, *row_shape], as records, uint8[any, bytes of a record]."""
+        how, count, number = Encoding.parse(self.encoding), math.prod(self.row_shape), len(rows)
+        return encode(rows, count, number, how).view(number, how.record_bytes(count))
+
+    def decoded(self, records: Tensor) -> Tensor:
+        """The inverse of `encoded`, up to rounding."""
+        rows, how = records.shape[0], Encoding.parse(self.encoding)
+        return decode(records, [rows, *self.row_shape], rows, self.dtype, how)
 
 
 @dataclass(frozen=True)
@@ -27,6 +61,13 @@ class ParamShardSpec:
     """Where the shard, which rests on the host, comes for each read; None if it rests there."""
     is_trained: bool = False
     """Whether a parameter on the host may be trained: its gradients go to the host."""
+    codes: RestingCodes | None = None
+    """What the parameter's rows decode to; None if they are exact values."""
+
+    @property
+    def attribute(self) -> str:
+        """The name by which the module reads the parameter."""
+        return self.name if self.codes is None else self.codes.attribute
 
     @property
     def places(self) -> tuple[Any, ...]:
@@ -48,6 +89,18 @@ def trained_on_host(name: str) -> str:
         "when it went there. Freeze it again, or let its gradients go to the host, too: "
         "zpasses.offload_parameters(model, trained=True)."
     )
+
+
+def check_may_replace(module: nn.Module, attribute: str) -> None:
+    """Raise ShardingError if a module reads an encoded parameter under this name."""
+    specs: dict[str, ParamShardSpec] = getattr(module, "_zpasses_specs", {})
+    codes = next((each.codes for each in specs.values() if each.attribute == attribute), None)
+    if codes is not None and codes.name in module._parameters:
+        raise ShardingError(
+            f"assigned to {attribute!r} of a {type(module).__name__}, which rests encoded "
+            f"({codes.encoding}). Assign before zpasses.encode_parameters, or write records: "
+            f"module.get_parameter({codes.name!r}).copy_(records), in torch.no_grad()."
+        )
 
 
 def shard_tensor(param: Tensor, layout: ParamLayout) -> DTensor:

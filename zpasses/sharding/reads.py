@@ -19,16 +19,17 @@ from zpasses.runtime.gloo import use_exchanges_in_eager_code
 from zpasses.runtime.local_shards import bound_call, read_of, to_local_shard
 from zpasses.runtime.param_value import param_value_of
 from zpasses.sharding.guard import Source, guard, late_registration_of
-from zpasses.sharding.param_spec import ParamShardSpec, trained_on_host
+from zpasses.sharding.param_spec import ParamShardSpec, check_may_replace, trained_on_host
 
 use_exchanges_in_eager_code()
 
 
 def gathering_property(spec: ParamShardSpec) -> property:
     """Returns the property of a sharded module by which a parameter is read."""
-    name, layout = spec.name, spec.layout
+    name, layout, codes = spec.name, spec.layout, spec.codes
     constants = {
         "$name": name,
+        "$codes": codes and (codes.row_shape, codes.dtype, codes.encoding),
         "$dim": layout.dim,
         "$is_piece": layout.inner_mesh is not None,
         "$param_dtype": spec.param_dtype,
@@ -45,9 +46,9 @@ def gathering_property(spec: ParamShardSpec) -> property:
     compat.begin_no_compile_at(gather)
     return property(
         gather,
-        lambda module, value: _set_plain_value(module, name, value),
-        lambda module: module.__dict__.pop(name),
-        f"{name}, gathered for reading",
+        lambda module, value: _set_plain_value(module, spec, value),
+        lambda module: module.__dict__.pop(spec.attribute),
+        f"{spec.attribute}, gathered for reading",
     )
 
 
@@ -78,6 +79,9 @@ def _read(module: Any) -> Any:
     else:
         rows = param.shape[dim] if len(param.shape) else 0
     full = _UNSHARD(shard, rows, "$param_dtype", "$reduce_dtype", *"$places")
+    codes: Any = "$codes"
+    if codes:
+        return _DECODE(full, (rows, *codes[0]), rows, *codes[1:])
     if dim:
         # The model may view its parameters as contiguous tensors, and so do some kernels.
         full = full.movedim(0, dim).contiguous()
@@ -85,6 +89,7 @@ def _read(module: Any) -> Any:
 
 
 _UNSHARD: Any = torch.ops.zpasses.unshard
+_DECODE: Any = torch.ops.zpasses.decode
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -99,8 +104,10 @@ def _plain_value(module: nn.Module, name: str) -> Any:
     return module.__dict__[name]
 
 
-def _set_plain_value(module: nn.Module, name: str, value: Any) -> None:
+def _set_plain_value(module: nn.Module, spec: ParamShardSpec, value: Any) -> None:
     """Assign to the name of a parameter that was deleted."""
+    name = spec.attribute
+    check_may_replace(module, name)
     if isinstance(value, DTensor):
         label = f"parameter {name!r} of a {type(module).__name__}"
         raise ShardingError(
@@ -130,5 +137,7 @@ def _read_eagerly(module: Any, name: str, param: DTensor) -> Tensor:
         ).contiguous()
     if layout.inner_mesh is not None:
         full = layout.wrap_piece(full, param.shape)
-    label = f"parameter {name!r} of a {type(module).__name__}"
+    if spec.codes is not None:
+        full = spec.codes.decoded(full)
+    label = f"parameter {spec.attribute!r} of a {type(module).__name__}"
     return guard(full, label, Source(cast(nn.Parameter, param), spec))

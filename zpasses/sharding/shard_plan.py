@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from zpasses.runtime.layout import ParamLayout, layout_of
 from zpasses.runtime.param_value import as_sharded_parameter
 from zpasses.runtime.windows import register_step_window
 from zpasses.sharding.flat_buffers import check_pack_mb, next_batch, pack_local_rows
+from zpasses.sharding.foreign_weights import ForeignWeight, foreign_weight, take_over
 from zpasses.sharding.hooks import install_hooks
 from zpasses.sharding.layouts import (
     PlacementFn,
@@ -31,7 +32,7 @@ from zpasses.sharding.layouts import (
     cut_dims,
     layouts_of,
 )
-from zpasses.sharding.module import ShardedModule, add_reads, mark_ignored
+from zpasses.sharding.module import ShardedModule, add_reads, mark_ignored, put_in_place
 from zpasses.sharding.param_spec import ParamShardSpec, own_part
 from zpasses.sharding.replaced_params import mark_replaced, sharded_form
 from zpasses.sharding.scalars import refuse_parts_as_numbers
@@ -56,6 +57,8 @@ class ShardPlan:
     freed one by one."""
     layouts: Mapping[int, ParamLayout]
     """How each is cut, by its identity."""
+    foreign: dict[int, ForeignWeight]
+    """Those that hold codes of another library, by their identity."""
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     ignored_params: Collection[nn.Parameter]
@@ -95,10 +98,13 @@ class ShardPlan:
         for path, module in model.named_modules():
             _check_module(path, module, ignored)
         _check_parameters(places, params, mesh, pack_mb)
+        foreign = _foreign_weights(places, params, param_dtype)
         names = {key: found[0][0] for key, found in places.items()}
         hybrid_mesh = mesh if mesh.ndim == 2 else None
         shard_mesh = mesh if hybrid_mesh is None else compat.submesh_of_dimension(mesh, 1)
-        dims = cut_dims(params, names, shard_placement_fn)
+        plain = [param for param in params if id(param) not in foreign]
+        dims = cut_dims(plain, names, shard_placement_fn) | dict.fromkeys(foreign, 0)
+        del plain
         divide_factor = mesh.size() if grad_divide_factor is None else grad_divide_factor
         compare_shard_calls(
             mesh,
@@ -121,20 +127,35 @@ class ShardPlan:
         )
         _check_tied(places, params, layouts)
         return cls(
-            model, mesh, places, params, layouts, param_dtype, reduce_dtype, ignored_params, pack_mb
+            model,
+            mesh,
+            places,
+            params,
+            layouts,
+            foreign,
+            param_dtype,
+            reduce_dtype,
+            ignored_params,
+            pack_mb,
         )
 
     def apply(self) -> None:
-        """Shard the parameters. Empties `places` and `params`."""
+        """Shard the parameters. Empties `places`, `params` and `foreign`."""
         install_hooks()
         mark_ignored(self.ignored_params)
         specs: dict[nn.Module, list[ParamShardSpec]] = {}
         while self.params:
             batch = next_batch(self.params, self.layouts, self.pack_mb)
-            for key, made in _shard_parameters(batch, self.layouts, self.pack_mb).items():
+            sharded = _shard_parameters(batch, self.layouts, self.foreign, self.pack_mb)
+            for key, made in sharded.items():
+                foreign = self.foreign.pop(key, None)
                 for _, module, name in self.places.pop(key):
-                    module._parameters[name] = made
-                    specs.setdefault(module, []).append(self._spec(name, made, self.layouts[key]))
+                    spec = self._spec(name, made, self.layouts[key])
+                    if foreign is not None:
+                        take_over(module)
+                        spec = replace(spec, name=foreign.codes.name, codes=foreign.codes)
+                    put_in_place(module, name, spec.name, made)
+                    specs.setdefault(module, []).append(spec)
             batch.clear()  # frees the full parameters
         for module, own in specs.items():
             add_reads(module, own)
@@ -188,6 +209,17 @@ def _check_parameters(
             _check_parameter(path, param, mesh, pack_mb is not None)
 
 
+def _foreign_weights(
+    places: _Places, params: Iterable[nn.Parameter], param_dtype: torch.dtype | None
+) -> dict[int, ForeignWeight]:
+    found = {}
+    for param in params:
+        for path, module, _ in places[id(param)]:
+            if (foreign := foreign_weight(path, module, param, param_dtype)) is not None:
+                found[id(param)] = foreign
+    return found
+
+
 def _check_tied(
     places: _Places, params: Iterable[nn.Parameter], layouts: Mapping[int, ParamLayout]
 ) -> None:
@@ -205,27 +237,32 @@ def _check_tied(
 def _shard_parameters(
     batch: Sequence[nn.Parameter],
     layouts: Mapping[int, ParamLayout],
+    foreign: Mapping[int, ForeignWeight],
     pack_mb: float | None,
 ) -> dict[int, nn.Parameter]:
     """Shard a batch of parameters. Returns identity of the full parameter -> sharded parameter."""
     made = {id(param): sharded_form(param) for param in batch}
     todo = [param for param in batch if made[id(param)] is None]
     owns = [layouts[id(param)] for param in todo]
-    parts = [own_part(param, layout) for param, layout in zip(todo, owns, strict=True)]
+    full = [foreign[id(each)].records() if id(each) in foreign else each for each in todo]
+    parts = [own_part(value, layout) for value, layout in zip(full, owns, strict=True)]
     if pack_mb is None:
         parts = [layout.owned(part) for part, layout in zip(parts, owns, strict=True)]
     else:
-        parts = pack_local_rows(parts, [param.shape for param in todo], owns)
-    for param, part, layout in zip(todo, parts, owns, strict=True):
-        made[id(param)] = _as_parameter(part, param, layout)
+        parts = pack_local_rows(parts, [value.shape for value in full], owns)
+    for param, value, part, layout in zip(todo, full, parts, owns, strict=True):
+        made[id(param)] = _as_parameter(part, param, value, layout)
     return {key: param for key, param in made.items() if param is not None}
 
 
-def _as_parameter(part: Tensor, param: nn.Parameter, layout: ParamLayout) -> nn.Parameter:
-    sharded = layout.wrap(part, param.shape)
+def _as_parameter(
+    part: Tensor, param: nn.Parameter, full: Tensor, layout: ParamLayout
+) -> nn.Parameter:
+    sharded = layout.wrap(part, full.shape)
     made = nn.Parameter(sharded, requires_grad=param.requires_grad)
     compat.set_spec(made, compat.spec_of(sharded))
-    made.__dict__.update(param.__dict__)
+    if full is param:  # other classes keep their own state there
+        made.__dict__.update(param.__dict__)
     as_sharded_parameter(made, layout)
     mark_replaced(param, made)
     return made
