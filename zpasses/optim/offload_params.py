@@ -74,9 +74,10 @@ def offload_parameters(model: M, *, device_bytes: str = "0B", host_bytes: str | 
     layouts = _movable(model, params)
     sizes = [each.nbytes for each in layouts.values()]
     error = _refusal(params, layouts)
-    most, available = agreed_sizes(groups, options, type(model).__name__, sizes, error)
-    chosen = _leaving(most, options.device_bytes)
-    check_host_memory(options, sum(most[at] for at in chosen), available)
+    agreed = agreed_sizes(groups, options, type(model).__name__, sizes, error)
+    assert options.device_bytes != "auto"
+    chosen = _leaving(agreed.sizes, options.device_bytes)
+    check_host_memory(options, sum(agreed.sizes[at] for at in chosen), agreed.available_bytes)
     moved = {param: layouts[param] for param in (list(layouts)[at] for at in chosen)}
     device = compat.local_of(next(iter(layouts))).device
     try:
