@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
 
 from zpasses.cost.plan.repeated_layers import FEWEST_LAYERS
 from zpasses.cost.time.target import Target, current_target
@@ -47,9 +49,17 @@ class PlanRequest:
     copies of one of them. None captures all."""
     stages: bool = True
     """Whether to plan stages 2 and 3 without a budget, too."""
+    optimizer: str | None = None
+    """Class of the optimizer whose states the device holds as well, such as "AdamW"; None plans
+    without states."""
+    device_memory: str | None = None
+    """What shards, gradients, states and step may take together, such as "80GiB". The states that
+    do not fit rest on the host, and the fastest plan is chosen; None has no such limit."""
 
     def check(self) -> None:
-        """Raises OptionError for a budget that is no size, or too few ranks."""
+        """Raises OptionError for sizes that are none, options that do not go together, or too few
+        ranks.
+        """
         if self.memory is not None:
             where = "--memory"
             if self.memory == "auto":
@@ -58,6 +68,13 @@ class PlanRequest:
                     "size such as '70GiB'."
                 )
             parse_budget(self.memory, where)
+        if self.device_memory is not None:
+            parse_size(self.device_memory, "--device-memory")
+            if self.optimizer is None or self.memory is not None:
+                raise OptionError(
+                    "--device-memory divides the memory of a device between a step and the states "
+                    "of --optimizer NAME, which must be given, and --memory must not."
+                )
         if self.world < 2:
             raise OptionError(
                 f"--world: got {self.world}; expected at least 2 ranks, since one rank has no "
@@ -98,8 +115,12 @@ class PlanRequest:
             )
         return given
 
-    def capture(self, **options: Any) -> CaptureRequest:
-        """Returns the capture of the step, with these options of the backend."""
+    def capture(self, on_sharded: Callable[[nn.Module], object], **options: Any) -> CaptureRequest:
+        """Returns the capture of the step, with these options of the backend.
+
+        Args:
+            on_sharded: called with the sharded model, before its step.
+        """
         options |= {"target": self.target} if self.target is not None else {}
         few = {} if self.repeat is None else {self.repeat: FEWEST_LAYERS}
         return CaptureRequest(
@@ -111,4 +132,5 @@ class PlanRequest:
             options=options,
             compile_blocks=self.compile_blocks,
             mesh=self.mesh,
+            on_sharded=on_sharded,
         )
