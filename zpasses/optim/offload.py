@@ -272,11 +272,13 @@ class _Offload:
         )
         if plan is None:
             plan = plan_states(agreed.sizes, 0, options.bucket_bytes)
+            room = agreed.room_bytes
             log.warning(
-                "offload_optimizer: a step has %s for states beside forward and backward, and the "
-                "buckets in which they travel take %s. Give a smaller bucket_bytes than %s, or a "
-                "smaller memory_budget.",
-                format_size(max(0, agreed.room_bytes)),
+                "offload_optimizer: all states rest on the host, and a step still exceeds what is "
+                "free. Beside forward and backward, %s are %s, and buckets of states take %s. Give "
+                "a smaller bucket_bytes than %s, memory_budget or batch.",
+                format_size(abs(room)),
+                "left" if room >= 0 else "missing",
                 format_size(plan.in_flight_bytes),
                 format_size(options.bucket_bytes),
             )
