@@ -24,9 +24,9 @@ from zpasses.tools.capture.captured_step import run_capture
 from zpasses.tools.cli.main import cli
 from zpasses.tools.plan import resting_bytes
 from zpasses.tools.plan.plan_picture import plan_figure
-from zpasses.tools.plan.plan_request import PlanRequest
+from zpasses.tools.plan.plan_request import PlanRequest, optimizer_class
 from zpasses.tools.plan.plan_table import Resting, plan_view
-from zpasses.tools.plan.resting_bytes import RestingBytes, _state_sizes, optimizer_class
+from zpasses.tools.plan.resting_bytes import RestingBytes, _state_sizes
 from zpasses.tools.plan.step_plans import plan_step
 
 BLOCKS = "tests.tools.test_plan:blocks"

@@ -6,14 +6,35 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
+import zpasses.optim
 from zpasses.cost.plan.repeated_layers import FEWEST_LAYERS
 from zpasses.cost.time.target import Target, current_target
-from zpasses.errors import MemoryBudgetError, OptionError
+from zpasses.errors import MemoryBudgetError, OptionError, suggestion
 from zpasses.option_values import format_size, parse_budget, parse_size
 from zpasses.tools.capture.captured_step import CaptureRequest
 from zpasses.tools.capture.mesh_shapes import MeshShape
+
+
+def optimizer_class(name: str) -> type[Optimizer]:
+    """Returns the optimizer of torch, or the exact one of zpasses, with this name in any case.
+
+    Raises:
+        OptionError: if there is none.
+    """
+    known = {
+        value.__name__.lower(): value
+        for module in (torch.optim, zpasses.optim)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    }
+    if name.lower() not in known:
+        names = [each.__name__ for each in known.values()]
+        raise OptionError(f"--optimizer: got {name!r}.{suggestion(name, names)}")
+    return known[name.lower()]
 
 
 @dataclass(frozen=True)
@@ -68,6 +89,8 @@ class PlanRequest:
                     "size such as '70GiB'."
                 )
             parse_budget(self.memory, where)
+        if self.optimizer is not None:
+            optimizer_class(self.optimizer)
         if self.device_memory is not None:
             parse_size(self.device_memory, "--device-memory")
             if self.optimizer is None or self.memory is not None:

@@ -9,42 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-import zpasses.optim
 from zpasses import compat
 from zpasses.cost.plan.repeated_layers import FEWEST_LAYERS, layer_starts
 from zpasses.cost.time.step_time import streamed_states_us
 from zpasses.cost.time.target import Target
-from zpasses.errors import OptionError, suggestion
+from zpasses.errors import OptionError
 from zpasses.graph.queries import nbytes
 from zpasses.inspect.units import bytes_text
 from zpasses.optim.expected_states import expected_layouts
 from zpasses.optim.state_buckets import StatePlan, nbytes_of, plan_states, plan_states_beside
 from zpasses.option_values import parse_size
-from zpasses.tools.plan.plan_request import PlanRequest
+from zpasses.tools.plan.plan_request import PlanRequest, optimizer_class
 from zpasses.tools.plan.plan_table import DeviceUse, PlanPoint, PlanTable, Resting, budget_text
 
 BUCKET_BYTES = 256 << 20
 """The default of `zpasses.offload_optimizer`."""
-
-
-def optimizer_class(name: str) -> type[Optimizer]:
-    """Returns the optimizer of torch, or the exact one of zpasses, with this name in any case.
-
-    Raises:
-        OptionError: if there is none.
-    """
-    known = {
-        value.__name__.lower(): value
-        for module in (torch.optim, zpasses.optim)
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
-    }
-    if name.lower() not in known:
-        names = [each.__name__ for each in known.values()]
-        raise OptionError(f"--optimizer: got {name!r}.{suggestion(name, names)}")
-    return known[name.lower()]
 
 
 @dataclass(frozen=True)
@@ -59,7 +39,7 @@ class RestingBytes:
         """Measures a sharded model, whose tensors may be fake.
 
         Raises:
-            OptionError: for an unknown optimizer, or one that does not take the parameters.
+            OptionError: for an optimizer that does not take the parameters.
             ZpassesError: for one whose states cannot be offloaded.
         """
         params = list(model.named_parameters())
@@ -87,11 +67,8 @@ class RestingBytes:
         return [int(each / _ROUNDING) for each in ends]
 
     def _room(self, device_memory: str) -> int:
-        return (
-            parse_size(device_memory, "--device-memory")
-            - self.resting.shard_bytes
-            - (self.resting.gradient_bytes)
-        )
+        held = self.resting.shard_bytes + self.resting.gradient_bytes
+        return parse_size(device_memory, "--device-memory") - held
 
     # --- the table --------------------------------------------------------------------------------
     def in_table(self, found: PlanTable, request: PlanRequest, target: Target) -> PlanTable:
@@ -155,9 +132,9 @@ class RestingBytes:
         assert leanest.device is not None
         return (
             f"--device-memory {request.device_memory}: the leanest plan takes "
-            f"{bytes_text(leanest.device.total_bytes)} with all states on the host, if that has "
-            "room for them: shards, gradients, its peak, and states in flight. Train on more ranks "
-            "or with smaller batches, or give --host-memory."
+            f"{bytes_text(leanest.device.total_bytes)} of the device, and puts "
+            f"{bytes_text(leanest.device.states_on_host)} of states on the host. Train on more "
+            "ranks or with smaller batches, or give --host-memory."
         )
 
 
