@@ -76,7 +76,7 @@ def test_each_number_of_graphs_ahead_that_gains_time_is_a_plan(table):
     assert zero3.graphs == table.chosen.graphs
     assert (zero2.collectives, zero2.kept_bytes) == (2 * 6, 6 * 4 * (4 * WIDTH**2 + 3 * WIDTH))
     assert zero2.peak_bytes > zero3.peak_bytes + zero2.kept_bytes / 2
-    assert table.shard_bytes == sum(each.nbytes for each in Net(6).parameters()) // 2
+    assert table.resting.shard_bytes == sum(each.nbytes for each in Net(6).parameters()) // 2
 
 
 def run_with(budgets):

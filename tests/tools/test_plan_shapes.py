@@ -9,7 +9,7 @@ from zpasses.errors import OptionError
 from zpasses.inspect.view import Table
 from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
 from zpasses.tools.cli.main import cli
-from zpasses.tools.plan.plan_table import GraphFigures, PlanPoint, PlanTable
+from zpasses.tools.plan.plan_table import GraphFigures, PlanPoint, PlanTable, Resting
 from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point, shape_view
 
 HERE = "tests.tools.test_plan"
@@ -98,7 +98,7 @@ def test_the_table_of_shapes_fits_a_terminal():
 
 def plans_of(*plans, memory=None, chosen=None):
     return PlanTable(
-        "f", 8, "h100", None, 1, plans, (), memory, None, chosen, None, 0.0, shard_bytes=GIB
+        "f", 8, "h100", None, 1, plans, (), memory, None, chosen, None, 0.0, resting=Resting(GIB)
     )
 
 

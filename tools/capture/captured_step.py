@@ -86,6 +86,8 @@ class CaptureRequest:
     """Device mesh of the `world` ranks. None is one dimension, over which the model is sharded."""
     steps: int = 1
     """How often the step runs."""
+    on_sharded: Callable[[nn.Module], object] = lambda model: None
+    """Called with the sharded model of each rank, before its step."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +275,7 @@ def _capture_rank(
             model, inputs, loss = _unpacked(request.function, made)
         with _timed(seconds, "shard"):
             _shard(request, model, mesh)
+        request.on_sharded(model)
         for options in every:
             with _timed(seconds, "step"):
                 try:

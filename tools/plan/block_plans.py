@@ -30,6 +30,7 @@ from zpasses.tools.plan.plan_table import (
     budget_text,
     worth_showing,
 )
+from zpasses.tools.plan.resting_bytes import RestingBytes
 
 
 def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -> PlanTable:
@@ -41,7 +42,7 @@ def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -
     """
     request.check()
     started, memory, target = time.perf_counter(), request.memory, request.parsed_target()
-    steps, report = _captured(request)
+    steps, report, resting = _captured(request)
     step = steps[3]
 
     def add(point: PlanPoint) -> PlanPoint:
@@ -77,7 +78,7 @@ def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -
             add(_point("zero2", None, None, whole, cost, kept)),
             add(_point("zero3", None, None, step.runs, plan_prefetch(step.runs, None))),
         )
-    return PlanTable(
+    table = PlanTable(
         request.function,
         request.world,
         target.name,
@@ -90,25 +91,30 @@ def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -
         chosen if memory is not None else plans[-1],
         missing,
         time.perf_counter() - started,
-        report.shard_bytes,
         uncompiled=uncompiled,
         blocks=request.compile_blocks,
     )
+    return resting.in_table(table, request, target)
 
 
 _NOTABLE = 0.001
 """Size of a module, as a share of all blocks, from which on it is named."""
 
 
-def _captured(request: PlanRequest) -> tuple[dict[int | None, BlockStep], CaptureReport]:
-    """Returns for each stage the graphs of a step that comes after others.
+def _captured(
+    request: PlanRequest,
+) -> tuple[dict[int | None, BlockStep], CaptureReport, RestingBytes]:
+    """Returns for each stage the graphs of a step that comes after others, and what rests.
 
     The second step is planned anew if it runs other graphs than the first one, such as those that
     find parameters cached.
     """
     seen: dict[int | None, BlockStep] = {}
+    resting: list[RestingBytes] = []
     capture = replace(
-        request.capture(zero_stage=3),
+        request.capture(
+            lambda model: resting.append(RestingBytes.of(model, request)), zero_stage=3
+        ),
         steps=2,
         more_options=[{"zero_stage": 2}] if request.stages else [],
     )
@@ -120,7 +126,7 @@ def _captured(request: PlanRequest) -> tuple[dict[int | None, BlockStep], Captur
             "parameters in forward and backward, so there is nothing to plan. Name modules with "
             "trained parameters with --compile-blocks."
         )
-    return seen, report
+    return seen, report, resting[0]
 
 
 def _point(

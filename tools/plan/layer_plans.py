@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zpasses.backend.equal_layers import equal_partitions, layer_shard_bytes
+from zpasses.backend.equal_layers import equal_partitions
 from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import (
@@ -85,6 +85,7 @@ class LayerTable:
         request: what to plan.
         target: the hardware.
         trials: of the joint graph of the captured step.
+        also: limits that are planned for in any case.
         progress: called with each plan that was made.
     """
 
@@ -93,10 +94,11 @@ class LayerTable:
         request: PlanRequest,
         target: Target,
         trials: StepTrials,
+        also: Sequence[int],
         progress: Callable[[PlanPoint], object],
     ) -> None:
         self._request, self._target, self._trials = request, target, trials
-        self._progress = progress
+        self._also, self._progress = also, progress
         self._made: dict[str, PlanPoint] = {}
 
     def run(self) -> PlanTable:
@@ -113,7 +115,7 @@ class LayerTable:
                 return self._made[budget]
 
             least = planner.least_bytes()
-            sweep(point, least, planner.most_bytes(least), request.points)
+            sweep(point, least, planner.most_bytes(least), request.points, self._also)
             if memory is not None:
                 found = point(memory)
                 limit = found.limit_bytes
@@ -138,7 +140,6 @@ class LayerTable:
             plans[-1] if memory is None else chosen,
             missing,
             time.perf_counter() - started,
-            layer_shard_bytes(self._trials.gm.graph) * (layers - FEWEST_LAYERS),
             host_memory=request.host_memory,
             repeated=FEWEST_LAYERS,
         )

@@ -35,6 +35,17 @@ from zpasses.tools.plan.shape_table import shape_view
     help='What a plan may take of the host on each rank, such as "40GiB", as in the option.',
 )
 @click.option(
+    "--optimizer",
+    metavar="NAME",
+    help="Also plan the states of this optimizer of torch or zpasses, such as adamw.",
+)
+@click.option(
+    "--device-memory",
+    metavar="SIZE",
+    help="What the whole device may hold. With --optimizer: states that do not fit rest on the "
+    "host, and the fastest plan that fits is chosen.",
+)
+@click.option(
     "--chunk-loss",
     is_flag=True,
     help="A plan may compute the head and its loss in chunks of tokens, as with the pass.",
@@ -80,6 +91,8 @@ def plan(
     step: StepOptions,
     memory: str | None,
     host_memory: str | None,
+    optimizer: str | None,
+    device_memory: str | None,
     chunk_loss: bool,
     points: int,
     backwards_per_step: int,
@@ -100,6 +113,9 @@ def plan(
 
     With --compile-blocks, the table has one plan for each number of graphs ahead for which gathers
     start, and the last line is the call that compiles the blocks.
+
+    With --optimizer and --device-memory, states of the optimizer rest on the host where a plan does
+    not fit otherwise, and the chosen plan is the fastest together with their copies.
 
     With --repeat-layers, a plan of a large model takes as long as that of a small one.
 
@@ -125,6 +141,11 @@ def plan(
         raise CommandError(
             "--reshard-after-forward divides the ranks of one mesh; give one instead of auto."
         )
+    if auto is not None and (optimizer is not None or device_memory is not None):
+        raise CommandError(
+            "--optimizer and --device-memory plan one mesh, and --mesh auto compares them with the "
+            "state of AdamW; give one mesh instead of auto."
+        )
     request = PlanRequest(
         step.function,
         step.world,
@@ -139,6 +160,8 @@ def plan(
         host_memory,
         chunk_loss,
         repeat,
+        optimizer=optimizer,
+        device_memory=device_memory,
     )
     if auto is not None:
         if picture is not None:

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import zpasses.optim
 from zpasses.cost.plan.repeated_layers import FEWEST_LAYERS
 from zpasses.cost.time.target import Target, current_target
-from zpasses.errors import MemoryBudgetError, OptionError
+from zpasses.errors import MemoryBudgetError, OptionError, suggestion
 from zpasses.option_values import format_size, parse_budget, parse_size
 from zpasses.tools.capture.captured_step import CaptureRequest
 from zpasses.tools.capture.mesh_shapes import MeshShape
+
+
+def optimizer_class(name: str) -> type[Optimizer]:
+    """Returns the optimizer of torch, or the exact one of zpasses, with this name in any case.
+
+    Raises:
+        OptionError: if there is none.
+    """
+    known = {
+        value.__name__.lower(): value
+        for module in (torch.optim, zpasses.optim)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    }
+    if name.lower() not in known:
+        names = [each.__name__ for each in known.values()]
+        raise OptionError(f"--optimizer: got {name!r}.{suggestion(name, names)}")
+    return known[name.lower()]
 
 
 @dataclass(frozen=True)
@@ -47,9 +70,17 @@ class PlanRequest:
     copies of one of them. None captures all."""
     stages: bool = True
     """Whether to plan stages 2 and 3 without a budget, too."""
+    optimizer: str | None = None
+    """Class of the optimizer whose states the device holds as well, such as "AdamW"; None plans
+    without states."""
+    device_memory: str | None = None
+    """What shards, gradients, states and step may take together, such as "80GiB". The states that
+    do not fit rest on the host, and the fastest plan is chosen; None has no such limit."""
 
     def check(self) -> None:
-        """Raises OptionError for a budget that is no size, or too few ranks."""
+        """Raises OptionError for sizes that are none, options that do not go together, or too few
+        ranks.
+        """
         if self.memory is not None:
             where = "--memory"
             if self.memory == "auto":
@@ -58,6 +89,15 @@ class PlanRequest:
                     "size such as '70GiB'."
                 )
             parse_budget(self.memory, where)
+        if self.optimizer is not None:
+            optimizer_class(self.optimizer)
+        if self.device_memory is not None:
+            parse_size(self.device_memory, "--device-memory")
+            if self.optimizer is None or self.memory is not None:
+                raise OptionError(
+                    "--device-memory divides the memory of a device between a step and the states "
+                    "of --optimizer NAME, which must be given, and --memory must not."
+                )
         if self.world < 2:
             raise OptionError(
                 f"--world: got {self.world}; expected at least 2 ranks, since one rank has no "
@@ -98,8 +138,12 @@ class PlanRequest:
             )
         return given
 
-    def capture(self, **options: Any) -> CaptureRequest:
-        """Returns the capture of the step, with these options of the backend."""
+    def capture(self, on_sharded: Callable[[nn.Module], object], **options: Any) -> CaptureRequest:
+        """Returns the capture of the step, with these options of the backend.
+
+        Args:
+            on_sharded: called with the sharded model, before its step.
+        """
         options |= {"target": self.target} if self.target is not None else {}
         few = {} if self.repeat is None else {self.repeat: FEWEST_LAYERS}
         return CaptureRequest(
@@ -111,4 +155,5 @@ class PlanRequest:
             options=options,
             compile_blocks=self.compile_blocks,
             mesh=self.mesh,
+            on_sharded=on_sharded,
         )

@@ -28,6 +28,41 @@ class GraphFigures:
 
 
 @dataclass(frozen=True)
+class Resting:
+    """What a rank holds beside the step, in bytes."""
+
+    shard_bytes: int = 0
+    gradient_bytes: int = 0
+    state_bytes: int = 0
+    optimizer: str | None = None
+    """Whose states these are; None if they are not known."""
+
+    def __str__(self) -> str:
+        return (
+            f"{bytes_text(self.shard_bytes)} of shards, {bytes_text(self.gradient_bytes)} of "
+            f"gradients and {bytes_text(self.state_bytes)} of states of {self.optimizer}"
+        )
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """What a plan takes of a rank's device together with what rests there."""
+
+    resting_bytes: int
+    """Shards, gradients, and the states that stay."""
+    total_bytes: int
+    """These, the peak, and two buckets of the other states."""
+    states_on_host: int
+    """Bytes of the other states."""
+    copies_us: float
+    """How much longer a step takes because of them: that of the optimizer, by micro-batch."""
+    fits: bool
+    """Whether the total fits the device, and its host what rests there."""
+    device_bytes: str | None
+    """The option of `zpasses.offload_optimizer`; None if all states stay."""
+
+
+@dataclass(frozen=True)
 class PlanPoint:
     """One plan of the step, or a stage without a budget."""
 
@@ -52,6 +87,17 @@ class PlanPoint:
     """Bytes of those that rest on the host until backward."""
     chunks: int = 1
     """In how many chunks the head and its loss are computed."""
+    device: DeviceUse | None = None
+    """None without an optimizer."""
+
+    @property
+    def fits_device(self) -> bool:
+        return self.device is None or self.device.fits
+
+    @property
+    def with_copies_us(self) -> float:
+        """Duration of the step, and of the copies of states."""
+        return self.total_us + (0.0 if self.device is None else self.device.copies_us)
 
     @property
     def total_us(self) -> float:
@@ -81,6 +127,10 @@ class PlanPoint:
         found["memory_budget"] = found.pop("budget")
         ahead = {} if self.ahead is None else {"ahead": found["ahead"]}
         del found["ahead"]
+        if self.device is None:
+            del found["device"]
+        else:
+            found["with_copies_us"] = self.with_copies_us
         graphs = found.pop("graphs")
         return _rounded({**found, **ahead, **graphs, **{key: getattr(self, key) for key in sums}})
 
@@ -160,8 +210,7 @@ class PlanTable(StepTable):
     """Why no plan fits; None if one does."""
     seconds: float
     """Duration of the planning."""
-    shard_bytes: int = 0
-    """Bytes of this rank's shards of the parameters that the step reads."""
+    resting: Resting = Resting()
     routes: tuple[str, ...] = ()
     """Of stage 3 without a budget: each gather that a copy engine can run, its route and why."""
     uncompiled: Mapping[str, int] = field(default_factory=dict)
@@ -171,6 +220,13 @@ class PlanTable(StepTable):
     """The option `host_memory`: what a plan may take of the host."""
     repeated: int | None = None
     """How many layers were captured, of which the others are copies; None if all were."""
+    device_memory: str | None = None
+    """What the whole device may take. The fastest plan that fits it is chosen."""
+
+    def fastest_of(self, points: Sequence[PlanPoint]) -> PlanPoint:
+        """Returns the fastest with the copies of states; the leanest of those that are as fast."""
+        best = min(each.with_copies_us for each in points)
+        return next(each for each in points if each.with_copies_us * NOTABLY <= best)
 
     def options_of(self, point: PlanPoint) -> dict[str, str | int]:
         found = super().options_of(point)
@@ -186,10 +242,20 @@ class PlanTable(StepTable):
         return None if self.chosen is None else self.options_of(self.chosen)
 
     @property
+    def offload_call(self) -> str | None:
+        """The call that brings the states to where the chosen plan has them; None if all stay."""
+        device = None if self.chosen is None else self.chosen.device
+        if device is None or device.device_bytes is None:
+            return None
+        return f'zpasses.offload_optimizer(optimizer, device_bytes="{device.device_bytes}")'
+
+    @property
     def reason(self) -> str:
         """Why the chosen plan is chosen, or why there is none."""
         if self.chosen is None:
             return self.missing or ""
+        if self.device_memory is not None:
+            return self._device_reason(self.chosen)
         better = [
             point
             for point in self.plans
@@ -210,6 +276,19 @@ class PlanTable(StepTable):
             else "It is the fastest, whatever its memory."
         )
         return f"{why} {self._next(better)}"
+
+    def _device_reason(self, chosen: PlanPoint) -> str:
+        rests, why = self.resting, f"It is the fastest that fits in {self.device_memory}, with"
+        why += " the copies of states." if self.offload_call else " all states."
+        faster = [each for each in self.plans if each.total_us < NOTABLY * chosen.with_copies_us]
+        if not faster:
+            return f"{why} More memory gains nothing."
+        first = faster[0]  # with all states, which its own use may not have
+        need = rests.shard_bytes + rests.gradient_bytes + rests.state_bytes + first.peak_bytes
+        return (
+            f"{why} With {bytes_text(need)}, all states stay and it takes "
+            f"{time_text(first.total_us)}."
+        )
 
     def _next(self, better: Sequence[PlanPoint]) -> str:
         """What more memory would gain, given the plans that are faster than the chosen one."""
@@ -232,8 +311,18 @@ class PlanTable(StepTable):
             "routes": list(self.routes),
             **({} if self.blocks is None else {"uncompiled": dict(self.uncompiled)}),
             "options": self.options,
+            **self._device_json(),
             "reason": self.reason,
             "seconds": round(self.seconds, 1),
+        }
+
+    def _device_json(self) -> dict[str, Any]:
+        if self.resting.optimizer is None:
+            return {}
+        return {
+            "resting": dataclasses.asdict(self.resting),
+            "device_memory": self.device_memory,
+            "offload_optimizer": self.offload_call,
         }
 
 
@@ -281,9 +370,11 @@ def budget_text(nbytes: int) -> str:
 # --- text -----------------------------------------------------------------------------------------
 NOTABLY = 0.999
 """Durations that differ by a factor nearer to 1 are equal."""
+_DEVICE_COLUMNS = ("rests", "states out", "total", "with copies")
 _COLUMNS = (
     *("plan", "memory_budget", "ahead", "step", "exposed", "bound", "peak"),
     *("collectives", "kept", "cached", "activations", "host", "chunks"),
+    *_DEVICE_COLUMNS,
 )
 _LEGEND = (
     "step: predicted mean duration of a forward and its backward. exposed: its part in which "
@@ -307,6 +398,7 @@ def plan_view(found: PlanTable) -> View:
     )
     left_out += [] if any(each.host_bytes for each in found.plans) else ["host"]
     left_out += [] if any(each.chunks > 1 for each in found.plans) else ["chunks"]
+    left_out += _DEVICE_COLUMNS if found.resting.optimizer is None else []
     columns = [name for name in _COLUMNS if name not in left_out]
     shown = table(
         columns,
@@ -319,12 +411,14 @@ def plan_view(found: PlanTable) -> View:
         result = [
             f"Chosen: memory_budget={found.chosen.budget!r}. {found.reason}",
             Text(tuple(_graph_line(*each) for each in found.chosen.graphs.items())),
-            Text((found.call_of(found.chosen),)),
+            Text(tuple(filter(None, (found.call_of(found.chosen), found.offload_call)))),
         ]
     if found.routes:
         result.append(_routes_text(found.routes))
+    device = _device_legend(found.resting)
     if found.blocks is not None:
-        return found.view(shown, result, _blocks_legend(found.blocks, found.uncompiled))
+        blocks = _blocks_legend(found.blocks, found.uncompiled)
+        return found.view(shown, result, (*blocks, *device))
     kept = "kept: full parameters that stay until backward. cached: those that stay longer."
     more = " host: bytes of them that rest there." if "host" in columns else ""
     more += " chunks: those of the loss." if "chunks" in columns else ""
@@ -333,7 +427,18 @@ def plan_view(found: PlanTable) -> View:
         legend.append(
             f"Estimated from {found.repeated} layers, with the same values saved in each."
         )
-    return found.view(shown, result, legend)
+    return found.view(shown, result, [*legend, *device])
+
+
+def _device_legend(resting: Resting) -> tuple[str, ...]:
+    if resting.optimizer is None:
+        return ()
+    return (
+        "rests: shards, gradients and the states that stay. total: with the peak, and buckets of "
+        "states in flight.",
+        "with copies: step, and copies of the states that are out.",
+        f"A rank has {resting}.",
+    )
 
 
 _MOST_UNCOMPILED = 3
@@ -384,8 +489,21 @@ def _row(mark: str, point: PlanPoint) -> dict[str, str]:
         f"{point.activations:.0%}",
         f"{point.host_bytes / (1 << 20):,.0f} MiB",
         str(point.chunks),
+        *_device_cells(point),
     )
     return dict(zip(_COLUMNS, cells, strict=True))
+
+
+def _device_cells(point: PlanPoint) -> tuple[str, ...]:
+    device = point.device
+    if device is None:
+        return ("",) * len(_DEVICE_COLUMNS)
+    return (
+        bytes_text(device.resting_bytes),
+        bytes_text(device.states_on_host),
+        f"{bytes_text(device.total_bytes)}{'' if device.fits else ', too much'}",
+        time_text(point.with_copies_us),
+    )
 
 
 def _graph_line(name: str, figures: GraphFigures) -> str:

@@ -49,9 +49,10 @@ def shape_point(mesh: str, found: PlanTable, device_bytes: int) -> ShapePoint:
 
     If none fits in a device, it is the leanest.
     """
-    points = [ShapePoint(mesh, plan, None, found.shard_bytes) for plan in found.plans]
+    shards = found.resting.shard_bytes
+    points = [ShapePoint(mesh, plan, None, shards) for plan in found.plans]
     if found.memory is not None or not points:
-        return ShapePoint(mesh, found.chosen, found.missing, found.shard_bytes)
+        return ShapePoint(mesh, found.chosen, found.missing, shards)
     fitting = [each for each in points if each.total_bytes <= device_bytes]
     if fitting:
         return min(fitting, key=_time)

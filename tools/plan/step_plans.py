@@ -55,6 +55,7 @@ from zpasses.tools.plan.plan_table import (
     PlanTable,
     worth_showing,
 )
+from zpasses.tools.plan.resting_bytes import RestingBytes
 from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point
 from zpasses.tools.plan.sweep import sweep
 
@@ -81,6 +82,7 @@ def plan_step(
     host_bytes = request.host_bytes(target)
     probe = GraphProbe(Level.JOINT)
     tables: list[PlanTable] = []
+    resting: list[RestingBytes] = []
     steps = 0
 
     def observe(trials: StepTrials) -> None:
@@ -88,21 +90,23 @@ def plan_step(
         steps += 1
         if steps == 1:
             trials.host_bytes, trials.chunks_loss = host_bytes, request.chunk_loss
+            also = resting[0].limits(request)
             planner = (
-                _Planner(request, target, trials, probe.seen[-1], progress)
+                _Planner(request, target, trials, probe.seen[-1], also, progress)
                 if request.repeat is None
-                else LayerTable(request, target, trials, progress)
+                else LayerTable(request, target, trials, also, progress)
             )
             tables.append(planner.run())
 
     joint = tuple(each for each in ZERO3 if each.level is Level.JOINT)
     capture = request.capture(
+        lambda model: resting.append(RestingBytes.of(model, request)),
         # With deferred reductions, because the compile warns of windows without them.
         pipeline=Pipeline((probe, *joint, _Unscheduled(), DeferReduction())),
         backwards_per_step=request.backwards_per_step,
     )
     with listen(StepTrials, observe):
-        report = run_capture(capture)
+        run_capture(capture)
     if steps != 1:
         raise CaptureError(
             f"{request.function}: the step was compiled as {steps} graphs with sharded parameters; "
@@ -111,7 +115,7 @@ def plan_step(
             else f"{request.function}: the step gathers no sharded parameters in forward and "
             "backward, so there is nothing to plan."
         )
-    return replace(tables[0], shard_bytes=tables[0].shard_bytes + report.shard_bytes)
+    return resting[0].in_table(tables[0], request, target)
 
 
 _SHAPE_POINTS = 4
@@ -160,10 +164,11 @@ class _Planner:
         target: Target,
         trials: StepTrials,
         joint: fx.GraphModule,
+        also: Sequence[int],
         progress: Callable[[PlanPoint], object],
     ) -> None:
         self._request, self._target, self._trials, self._joint = request, target, trials, joint
-        self._progress = progress
+        self._also, self._progress = also, progress
         self._graphs: dict[Any, Graphs] = {}
         self._made: dict[str, PlanPoint] = {}
         self._routes: list[str] = []
@@ -173,7 +178,7 @@ class _Planner:
         with use_target(self._target):
             stages = (self._zero2(), *self._zero3()) if self._request.stages else ()
             least, most = self._trials.least_bytes(), self._trials.most_bytes()
-            sweep(self._point, least, most, self._request.points)
+            sweep(self._point, least, most, self._request.points, self._also)
             chosen, missing = self._chosen()
             limit = self._trials.limit_bytes(memory) if memory is not None else None
         plans = worth_showing(self._made.values(), chosen)

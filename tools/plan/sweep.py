@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from zpasses.tools.plan.plan_table import PlanPoint, budget_text, not_dominated
 
 
 def sweep(
-    point: Callable[[str], PlanPoint], least_bytes: int, most_bytes: int, points: int
+    point: Callable[[str], PlanPoint],
+    least_bytes: int,
+    most_bytes: int,
+    points: int,
+    also: Iterable[int] = (),
 ) -> None:
     """Makes plans from the leanest to the fastest, the more where more is to be gained.
 
@@ -18,6 +22,7 @@ def sweep(
         least_bytes: the least limit that a plan fits.
         most_bytes: a limit that is larger than the peak of any plan.
         points: about how many plans to make.
+        also: limits that are planned for as well, if a plan fits them.
     """
     most = point(budget_text(most_bytes))
     fastest = point(budget_text(most.peak_bytes))
@@ -35,6 +40,9 @@ def sweep(
             break
         middle = point(budget_text((_limit(lean) + fast.peak_bytes) // 2))
         made.insert(made.index(fast), middle)
+    for limit in also:
+        if least_bytes <= limit <= most_bytes:
+            point(budget_text(limit))
 
 
 _LEAST_GAP = 0.003

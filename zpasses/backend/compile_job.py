@@ -13,7 +13,6 @@ from torch import fx
 from zpasses import compat
 from zpasses.backend.cache.entry import GraphArtifacts, StoredVariant
 from zpasses.backend.captured import Capture, describe_inputs
-from zpasses.backend.free_memory import agreed_free_bytes, agreed_host_bytes
 from zpasses.cost.time.target import Target, use_target
 from zpasses.dumps.listeners import events_for
 from zpasses.errors import AgreementError
@@ -27,6 +26,7 @@ from zpasses.ranks.failures import is_reported, pass_on_failure, report_failure
 from zpasses.ranks.vote import vote_timeout
 from zpasses.runtime.forward import BoundParameters
 from zpasses.runtime.forward_variants import OutputStrides
+from zpasses.runtime.free_memory import agreed_free_bytes, agreed_host_bytes
 from zpasses.runtime.run_checks import in_window
 
 Compiled = Callable[[list[Any]], Any]

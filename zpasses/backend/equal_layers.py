@@ -16,7 +16,6 @@ from torch import fx
 from zpasses import compat
 from zpasses.backend.step_trials import Graphs, StepTrials, mark_as_partitioned
 from zpasses.cost.plan.repeated_layers import layer_starts
-from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.tags import tag_of
 
 _FRACTIONS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05)
@@ -44,19 +43,6 @@ def equal_partitions(trials: StepTrials) -> Iterator[Graphs]:
                     if node.name in handed:
                         compat.mark_saved(node)
                 yield trials.partition(gm, 1.0)
-
-
-def layer_shard_bytes(joint: fx.Graph) -> int:
-    """Returns the bytes of this rank's shards of the parameters of one layer."""
-    layer = _layers(joint)[1]
-    shards = {
-        name: value_of(node)
-        for node in joint.find_nodes(op="placeholder")
-        if (tag := tag_of(node)) is not None
-        for name in tag.params
-    }
-    names = {name for node in layer if (tag := tag_of(node)) is not None for name in tag.params}
-    return sum(nbytes(shards[name]) for name in names)
 
 
 def _layers(joint: fx.Graph) -> list[list[fx.Node]]:

@@ -31,7 +31,8 @@ from zpasses.backend.graph_runs import (
     turn_text,
 )
 from zpasses.backend.split import inductor_patches
-from zpasses.cost.plan.prefetch import GraphRun
+from zpasses.cost.memory.liveness import liveness
+from zpasses.cost.plan.prefetch import GraphRun, step_cost
 from zpasses.graph.encoding import expand_encodings
 from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
 from zpasses.graph.host_copies import HostNeed, host_need
@@ -58,6 +59,7 @@ from zpasses.runtime.forward_variants import (
     param_slots,
     params_read,
 )
+from zpasses.runtime.free_memory import note_planned_peak
 from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import always_reduced, grad_slots, returned_gradients
 from zpasses.runtime.hoisted import HoistedCode, Surroundings
@@ -74,7 +76,8 @@ def forward_facts(gm: fx.GraphModule, kind: str) -> ForwardFacts:
     slots = param_slots(gm.graph)
     ids = gather_ids(gm.graph) if slots else []
     outputs, sequences = len(returned_values(gm.graph)), call_sequences(gm.graph)
-    return ForwardFacts(kind, outputs, slots, ids, sequences, host_need(gm.graph))
+    peak = liveness(gm.graph).peak_bytes
+    return ForwardFacts(kind, outputs, slots, ids, sequences, host_need(gm.graph), peak)
 
 
 def backward_facts(
@@ -93,7 +96,8 @@ def backward_facts(
     sequences = {} if slots else call_sequences(gm.graph)
     read = [name for name in params_read(gm.graph, saved) if name in order]
     outputs, host = len(returned_values(gm.graph)), host_need(gm.graph)
-    return BackwardFacts(outputs, slots, left, sequences, read, host)
+    peak = liveness(gm.graph).peak_bytes
+    return BackwardFacts(outputs, slots, left, sequences, read, peak, host)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +122,7 @@ class Template:
 def forward_code(job: CompileJob, template: Template, facts: ForwardFacts) -> Compiled:
     """Returns the code of a forward or inference graph whose collectives ranks agreed on."""
     code = _forward_code(job, template, facts)
+    note_planned_peak(code, facts.peak_bytes)
     if facts.host is None:
         return code
     return boxed(with_arenas(code, facts.host, SavedArenas(job.host_bytes), job.report))
@@ -154,6 +159,7 @@ def backward_code(job: CompileJob, template: Template, facts: BackwardFacts) -> 
         )
     else:
         code = _variant(job, template, None)
+    note_planned_peak(code, facts.peak_bytes)
     if not job.options.prefetch:  # else reductions have arenas of their own, after the graph
         code = _with_grad_arenas(code, facts.host)
     code = boxed(job.result_hook(code, "gradients"))
@@ -367,9 +373,11 @@ def _plan_prefetch(job: CompileJob, runs: Sequence[GraphRun], groups: Sequence[s
     options, step = job.options, BlockStep(runs, job.options.zero_stage)
     job.listeners.send(step)
     with job.listeners.report_errors("prefetch"):
-        return agreed_prefetch(
+        ahead = agreed_prefetch(
             step, options.memory_budget, job.free_bytes, groups, options.agreement_timeout_s
         )
+    note_planned_peak(job.captured.gm, step_cost(runs, ahead).peak_bytes)
+    return ahead
 
 
 def _built(

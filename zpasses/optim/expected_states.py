@@ -19,7 +19,8 @@ def expected_layouts(optimizer: Optimizer) -> dict[Tensor, tuple[ValueLayout, ..
     """Returns the layouts of what the optimizer holds, or will hold, for each of its parameters
     that is trained or has state.
 
-    Only the optimizer knows what it makes. So it steps a parameter of zeros, once for each shape.
+    Only the optimizer knows what it makes. So it steps a parameter of zeros, once for each shape. A
+    parameter on meta is one on meta, or on the CPU if the step reads values.
 
     Raises:
         ZpassesError: if it cannot step a parameter by itself.
@@ -51,6 +52,8 @@ def _layouts_after_step(
         with torch.random.fork_rng(devices, device_type=local.device.type):
             compat.step_without_hooks(alone)
     except Exception as error:
+        if local.is_meta:
+            return _layouts_after_step(optimizer, number, torch.zeros_like(local, device="cpu"))
         raise ZpassesError(
             f"{type(optimizer).__name__} cannot step a parameter by itself, which offloading its "
             f"states needs ({type(error).__name__}: {error}). Offload the states of optimizers "

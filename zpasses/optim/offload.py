@@ -29,10 +29,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zpasses import compat
-from zpasses.errors import ZpassesError
+from zpasses.cost.memory import device_memory
+from zpasses.errors import OptionError, ZpassesError
 from zpasses.optim.expected_states import expected_layouts
 from zpasses.optim.host_arena import HostArena
 from zpasses.optim.offload_budget import (
+    AgreedSizes,
     OffloadOptions,
     agreed_sizes,
     check_host_memory,
@@ -50,13 +52,16 @@ from zpasses.optim.resting_state import (
 from zpasses.optim.state_buckets import (
     StatePlan,
     ValueLayout,
+    in_parts,
     layout_of_value,
     local_part,
     nbytes_of,
     plan_states,
+    plan_states_beside,
 )
 from zpasses.option_values import format_size
 from zpasses.ranks.failures import report_failure
+from zpasses.runtime.free_memory import planned_peak_bytes, usable_bytes
 from zpasses.runtime.offloaded import OFFLOAD_ATTRIBUTE, device_of_shard, is_offloaded
 from zpasses.runtime.partial_step import PartialStep, run_last, with_evaluated_closure
 from zpasses.sdma.platform import SideStream, platform_of
@@ -85,24 +90,33 @@ def offload_optimizer(
     that are not plain tensors, such as quantized ones. Copies of the optimizer (`copy.deepcopy`,
     `pickle`) have their states on the device.
 
+    With `device_bytes="auto"`, as many states stay as fit. That is decided in the first step, when
+    the step's graphs are compiled and gradients exist: of 90 % of the memory that is free then, the
+    largest planned peak of the graphs is left free, or what the process has taken at a time, if
+    torch counts it, and the buckets in flight. The rank with the least decides. Until then, states
+    are where they were. Call it again to decide again in the next step, or to give a size.
+
     Args:
         optimizer: the optimizer, whose parameters have their final device and are sharded.
-        device_bytes: how many bytes of states stay on the device, on each rank.
+        device_bytes: how many bytes of states stay on the device, on each rank, or "auto".
         bucket_bytes: bytes of the states that come and go together. Two buckets are on the device
             at a time, and three in the step that makes the states. A parameter whose states are
             larger has a bucket of its own.
         host_bytes: the most that a rank may take of the host; None allows its share of what the
-            machine has available. The memory is taken at once, and locked for accelerators.
+            machine has available. The memory is taken at once, or when "auto" has decided, and
+            locked for accelerators.
 
     Raises:
         MemoryBudgetError: on every rank, if the host memory of one of them does not suffice. When
-            parameters were added to the optimizer, its next step raises it.
-        ZpassesError: for an optimizer that cannot be offloaded, or if ranks give other options.
+            parameters were added to the optimizer, its next step raises it, and with "auto" the
+            first one.
+        ZpassesError: for an optimizer that cannot be offloaded, if ranks give other options, or for
+            "auto" on a device whose free memory torch cannot tell.
         OptionError: for an option that is no size.
         AgreementError: if another rank does not call it in time.
     """
     options = OffloadOptions.parse(
-        "offload_optimizer", "states", device_bytes, host_bytes, bucket_bytes
+        "offload_optimizer", "states", device_bytes, host_bytes, bucket_bytes, may_be_auto=True
     )
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, compat.STEP_HOOKS[0]):
         raise ZpassesError(
@@ -110,13 +124,12 @@ def offload_optimizer(
             "Pass the optimizer itself, before a trainer wraps it."
         )
     if is_offloaded(optimizer):
-        raise ZpassesError(
-            f"offload_optimizer: the states of this {type(optimizer).__name__} are offloaded "
-            "already. Call it once per optimizer."
-        )
+        getattr(optimizer, OFFLOAD_ATTRIBUTE).begin(optimizer, options)
+        return optimizer
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ZpassesError("offload_optimizer: differentiable=True needs all states on the device.")
     offload = _Offload(optimizer, options)
+    offload.begin(optimizer, options)
     setattr(optimizer, OFFLOAD_ATTRIBUTE, offload)
     optimizer.register_load_state_dict_pre_hook(offload.before_load)
     optimizer.register_load_state_dict_post_hook(offload.after_load)
@@ -128,13 +141,18 @@ def state_plan(optimizer: Optimizer) -> StatePlan:
     """Returns where the states of an offloaded optimizer rest, in bytes.
 
     Raises:
-        ZpassesError: if they are not offloaded.
+        ZpassesError: if they are not offloaded, or no step has decided yet (`device_bytes="auto"`).
     """
     offload: _Offload | None = getattr(optimizer, OFFLOAD_ATTRIBUTE, None)
     if offload is None:
         raise ZpassesError(
             f"state_plan: the states of this {type(optimizer).__name__} are not offloaded. Call "
             "zpasses.offload_optimizer(optimizer) first."
+        )
+    if offload.plan is None:
+        raise ZpassesError(
+            "state_plan: with device_bytes='auto', the first step decides which states stay. Ask "
+            "after optimizer.step()."
         )
     return offload.plan
 
@@ -190,34 +208,118 @@ class _Offload:
         platform = platform_of(self._device.type)
         new: Callable[[], SideStream] = SameStream if platform is None else platform.side_stream
         self._inward, self._outward = new(), new()
-        self._place(optimizer)
+        self.plan: StatePlan | None = None
+        self._layouts: Mapping[Tensor, Sequence[ValueLayout]] = {}
+        self._buckets: list[Bucket] = []
+        self._values: dict[Tensor, dict[Any, StateValue]] = {}
+        self._seen: dict[Tensor, dict[Any, Any]] = {}
+        self._staying: list[list[Tensor]] = []
+        """The keys of `_seen`, in parts of the size of a bucket: a step needs memory for values of
+        its own."""
+        self._largest_peak: int | None = None
+        """The peak of forward and backward above which the states that stay do not fit; None if
+        they were not chosen for a peak."""
+
+    def begin(self, optimizer: Optimizer, options: OffloadOptions) -> None:
+        """Decide where states rest; with "auto", the next step does."""
+        before, self._options = self._options, options
+        try:
+            if options.device_bytes != "auto":
+                self._place(optimizer)
+            else:
+                self._agreed(optimizer)  # now, so that what is refused is refused here
+                self._layouts = {}
+        except BaseException:
+            self._options = before
+            raise
+
+    def _agreed(
+        self, optimizer: Optimizer
+    ) -> tuple[Mapping[Tensor, Sequence[ValueLayout]], AgreedSizes]:
+        """Returns what the optimizer holds for its parameters, and what ranks decide from."""
+        layouts: Mapping[Tensor, Sequence[ValueLayout]] = {}
+        self._usable, room, error = 0, 0, None
+        try:
+            layouts = expected_layouts(optimizer)
+            if self._options.device_bytes == "auto":
+                held = self._bytes_on_device(watched(optimizer), layouts)
+                self._usable = usable_bytes(self._device, "device_bytes", held)
+                room = self._usable - max(
+                    planned_peak_bytes(), device_memory.fallen_bytes(self._device)
+                )
+        except (OptionError, ZpassesError) as raised:
+            error = str(raised)
+        groups = sharding_groups_of(_params_of(optimizer))
+        sizes, owner = [nbytes_of(each) for each in layouts.values()], type(optimizer).__name__
+        return layouts, agreed_sizes(groups, self._options, owner, sizes, error, room, self._usable)
+
+    def _bytes_on_device(self, state: RestingState, params: Iterable[Tensor]) -> int:
+        return sum(
+            layout.nbytes
+            for param in params
+            for key, value in state.raw(param).items()
+            if (layout := layout_of_value(key, value)) is not None
+            and value is not _rest(self._values.get(param, {}).get(key))
+            and local_part(value).device == self._device
+        )
+
+    def _planned(self, params: Sequence[Tensor], agreed: AgreedSizes) -> StatePlan:
+        options, self._largest_peak = self._options, None
+
+        def may_stay(at: int) -> bool:
+            return device_of_shard(params[at]) is None
+
+        if options.device_bytes != "auto":
+            return plan_states(agreed.sizes, options.device_bytes, options.bucket_bytes, may_stay)
+        plan = plan_states_beside(
+            agreed.sizes, agreed.room_bytes, agreed.usable_bytes, options.bucket_bytes, may_stay
+        )
+        if plan is None:
+            plan = plan_states(agreed.sizes, 0, options.bucket_bytes)
+            room = agreed.room_bytes
+            log.warning(
+                "offload_optimizer: all states rest on the host, and a step still exceeds what is "
+                "free. Beside forward and backward, %s are %s, and buckets of states take %s. Give "
+                "a smaller bucket_bytes than %s, memory_budget or batch.",
+                format_size(abs(room)),
+                "left" if room >= 0 else "missing",
+                format_size(plan.in_flight_bytes),
+                format_size(options.bucket_bytes),
+            )
+        if plan.device_bytes:
+            left = self._usable - plan.device_bytes - plan.in_flight_bytes
+            self._largest_peak = max(left, planned_peak_bytes())
+        return plan
+
+    def _warn_of_larger_peak(self) -> None:
+        peak = planned_peak_bytes()
+        if self._largest_peak is None or peak <= self._largest_peak:
+            return
+        log.warning(
+            "offload_optimizer: a graph that was compiled after device_bytes='auto' was decided "
+            "plans to take %s above what rests, and the states on the device leave %s. Call "
+            "zpasses.offload_optimizer(optimizer, device_bytes='auto') again on every rank: its "
+            "next step decides again.",
+            format_size(peak),
+            format_size(self._largest_peak),
+        )
+        self._largest_peak = peak
 
     def _place(self, optimizer: Optimizer) -> None:
         """Decide where each state rests, and bring it there."""
         watched(optimizer)
         self._outward.synchronize()
-        options, error = self._options, None
-        layouts: Mapping[Tensor, Sequence[ValueLayout]] = {}
-        try:
-            layouts = expected_layouts(optimizer)
-        except ZpassesError as raised:
-            error = str(raised)
-        sizes = [nbytes_of(each) for each in layouts.values()]
-        groups = sharding_groups_of(_params_of(optimizer))
-        most, available = agreed_sizes(groups, options, type(optimizer).__name__, sizes, error)
-        params = list(layouts)
-        plan = plan_states(
-            most,
-            options.device_bytes,
-            options.bucket_bytes,
-            lambda at: device_of_shard(params[at]) is None,
-        )
-        check_host_memory(options, plan.host_bytes, available)
+        layouts, agreed = self._agreed(optimizer)
+        plan = self._planned(list(layouts), agreed)
+        check_host_memory(self._options, plan.host_bytes, agreed.available_bytes)
+        params, sizes = list(layouts), [nbytes_of(each) for each in layouts.values()]
         own = [sum(sizes[at] for at in bucket) for bucket in plan.buckets]
         try:
             self.arena = HostArena(sum(own), self._device)
         except (OSError, RuntimeError) as raised:
-            report_failure(groups, "", raised, doing="offloading states")
+            report_failure(
+                sharding_groups_of(_params_of(optimizer)), "", raised, doing="offloading states"
+            )
             raise
         self.plan, self._layouts = plan, layouts
         self._buckets = [
@@ -227,7 +329,9 @@ class _Offload:
             )
         ]
         self._values = {param: own for each in self._buckets for param, own in each.values.items()}
-        self._seen: dict[Tensor, dict[Any, Any]] = {params[at]: {} for at in plan.resident}
+        self._seen = {params[at]: {} for at in plan.resident}
+        parts = in_parts(agreed.sizes, plan.resident, self._options.bucket_bytes)
+        self._staying = [[params[at] for at in part] for part in parts]
         self._adopt(optimizer, params)
         log.info(
             "%s: %s of states on the host, %s on the device, and up to %s more in a step",
@@ -306,6 +410,7 @@ class _Offload:
         }
         if not self._adopt(optimizer, groups):
             self._place(optimizer)
+        self._warn_of_larger_peak()
         stepped = PartialStep(optimizer)
 
         def run(params: Iterable[Tensor]) -> None:
@@ -330,7 +435,7 @@ class _Offload:
         run: Callable[[Iterable[Tensor]], None],
     ) -> None:
         """Step parameters whose states stay, and then the others, bucket by bucket."""
-        staying = [param for param in params if param in self._seen]
+        staying = [own for each in self._staying if (own := [p for p in each if p in params])]
         chosen = [[param for param in each.values if param in params] for each in self._buckets]
         turns = [
             Turn(bucket, own, state)
@@ -344,13 +449,14 @@ class _Offload:
                 turn.slot = slot
         self._inward.follow_current()  # earlier work may have used the memory of the slots
         self._inward.run(self._outward.record().wait)  # of the step before
-        steps = 0
+        part = 0
         try:
             self._fetch(turns, 0)
-            if staying or not turns:
-                run(staying)
+            for own in staying or ([] if turns else [[]]):
+                part += 1
+                run(own)
             for at, turn in enumerate(turns):
-                steps = at + 1
+                part += 1
                 self._fetch(turns, at + 1)
                 turn.come()
                 try:
@@ -365,8 +471,8 @@ class _Offload:
                 "an optimizer's step raised in part %d of %d. Parameters of earlier parts have "
                 "stepped, those of this one as far as it came, and others have not. All states are "
                 "at rest as they were left, so a state dict has them.",
-                steps + bool(staying),
-                len(turns) + bool(staying),
+                part,
+                len(staying) + len(turns),
             )
             raise
         finally:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zpasses.cost.memory import device_memory
 from zpasses.errors import MemoryBudgetError, OptionError, ZpassesError
 from zpasses.option_values import format_size, parse_size
 from zpasses.ranks.agree import exchange
-from zpasses.ranks.local_ranks import local_ranks
+from zpasses.runtime.free_memory import own_free_bytes
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.param_value import is_sharded_parameter
+from zpasses.runtime.run_checks import timeout_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class OffloadOptions:
     """Its name."""
     things: str
     """What it offloads, such as "states"."""
-    device_bytes: int
+    device_bytes: int | Literal["auto"]
     host_bytes: int | None
     bucket_bytes: int = 0
     trained: bool = False
@@ -42,19 +42,24 @@ class OffloadOptions:
         device_bytes: str,
         host_bytes: str | None,
         bucket_bytes: str = "0B",
+        *,
+        may_be_auto: bool = False,
         trained: bool = False,
     ) -> OffloadOptions:
-        """Raises OptionError for an option that is no size, or not True or False."""
+        """Raises OptionError for an option that is no size, nor the "auto" that `device_bytes` may
+        be, or not True or False.
+        """
         if not isinstance(trained, bool):
             raise OptionError(f"{function}, trained: got {trained!r}; expected True or False.")
 
         def parsed(name: str, text: str) -> int:
             return parse_size(text, f"{function}, {name}")
 
+        is_auto = may_be_auto and device_bytes == "auto"
         return cls(
             function,
             things,
-            parsed("device_bytes", device_bytes),
+            "auto" if is_auto else parsed("device_bytes", device_bytes),
             None if host_bytes is None else parsed("host_bytes", host_bytes),
             parsed("bucket_bytes", bucket_bytes),
             trained,
@@ -75,37 +80,56 @@ def sharding_groups_of(params: Iterable[Tensor]) -> list[str]:
     )
 
 
+@dataclass(frozen=True)
+class AgreedSizes:
+    """What all ranks decide from."""
+
+    sizes: list[int]
+    """Bytes per parameter on the rank that holds most of them."""
+    available_bytes: int
+    """The least share of a rank in the memory of its machine."""
+    room_bytes: int
+    """The least that what may stay can take beside a rank's forward and backward."""
+    usable_bytes: int
+    """The same beside nothing else."""
+
+
 def agreed_sizes(
     groups: Sequence[str],
     options: OffloadOptions,
     owner: str,
     sizes: Sequence[int],
     error: str | None,
-) -> tuple[list[int], int]:
-    """Returns the bytes per parameter on the rank that holds most of them, so that all ranks decide
-    the same, and the least share of a rank in the memory of its machine.
+    room_bytes: int = 0,
+    usable_bytes: int = 0,
+) -> AgreedSizes:
+    """Returns what all ranks decide from.
 
     Args:
         groups: names of the process groups.
         owner: the type of what is offloaded.
         sizes: the bytes per parameter on this rank.
         error: why this rank cannot offload them; None if it can.
+        room_bytes, usable_bytes: of this rank, as in `AgreedSizes`.
 
     Raises:
         ZpassesError: on every rank, if one of them cannot, or gives other options.
     """
-    free = device_memory.free_bytes(torch.device("cpu"))
+    free = own_free_bytes(torch.device("cpu"))
     agreed: dict[str, Any] = {
         "what": [owner, len(sizes), *astuple(options)[2:]],
         "sizes": list(sizes),
-        "available": sys.maxsize if free is None else free // local_ranks(),
+        "available": sys.maxsize if free is None else free,
+        "room": room_bytes,
+        "usable": usable_bytes,
         "error": error,
     }
+    question, limit = f"the {options.things} to offload", timeout_of(groups)
     for group in groups:
-        agreed = exchange(group, f"the {options.things} to offload", agreed, merge=_merged)
+        agreed = exchange(group, question, agreed, limit, merge=_merged)
     if agreed["error"] is not None:
         raise ZpassesError(f"{options.function}: {agreed['error']}")
-    return agreed["sizes"], agreed["available"]
+    return AgreedSizes(agreed["sizes"], agreed["available"], agreed["room"], agreed["usable"])
 
 
 def _merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -121,7 +145,8 @@ def _merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if error is not None:
         return {**first, "error": error}
     sizes = [max(each) for each in zip(*(each["sizes"] for each in answers), strict=True)]
-    return {**first, "sizes": sizes, "available": min(each["available"] for each in answers)}
+    keys = ("available", "room", "usable")
+    return {**first, "sizes": sizes, **{key: min(each[key] for each in answers) for key in keys}}
 
 
 def check_host_memory(options: OffloadOptions, needed: int, available: int) -> None:

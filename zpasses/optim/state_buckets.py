@@ -84,6 +84,19 @@ class StatePlan:
     """Positions of the other parameters, bucket by bucket."""
 
 
+def in_parts(sizes: Sequence[int], positions: Sequence[int], most_bytes: int) -> list[list[int]]:
+    """Cuts positions into parts of at most so many bytes. One with more is a part by itself."""
+    parts, left = list[list[int]](), -1
+    for at in positions:
+        if sizes[at] <= left:
+            parts[-1].append(at)
+            left -= sizes[at]
+        else:
+            parts.append([at])
+            left = most_bytes - sizes[at]
+    return parts
+
+
 def plan_states(
     sizes: Sequence[int],
     device_bytes: int,
@@ -101,17 +114,12 @@ def plan_states(
         bucket_bytes: the most of a bucket. A parameter with more has a bucket of its own.
         may_stay: whether the states of the parameter at this position may.
     """
-    resident, buckets, room, left = list[int](), list[list[int]](), device_bytes, 0
+    resident, leaving, room = list[int](), list[int](), device_bytes
     for at, size in enumerate(sizes):
-        if size <= room and may_stay(at):
-            resident.append(at)
-            room -= size
-        elif buckets and size <= left:
-            buckets[-1].append(at)
-            left -= size
-        else:
-            buckets.append([at])
-            left = bucket_bytes - size
+        stays = size <= room and may_stay(at)
+        (resident if stays else leaving).append(at)
+        room -= size if stays else 0
+    buckets = in_parts(sizes, leaving, bucket_bytes)
     totals = [sum(sizes[at] for at in bucket) for bucket in buckets]
     slots = (max(totals[0::2], default=0), max(totals[1::2], default=0))
     return StatePlan(
@@ -122,3 +130,33 @@ def plan_states(
         resident=tuple(resident),
         buckets=tuple(map(tuple, buckets)),
     )
+
+
+def plan_states_beside(
+    sizes: Sequence[int],
+    room_bytes: int,
+    usable_bytes: int,
+    bucket_bytes: int,
+    may_stay: Callable[[int], bool] = lambda at: True,
+) -> StatePlan | None:
+    """Returns the plan in which as many states stay as fit beside forward, backward and step; None
+    if not even the buckets fit.
+
+    Forward runs while the last two buckets of the step before go out. A step takes as much again
+    for the bucket that it makes, and for values of its own.
+
+    Args:
+        sizes, bucket_bytes, may_stay: as for `plan_states`.
+        room_bytes: what states may take beside forward and backward.
+        usable_bytes: the same beside nothing else, as in a step.
+    """
+    device_bytes = room_bytes
+    while True:
+        plan = plan_states(sizes, max(0, device_bytes), bucket_bytes, may_stay)
+        held = plan.device_bytes + plan.in_flight_bytes
+        excess = max(held - room_bytes, held + plan.in_flight_bytes - usable_bytes)
+        if excess <= 0:
+            return plan
+        if not plan.device_bytes:
+            return None
+        device_bytes = plan.device_bytes - excess

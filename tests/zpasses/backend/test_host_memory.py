@@ -23,7 +23,6 @@ from tests.zpasses.backend.test_step_trials import within_compile
 from tests.zpasses.cost.memory.test_liveness import allocated
 from tests.zpasses.dumps.test_dump import only_compile
 from zpasses import AgreementError, MemoryBudgetError, OptionError, compat
-from zpasses.backend.free_memory import agreed_host_bytes
 from zpasses.cost.memory import device_memory
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.offloaded_values import fewest_that_fit, worthwhile
@@ -32,6 +31,7 @@ from zpasses.option_values import parse_size
 from zpasses.pipeline import events
 from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
+from zpasses.runtime.free_memory import agreed_host_bytes
 from zpasses.sdma.saved_arenas import host
 from zpasses.testing import capture_graphs, world_mesh
 from zpasses.tools.cli.main import cli

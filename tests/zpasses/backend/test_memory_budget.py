@@ -12,13 +12,13 @@ from torch import nn
 import zpasses
 from tests.on_ranks import on_ranks
 from zpasses import MemoryBudgetError, OptionError
-from zpasses.backend.free_memory import agreed_free_bytes
 from zpasses.cost.memory import device_memory
 from zpasses.cost.memory.liveness import liveness
 from zpasses.graph.queries import collectives
 from zpasses.graph.tags import tagged
 from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
+from zpasses.runtime.free_memory import agreed_free_bytes
 from zpasses.runtime.gloo import STARTED
 from zpasses.testing import (
     assert_step_equals_reference,

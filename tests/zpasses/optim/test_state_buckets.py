@@ -11,7 +11,7 @@ from torch import nn
 import zpasses
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.optim.expected_states import expected_layouts
-from zpasses.optim.state_buckets import nbytes_of, plan_states
+from zpasses.optim.state_buckets import nbytes_of, plan_states, plan_states_beside
 from zpasses.option_values import format_size, parse_size
 from zpasses.runtime.partial_step import PartialStep
 
@@ -45,6 +45,32 @@ def test_every_parameter_is_in_one_place_and_no_limit_is_exceeded(sizes, device,
     )
     pairs = [a + b for a, b in itertools.pairwise(totals)] or totals or [0]
     assert max(pairs) <= plan.in_flight_bytes <= 2 * max(totals, default=0)
+
+
+@given(
+    st.lists(st.integers(0, 30), max_size=8),
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.integers(1, 90),
+)
+def test_as_many_states_stay_as_fit_beside_a_step(sizes, usable, peak, bucket):
+    def fits(plan):
+        held = plan.device_bytes + plan.in_flight_bytes
+        return held + max(peak, plan.in_flight_bytes) <= usable
+
+    found = plan_states_beside(sizes, usable - peak, usable, bucket)
+    every = [plan_states(sizes, most, bucket) for most in range(sum(sizes) + 1)]
+    fitting = [each.device_bytes for each in every if fits(each)]
+    if found is None:
+        assert not fits(every[0])
+    else:
+        assert fits(found)
+        assert found in every
+    if sum(sizes) + peak <= usable:
+        assert found.host_bytes == 0
+    elif found is not None and fitting:
+        # The buckets of the leanest plan are the largest.
+        assert found.device_bytes >= max(fitting) - every[0].in_flight_bytes - max(sizes)
 
 
 # --- what an optimizer will hold ------------------------------------------------------------------

@@ -56,6 +56,8 @@ class ForwardFacts:
     sequences: Sequences
     host: HostNeed | None
     """What a run puts on the host."""
+    peak_bytes: int
+    """The most that a run takes above what rests."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class BackwardFacts:
     """Of a graph without slots. Variants have their own."""
     params_read: Sequence[str]
     """Parameters whose values the graph uses."""
+    peak_bytes: int
     host: HostNeed | None = None
     """What a run puts on the host: gradients."""
 

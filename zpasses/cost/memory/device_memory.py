@@ -1,4 +1,6 @@
-"""How much memory a device has free. One function, so that tests can replace it."""
+"""How much memory a device has free, or had in use. Functions of a module, so that tests can
+replace them.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,16 @@ def free_bytes(device: torch.device) -> int | None:
         else 0
     )
     return int(free) + int(cached)
+
+
+def fallen_bytes(device: torch.device) -> int:
+    """Returns by how much the allocated memory of this process is below its highest level; 0 if
+    torch does not count it, as on "cpu".
+    """
+    module = torch.get_device_module(device.type) if device.type not in ("cpu", "meta") else None
+    highest = getattr(module, "max_memory_allocated", None)
+    now = getattr(module, "memory_allocated", None)
+    return int(highest(device) - now(device)) if highest is not None and now is not None else 0
 
 
 _CGROUP = Path("/sys/fs/cgroup")

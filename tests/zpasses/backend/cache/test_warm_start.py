@@ -18,6 +18,7 @@ import zpasses
 from tests.fake_mori import Settings, installed
 from zpasses.backend.cache.entry import Entry
 from zpasses.pipeline import events
+from zpasses.runtime.free_memory import planned_peak_bytes
 from zpasses.testing import run_in_fresh_ranks, world_mesh
 
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
@@ -100,6 +101,7 @@ def start(
             with torch.no_grad():
                 losses.append(step(x).item())
     weights = [param.full_tensor().tolist() for param in model.parameters()]
+    losses.append(planned_peak_bytes())  # which a stored graph says, too
     return losses, weights, messages.said
 
 

@@ -1,8 +1,12 @@
-"""Memory that a training step may use: `memory_budget="auto"`, and the option `host_memory`."""
+"""Memory that a training step may use (`memory_budget="auto"`, the option `host_memory`), and what
+the compiled graphs of this process need of it.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,13 +29,7 @@ def agreed_free_bytes(groups: Sequence[str], device: torch.device) -> int:
     Raises:
         OptionError: if torch cannot tell how much memory the device has free.
     """
-    free = _own_free_bytes(device)
-    if free is None:
-        raise OptionError(
-            f"memory_budget='auto': torch cannot tell how much memory {device} has free. Give a "
-            "size such as '60GiB'."
-        )
-    usable = int(_USED_SHARE * free)
+    usable = usable_bytes(device, "memory_budget")
     for group in groups:
         question = "free memory"
         usable = exchange(group, question, usable, remember="memory_budget=auto", merge=min)
@@ -47,7 +45,7 @@ def agreed_host_bytes(groups: Sequence[str], text: str | None) -> int:
     if text is None:
         return 0
     given = parse_size(text, "option 'host_memory'")
-    available = usable = _own_free_bytes(torch.device("cpu"))
+    available = usable = own_free_bytes(torch.device("cpu"))
     for group in groups:
         # What is free does not depend on the option, which ranks may give differently.
         usable = exchange(group, "free host memory", usable, remember="host_memory", merge=_least)
@@ -64,9 +62,49 @@ def _least(sizes: Sequence[int | None]) -> int | None:
     return min((each for each in sizes if each is not None), default=None)
 
 
-def _own_free_bytes(device: torch.device) -> int | None:
-    """The free memory of this rank. The ranks of a host share its memory equally."""
+def own_free_bytes(device: torch.device) -> int | None:
+    """Returns the free memory of this rank; None if torch cannot tell. The ranks of a host share
+    its memory equally.
+    """
     free = device_memory.free_bytes(device)
     if free is None or device.type != "cpu":
         return free
     return free // local_ranks()
+
+
+def usable_bytes(device: torch.device, option: str, held_bytes: int = 0) -> int:
+    """Returns 90 % of the memory that this rank has free.
+
+    Args:
+        option: which is "auto", for the error.
+        held_bytes: allocated memory that counts as free.
+
+    Raises:
+        OptionError: if torch cannot tell how much memory the device has free.
+    """
+    free = own_free_bytes(device)
+    if free is None:
+        raise OptionError(
+            f"{option}='auto': torch cannot tell how much memory {device} has free. Give a size "
+            "such as '60GiB'."
+        )
+    return int(_USED_SHARE * (free + held_bytes))
+
+
+# --- what the step needs --------------------------------------------------------------------------
+_peaks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Compiled code -> its planned peak. Weak, so that graphs that are gone need nothing."""
+
+
+def note_planned_peak(code: Any, peak_bytes: int) -> None:
+    """Say how much memory compiled code takes while it runs, above what rests.
+
+    Args:
+        code: what lives as long as it.
+    """
+    _peaks[code] = max(peak_bytes, _peaks.get(code, 0))
+
+
+def planned_peak_bytes() -> int:
+    """Returns the largest planned peak of the compiled graphs of this process; 0 without any."""
+    return max(tuple(_peaks.values()), default=0)

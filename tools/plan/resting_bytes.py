@@ -1,0 +1,161 @@
+"""What rests on a rank beside a training step, and how many states of the optimizer stay there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zpasses import compat
+from zpasses.cost.plan.repeated_layers import FEWEST_LAYERS, layer_starts
+from zpasses.cost.time.step_time import streamed_states_us
+from zpasses.cost.time.target import Target
+from zpasses.errors import OptionError
+from zpasses.graph.queries import nbytes
+from zpasses.inspect.units import bytes_text
+from zpasses.optim.expected_states import expected_layouts
+from zpasses.optim.state_buckets import StatePlan, nbytes_of, plan_states, plan_states_beside
+from zpasses.option_values import parse_size
+from zpasses.tools.plan.plan_request import PlanRequest, optimizer_class
+from zpasses.tools.plan.plan_table import DeviceUse, PlanPoint, PlanTable, Resting, budget_text
+
+BUCKET_BYTES = 256 << 20
+"""The default of `zpasses.offload_optimizer`."""
+
+
+@dataclass(frozen=True)
+class RestingBytes:
+    """What rests on this rank, and the bytes of the states of each trained parameter."""
+
+    resting: Resting
+    state_sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, request: PlanRequest) -> RestingBytes:
+        """Measures a sharded model, whose tensors may be fake.
+
+        Raises:
+            OptionError: for an optimizer that does not take the parameters.
+            ZpassesError: for one whose states cannot be offloaded.
+        """
+        params = list(model.named_parameters())
+        if request.repeat is not None:  # as many layers as asked for
+            starts = sorted(layer_starts(enumerate([name] for name, _ in params)).values())
+            layer = params[starts[2] : starts[3]] if len(starts) == FEWEST_LAYERS else []
+            params += layer * (request.arguments[request.repeat] - FEWEST_LAYERS)
+        local = [compat.local_of(e) if isinstance(e, DTensor) else e for _, e in params]
+        trained = [own for own, (_, e) in zip(local, params, strict=True) if e.requires_grad]
+        name: str | None = None
+        sizes: tuple[int, ...] = ()
+        if request.optimizer is not None:
+            chosen = optimizer_class(request.optimizer)
+            name, sizes = chosen.__name__, _state_sizes(chosen, trained)
+        shards, gradients = sum(map(nbytes, local)), sum(map(nbytes, trained))
+        return cls(Resting(shards, gradients, sum(sizes), name), sizes)
+
+    def limits(self, request: PlanRequest) -> list[int]:
+        """Returns the peaks up to which all states stay, and up to which a step fits at all."""
+        if request.device_memory is None:
+            return []
+        room = self._room(request.device_memory)
+        lean = plan_states(self.state_sizes, 0, BUCKET_BYTES)
+        ends = (room - self.resting.state_bytes, room - lean.in_flight_bytes)
+        return [int(each / _ROUNDING) for each in ends]
+
+    def _room(self, device_memory: str) -> int:
+        held = self.resting.shard_bytes + self.resting.gradient_bytes
+        return parse_size(device_memory, "--device-memory") - held
+
+    # --- the table --------------------------------------------------------------------------------
+    def in_table(self, found: PlanTable, request: PlanRequest, target: Target) -> PlanTable:
+        """Returns a table whose plans say what the whole device takes. If its memory is given, the
+        fastest plan that fits is chosen.
+        """
+        found = replace(found, resting=self.resting)
+        if request.optimizer is None:
+            return found
+
+        def placed(point: PlanPoint) -> PlanPoint:
+            return replace(point, device=self._use_of(point, request, target))
+
+        plans = tuple(map(placed, found.plans))
+        at = next((at for at, each in enumerate(found.plans) if each is found.chosen), None)
+        found = replace(
+            found,
+            plans=plans,
+            stages=tuple(map(placed, found.stages)),
+            chosen=None if at is None else plans[at],
+            device_memory=request.device_memory,
+        )
+        if request.device_memory is None:
+            return found
+        fitting = [each for each in plans if each.fits_device]
+        if not fitting:
+            return replace(found, chosen=None, missing=self._missing(plans[0], request))
+        return replace(found, chosen=found.fastest_of(fitting))
+
+    def _use_of(self, point: PlanPoint, request: PlanRequest, target: Target) -> DeviceUse:
+        peak, plan = point.peak_bytes, self._all_stay()
+        fits = True
+        if request.device_memory is not None:
+            room = self._room(request.device_memory)
+            beside = plan_states_beside(self.state_sizes, room - peak, room, BUCKET_BYTES)
+            plan = beside or plan_states(self.state_sizes, 0, BUCKET_BYTES)
+            on_host = plan.host_bytes + point.host_bytes
+            fits = beside is not None and on_host <= target.host_memory_bytes
+        held = plan.device_bytes + plan.in_flight_bytes + max(peak, plan.in_flight_bytes)
+        resting = self.resting.shard_bytes + self.resting.gradient_bytes
+        travel = streamed_states_us(plan.host_bytes, plan.in_flight_bytes, target)
+        return DeviceUse(
+            resting + plan.device_bytes,
+            resting + held,
+            plan.host_bytes,
+            travel / request.backwards_per_step,
+            fits,
+            self._option(plan) if plan.host_bytes else None,
+        )
+
+    def _all_stay(self) -> StatePlan:
+        return plan_states(self.state_sizes, self.resting.state_bytes, BUCKET_BYTES)
+
+    def _option(self, plan: StatePlan) -> str:
+        """Returns the shortest text of `device_bytes` that leads to a plan."""
+        text = budget_text(plan.device_bytes) if plan.device_bytes else "0B"
+        same = plan_states(self.state_sizes, parse_size(text, "device_bytes"), BUCKET_BYTES) == plan
+        return text if same else f"{plan.device_bytes}B"
+
+    def _missing(self, leanest: PlanPoint, request: PlanRequest) -> str:
+        assert leanest.device is not None
+        return (
+            f"--device-memory {request.device_memory}: the leanest plan takes "
+            f"{bytes_text(leanest.device.total_bytes)} of the device, and puts "
+            f"{bytes_text(leanest.device.states_on_host)} of states on the host. Train on more "
+            "ranks or with smaller batches, or give --host-memory."
+        )
+
+
+_ROUNDING = 1.001
+"""By how much `budget_text` may exceed a size."""
+
+
+def _state_sizes(cls: Any, trained: Sequence[Tensor]) -> tuple[int, ...]:
+    """Returns the bytes of the states of these parameters, which may be fake."""
+    with compat.no_dispatch_modes():
+        params = [
+            nn.Parameter(
+                torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+            )
+            for each in trained
+        ]
+        try:
+            optimizer = cls(params)
+        except (TypeError, ValueError) as error:
+            raise OptionError(
+                f"--optimizer {cls.__name__} does not take all parameters of the model ({error}). "
+                "Name the optimizer that has most of them."
+            ) from error
+        return tuple(map(nbytes_of, expected_layouts(optimizer).values()))
