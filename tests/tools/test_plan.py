@@ -25,7 +25,7 @@ from zpasses.inspect.view import Table
 from zpasses.pipeline.events import listen
 from zpasses.testing import capture_graphs, fake_world
 from zpasses.tools.cli.main import cli
-from zpasses.tools.plan import plan_picture
+from zpasses.tools.plan import plan_picture, step_plans
 from zpasses.tools.plan.plan_picture import plan_figure, plan_page
 from zpasses.tools.plan.plan_request import PlanRequest
 from zpasses.tools.plan.plan_table import (
@@ -145,6 +145,8 @@ def test_plans_go_from_lean_to_fast(table):
         assert lean.total_us > fast.total_us
     assert all(each.peak_bytes <= each.limit_bytes for each in table.plans)
     assert all(each.bound_us <= each.total_us for each in (*table.plans, *table.stages))
+    assert all(each.least_us <= each.total_us for each in table.plans)
+    assert table.plans[0].least_us > table.plans[-1].least_us
     assert table.plans[0].kept_bytes < table.plans[-1].kept_bytes
     assert table.plans[0].activations < table.plans[-1].activations == 1.0
     assert table.chosen is table.plans[-1]
@@ -238,6 +240,17 @@ def test_budget_chooses_the_fastest_plan_within_it(tmp_path):
     names = {"plan for a budget", "chosen plan", "zero2, no budget", "zero3, no budget"}
     numbers = map(str, range(1, len(found["plans"]) + 1))
     assert {*names, "bound of each plan", "budget 20MiB", *numbers} <= labels
+    assert "least of each budget" in labels
+    assert all(0 < each["least_us"] <= each["total_us"] for each in found["plans"])
+    assert zero3["least_us"] is None
+
+
+def test_the_least_time_is_left_out_without_scipy(monkeypatch):
+    monkeypatch.setattr(step_plans, "can_solve", lambda: False)
+    done = run(f"{HERE}:blocks", *SMALL)
+    assert done.exit_code == 0, done.output
+    assert "least  " not in done.output
+    assert 'For the least time of each budget: pip install "zpasses[plan]"' in done.output
 
 
 @pytest.mark.slow(quick="test_too_small_budget_says_what_is_missing_and_what_holds_the_memory")

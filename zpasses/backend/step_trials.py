@@ -32,6 +32,7 @@ from zpasses.cost.plan.offloaded_values import (
     saved_values,
     worthwhile,
 )
+from zpasses.cost.plan.relaxation import Relaxation
 from zpasses.cost.plan.schedule_evaluation import Cost
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import single_plan
@@ -182,6 +183,7 @@ class StepTrials:
         self._fallback_cost, self._copy_engines = fallback_cost, copy_engines
         self._made: dict[tuple[float, frozenset[str]], Trial] = {}
         self._saved: dict[float, list[SavedValue]] = {}
+        self._relaxation: Relaxation | None = None
         saves_all = compat.reads_changed_inputs_at_once(gm.graph)
         self._fractions = (1.0,) if saves_all else _ACTIVATIONS
 
@@ -200,6 +202,7 @@ class StepTrials:
             made = copy.copy(self)
             made.gm, made.chunks_loss, made._chunks = gm, False, chunks
             made._made, made._saved, made._chunked = {}, {}, {chunks: made}
+            made._relaxation = None
             self._chunked[chunks] = made
         return self._chunked[chunks]
 
@@ -356,6 +359,17 @@ class StepTrials:
         trials += [each for trial in trials for each in self._with_offloads(trial, 0)]
         found = min(each.step.peak_bytes(single_plan) for each in trials)
         return min([found, *(self.in_chunks(each).least_bytes() for each in self._chunk_counts())])
+
+    def least_us(self, limit_bytes: int) -> float | None:
+        """Returns a duration that no plan within a limit can beat, whatever it saves, keeps and
+        moves; None if there is none. Needs scipy.
+        """
+        if self._relaxation is None:
+            step = self.trial(1.0).step
+            self._relaxation = Relaxation(self.gm.graph, step, self.user_outputs, self.host_bytes)
+        own = self._relaxation.least_us(limit_bytes)
+        chunked = (self.in_chunks(each).least_us(limit_bytes) for each in self._chunk_counts())
+        return min((each for each in (own, *chunked) if each is not None), default=None)
 
     def most_bytes(self) -> int:
         """Returns a limit that is larger than the peak of any plan."""
