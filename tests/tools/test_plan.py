@@ -25,7 +25,7 @@ from zpasses.inspect.view import Table
 from zpasses.pipeline.events import listen
 from zpasses.testing import capture_graphs, fake_world
 from zpasses.tools.cli.main import cli
-from zpasses.tools.plan import plan_picture, step_plans
+from zpasses.tools.plan import plan_picture
 from zpasses.tools.plan.plan_picture import plan_figure, plan_page
 from zpasses.tools.plan.plan_request import PlanRequest
 from zpasses.tools.plan.plan_table import (
@@ -245,14 +245,6 @@ def test_budget_chooses_the_fastest_plan_within_it(tmp_path):
     assert zero3["least_us"] is None
 
 
-def test_the_least_time_is_left_out_without_scipy(monkeypatch):
-    monkeypatch.setattr(step_plans, "can_solve", lambda: False)
-    done = run(f"{HERE}:blocks", *SMALL)
-    assert done.exit_code == 0, done.output
-    assert "least  " not in done.output
-    assert 'For the least time of each budget: pip install "zpasses[plan]"' in done.output
-
-
 @pytest.mark.slow(quick="test_too_small_budget_says_what_is_missing_and_what_holds_the_memory")
 def test_budget_that_nothing_fits_says_what_is_missing():
     done = run(f"{HERE}:blocks", *SMALL, "--memory", "1MiB")
@@ -316,6 +308,17 @@ def table_of(points, stages, memory=None, function="train.py:step"):
         None,
         1.0,
     )
+
+
+def test_without_scipy_the_least_time_is_left_out_and_the_legend_says_what_to_install():
+    found = table_of([(10, 3.0), (20, 2.0)], [(30, 4.0), (9, 6.0)])
+    text = plan_view(found).text()
+    assert 'For the least time of each budget: pip install "zpasses[plan]"' in text
+    plans = tuple(dataclasses.replace(each, least_us=1.25) for each in found.plans)
+    text = plan_view(dataclasses.replace(found, plans=plans, chosen=plans[-1])).text()
+    assert "least: what no plan within the budget can beat" in text
+    assert "zpasses[plan]" not in text
+    assert text.count("1.25 us") == 2
 
 
 def test_a_smaller_budget_with_a_faster_plan_is_named():

@@ -45,6 +45,7 @@ def drawn_choice(draw, trials):
     return Choice(activations, *names), trials.offloading(trial, out).step.keeping(kept, cached)
 
 
+@pytest.mark.slow(quick="test_less_memory_takes_longer_until_nothing_fits")
 @settings(few_examples, max_examples=drawn_examples(20))
 @given(steps(), TARGETS, st.sampled_from([1, 3]), st.sampled_from(["1MiB", None]), st.data())
 def test_no_choice_is_faster_than_the_least_time_at_its_peak(step, target, repeats, host, data):
@@ -74,6 +75,7 @@ def test_no_choice_is_faster_than_the_least_time_at_its_peak(step, target, repea
     )
 
 
+@pytest.mark.slow(quick="test_less_memory_takes_longer_until_nothing_fits")
 @settings(few_examples, max_examples=drawn_examples(10))
 @given(steps(), TARGETS, st.floats(0, 1))
 def test_no_plan_is_faster_than_the_least_time_of_its_budget(step, target, share):
