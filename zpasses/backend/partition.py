@@ -173,7 +173,7 @@ class _Partitioner:
             choice.activations,
             [
                 at
-                for at, each in enumerate(plan_trials.recomputable() if choice.recomputed else ())
+                for at, each in enumerate(_in_order(plan_trials) if choice.recomputed else ())
                 if each.name in choice.recomputed
             ],
             [at for at, (node, *_) in enumerate(full) if node.name in choice.kept],
@@ -195,7 +195,7 @@ class _Partitioner:
             planned_for=current_target(),
         )
         trials = self._trials.in_chunks(chunks)
-        values = trials.recomputable() if again else []
+        values = _in_order(trials) if again else []
         recomputed = frozenset(values[at].name for at in again if at < len(values))
         saved = trials.saved_values(activations, recomputed) if offloaded else []
         return (
@@ -236,6 +236,11 @@ class _Partitioner:
                 f"{format_size(plan.peak_bytes)} of {format_size(plan.limit_bytes)}"
             )
         return "; ".join(parts)
+
+
+def _in_order(trials: StepTrials) -> list[SavedValue]:
+    """Returns what may be computed again in an order that does not depend on a rank's costs."""
+    return sorted(trials.recomputable(), key=lambda each: (each.ready_slot, each.name))
 
 
 def too_little_memory(text: str, plan: StepPlan) -> str:
