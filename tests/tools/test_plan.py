@@ -145,6 +145,8 @@ def test_plans_go_from_lean_to_fast(table):
         assert lean.total_us > fast.total_us
     assert all(each.peak_bytes <= each.limit_bytes for each in table.plans)
     assert all(each.bound_us <= each.total_us for each in (*table.plans, *table.stages))
+    assert all(each.least_us <= each.total_us for each in table.plans)
+    assert table.plans[0].least_us > table.plans[-1].least_us
     assert table.plans[0].kept_bytes < table.plans[-1].kept_bytes
     assert table.plans[0].activations < table.plans[-1].activations == 1.0
     assert table.chosen is table.plans[-1]
@@ -238,6 +240,9 @@ def test_budget_chooses_the_fastest_plan_within_it(tmp_path):
     names = {"plan for a budget", "chosen plan", "zero2, no budget", "zero3, no budget"}
     numbers = map(str, range(1, len(found["plans"]) + 1))
     assert {*names, "bound of each plan", "budget 20MiB", *numbers} <= labels
+    assert "least of each budget" in labels
+    assert all(0 < each["least_us"] <= each["total_us"] for each in found["plans"])
+    assert zero3["least_us"] is None
 
 
 @pytest.mark.slow(quick="test_too_small_budget_says_what_is_missing_and_what_holds_the_memory")
@@ -303,6 +308,17 @@ def table_of(points, stages, memory=None, function="train.py:step"):
         None,
         1.0,
     )
+
+
+def test_without_scipy_the_least_time_is_left_out_and_the_legend_says_what_to_install():
+    found = table_of([(10, 3.0), (20, 2.0)], [(30, 4.0), (9, 6.0)])
+    text = plan_view(found).text()
+    assert 'For the least time of each budget: pip install "zpasses[plan]"' in text
+    plans = tuple(dataclasses.replace(each, least_us=1.25) for each in found.plans)
+    text = plan_view(dataclasses.replace(found, plans=plans, chosen=plans[-1])).text()
+    assert "least: what no plan within the budget can beat" in text
+    assert "zpasses[plan]" not in text
+    assert text.count("1.25 us") == 2
 
 
 def test_a_smaller_budget_with_a_faster_plan_is_named():

@@ -99,6 +99,9 @@ def plan_figure(found: PlanTable) -> Any:
     line: dict[str, Any] = {"where": "post", "linewidth": 1}
     axes.step(right, [*times, times[-1]], "-", color="C0", **line)
     axes.step(right, [*bounds, bounds[-1]], "--", color="C7", **line, label="bound of each plan")
+    if all(each.least_us is not None for each in found.plans):
+        least = [(each.least_us or 0.0) / per_us for each in found.plans]
+        axes.step(right, [*least, least[-1]], ":", color="C7", **line, label="least of each budget")
     axes.set_xlim(low, high)
     axes.set_xlabel(f"peak memory above what rests between steps, {memory_unit}")
     axes.set_ylabel(f"time of a step, {time_unit}")

@@ -89,6 +89,9 @@ class PlanPoint:
     """In how many chunks the head and its loss are computed."""
     device: DeviceUse | None = None
     """None without an optimizer."""
+    least_us: float | None = None
+    """Duration that no plan within the budget can beat, whatever it saves, keeps and moves; None if
+    it is not known."""
 
     @property
     def fits_device(self) -> bool:
@@ -372,7 +375,7 @@ NOTABLY = 0.999
 """Durations that differ by a factor nearer to 1 are equal."""
 _DEVICE_COLUMNS = ("rests", "states out", "total", "with copies")
 _COLUMNS = (
-    *("plan", "memory_budget", "ahead", "step", "exposed", "bound", "peak"),
+    *("plan", "memory_budget", "ahead", "step", "exposed", "bound", "least", "peak"),
     *("collectives", "kept", "cached", "activations", "host", "chunks"),
     *_DEVICE_COLUMNS,
 )
@@ -399,6 +402,7 @@ def plan_view(found: PlanTable) -> View:
     left_out += [] if any(each.host_bytes for each in found.plans) else ["host"]
     left_out += [] if any(each.chunks > 1 for each in found.plans) else ["chunks"]
     left_out += _DEVICE_COLUMNS if found.resting.optimizer is None else []
+    left_out += [] if any(each.least_us is not None for each in found.plans) else ["least"]
     columns = [name for name in _COLUMNS if name not in left_out]
     shown = table(
         columns,
@@ -423,6 +427,13 @@ def plan_view(found: PlanTable) -> View:
     more = " host: bytes of them that rest there." if "host" in columns else ""
     more += " chunks: those of the loss." if "chunks" in columns else ""
     legend = [kept, f"activations: share that forward saves.{more}"]
+    if "least" in columns:
+        legend.append(
+            "least: what no plan within the budget can beat, whatever it keeps, recomputes and "
+            "moves."
+        )
+    elif found.repeated is None:
+        legend.append('For the least time of each budget: pip install "zpasses[plan]"')
     if found.repeated is not None:
         legend.append(
             f"Estimated from {found.repeated} layers, with the same values saved in each."
@@ -482,6 +493,7 @@ def _row(mark: str, point: PlanPoint) -> dict[str, str]:
         time_text(point.total_us),
         time_text(point.exposed_us),
         time_text(point.bound_us),
+        "" if point.least_us is None else time_text(point.least_us),
         bytes_text(point.peak_bytes),
         str(point.collectives),
         f"{point.kept_bytes / (1 << 20):,.0f} MiB",

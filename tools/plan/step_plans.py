@@ -26,6 +26,7 @@ from zpasses.backend.step_trials import (
 )
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import KeptParam
+from zpasses.cost.plan.linear_program import can_solve
 from zpasses.cost.time.route_figures import planned_route
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.tags import tagged
@@ -181,7 +182,10 @@ class _Planner:
             sweep(self._point, least, most, self._request.points, self._also)
             chosen, missing = self._chosen()
             limit = self._trials.limit_bytes(memory) if memory is not None else None
-        plans = worth_showing(self._made.values(), chosen)
+            shown = worth_showing(self._made.values(), chosen)
+            plans = [self._with_least(each) for each in shown]
+        if chosen is not None:
+            chosen = plans[shown.index(chosen)]
         return PlanTable(
             self._request.function,
             self._request.world,
@@ -208,6 +212,11 @@ class _Planner:
         if not plan.fits:
             return None, too_little_memory(budget, plan)
         return self._point(budget), None
+
+    def _with_least(self, point: PlanPoint) -> PlanPoint:
+        if point.limit_bytes is None or not can_solve():
+            return point
+        return replace(point, least_us=self._trials.least_us(point.limit_bytes))
 
     # --- plans ------------------------------------------------------------------------------------
     def _point(self, budget: str) -> PlanPoint:

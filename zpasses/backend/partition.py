@@ -135,9 +135,9 @@ class _Partitioner:
                 100 * share,
             )
         plan = self._trials.fitting() if budget is None else self._within(budget)
-        chunks, activations, kept, cached, offloaded, limit = self._adopted(plan)
+        chunks, activations, recomputed, kept, cached, offloaded, limit = self._adopted(plan)
         names = [frozenset(each.name for each in some) for some in (kept, cached, offloaded)]
-        choice = Choice(activations, names[0], names[1], names[2], chunks)
+        choice = Choice(activations, names[0], names[1], names[2], recomputed, chunks)
         if not kept and not cached and choice == plan.choice:
             graphs = plan.trial.graphs
         else:
@@ -154,14 +154,15 @@ class _Partitioner:
 
     def _adopted(
         self, plan: StepPlan
-    ) -> tuple[int, float, list[fx.Node], list[fx.Node], list[SavedValue], int]:
+    ) -> tuple[int, float, frozenset[str], list[fx.Node], list[fx.Node], list[SavedValue], int]:
         """The decision of the first rank, which all ranks adopt: they must gather identically.
 
         Equal parameters always get the same decision.
 
-        Returns the number of chunks of the loss, the fraction of activations to save, the full
-        parameters to keep until backward and throughout the step (nodes of the joint graph), the
-        values on the host, and the limit in bytes.
+        Returns the number of chunks of the loss, the fraction of activations to save, the names of
+        those that backward computes again, the full parameters to keep until backward and
+        throughout the step (nodes of the joint graph), the values on the host, and the limit in
+        bytes.
         """
         full = full_params(self._trials.gm)
         described = [(params, size) for _, params, size in full]
@@ -170,26 +171,37 @@ class _Partitioner:
         mine: list[Any] = [
             choice.chunks,
             choice.activations,
+            [
+                at
+                for at, each in enumerate(_in_order(plan_trials) if choice.recomputed else ())
+                if each.name in choice.recomputed
+            ],
             [at for at, (node, *_) in enumerate(full) if node.name in choice.kept],
             [at for at, (node, *_) in enumerate(full) if node.name in choice.cached],
             [
                 at
-                for at, each in enumerate(plan_trials.saved_values(choice.activations))
+                for at, each in enumerate(
+                    plan_trials.saved_values(choice.activations, choice.recomputed)
+                )
                 if each.name in choice.offloaded
             ],
             plan.limit_bytes,
         ]
-        (chunks, activations, kept, cached, offloaded, limit), _ = adopt(
+        (chunks, activations, again, kept, cached, offloaded, limit), _ = adopt(
             self._policy.groups,
             "which parameters to keep for backward",
             (described, replace(self._policy, groups=())),
             mine,
             planned_for=current_target(),
         )
-        saved = self._trials.in_chunks(chunks).saved_values(activations) if offloaded else []
+        trials = self._trials.in_chunks(chunks)
+        values = _in_order(trials) if again else []
+        recomputed = frozenset(values[at].name for at in again if at < len(values))
+        saved = trials.saved_values(activations, recomputed) if offloaded else []
         return (
             chunks,
             activations,
+            recomputed,
             [full[at][0] for at in kept],
             [full[at][0] for at in cached],
             [saved[at] for at in offloaded if at < len(saved)],
@@ -216,14 +228,19 @@ class _Partitioner:
             parts.append(f"{len(offloaded)} saved values, {held / _MIB:.1f} MiB, on the host")
         if choice.chunks > 1:
             parts.append(f"computes the loss in {choice.chunks} chunks")
-        if choice.activations < 1.0:
-            parts.append(f"saves {100 * choice.activations:.0f} % of the activations")
+        if choice.activations < 1.0 or choice.recomputed:
+            parts.append(f"saves {100 * plan.activations:.0f} % of the activations")
         if self._policy.budget is not None:
             parts.append(
                 f"predicted {plan.total_us / 1e3:.2f} ms, bound {plan.bound_us / 1e3:.2f} ms, peak "
                 f"{format_size(plan.peak_bytes)} of {format_size(plan.limit_bytes)}"
             )
         return "; ".join(parts)
+
+
+def _in_order(trials: StepTrials) -> list[SavedValue]:
+    """Returns what may be computed again in an order that does not depend on a rank's costs."""
+    return sorted(trials.recomputable(), key=lambda each: (each.ready_slot, each.name))
 
 
 def too_little_memory(text: str, plan: StepPlan) -> str:

@@ -9,6 +9,7 @@ be planned for several limits.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -29,16 +30,20 @@ from zpasses.cost.plan.kept_params import (
 from zpasses.cost.plan.offloaded_values import (
     SavedValue,
     fewest_that_fit,
+    idle_at_peaks,
+    least_limit,
     saved_values,
     worthwhile,
 )
+from zpasses.cost.plan.recomputed_values import cheapest_first, kernels_again
+from zpasses.cost.plan.relaxation import Relaxation
 from zpasses.cost.plan.schedule_evaluation import Cost
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import single_plan
 from zpasses.cost.time.target import current_target
 from zpasses.graph.encoding import records_of
 from zpasses.graph.host_copies import offload_saved, offloadable_values
-from zpasses.graph.queries import nbytes, value_of
+from zpasses.graph.queries import nbytes, saved_inputs, value_of
 from zpasses.graph.regathers import drop_unread_parts, remove_regathers
 from zpasses.graph.row_chunks import chunk_regions, find_regions
 from zpasses.graph.tags import GATHER_ROLES, retag, tag_of, tagged
@@ -49,7 +54,8 @@ Graphs = tuple[fx.GraphModule, fx.GraphModule]
 """Forward and backward."""
 
 _ACTIVATIONS = (1.0, 0.7, 0.4, 0.2, 0.1)
-"""Fractions of the activations to save that are tried with a budget."""
+"""Fractions of the activations to save that are tried if no plan fits a budget on the device that
+computes single values again."""
 _CHUNKS = (2, 4, 8, 16, 32)
 """Numbers of chunks of the loss that are tried with a budget."""
 WHOLE = 0.999
@@ -73,6 +79,9 @@ class Choice:
     step."""
     offloaded: frozenset[str] = frozenset()
     """Names of the saved values that rest on the host."""
+    recomputed: frozenset[str] = frozenset()
+    """Names of the values that backward computes again, of those that it would find in full
+    memory."""
     chunks: int = 1
     """In how many chunks the loss is computed."""
 
@@ -82,13 +91,18 @@ class Trial:
     """A partition that keeps no full parameter."""
 
     activations: float
-    """Fraction of the activations that it saves, of those that the partitioner saves by default."""
+    """Fraction of the activations that the partitioner was told to save."""
     graphs: Graphs
     step: StepProblem
     offloaded: tuple[SavedValue, ...] = ()
     """What rests on the host from forward to backward."""
+    recomputed: frozenset[str] = frozenset()
+    """Names of the values that it does not save, of those that the partitioner saves by default.
+    """
     chunks: int = 1
     """In how many chunks the loss is computed."""
+    saved_share: float = 1.0
+    """Fraction of the activations that it saves, of all that the partitioner saves by default."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +121,7 @@ class StepPlan:
 
     @property
     def activations(self) -> float:
-        return self.trial.activations
+        return self.trial.saved_share
 
     @property
     def host_bytes(self) -> int:
@@ -131,6 +145,7 @@ class StepPlan:
             frozenset(each.name for each in self.kept),
             frozenset(each.name for each in self.cached),
             frozenset(each.name for each in self.trial.offloaded),
+            self.trial.recomputed,
             self.trial.chunks,
         )
 
@@ -180,8 +195,10 @@ class StepTrials:
         self.gm, self.share, self._keeps, self.repetition = gm, share, keeps, repetition
         self._inputs, self._recompute, self._options = joint_inputs, recompute_elementwise, options
         self._fallback_cost, self._copy_engines = fallback_cost, copy_engines
-        self._made: dict[tuple[float, frozenset[str]], Trial] = {}
-        self._saved: dict[float, list[SavedValue]] = {}
+        self._made: dict[tuple[float, frozenset[str], frozenset[str]], Trial] = {}
+        self._saved: dict[tuple[float, frozenset[str]], list[SavedValue]] = {}
+        self._leaving: list[SavedValue] | None = None
+        self._relaxation: Relaxation | None = None
         saves_all = compat.reads_changed_inputs_at_once(gm.graph)
         self._fractions = (1.0,) if saves_all else _ACTIVATIONS
 
@@ -200,6 +217,7 @@ class StepTrials:
             made = copy.copy(self)
             made.gm, made.chunks_loss, made._chunks = gm, False, chunks
             made._made, made._saved, made._chunked = {}, {}, {chunks: made}
+            made._relaxation = made._leaving = None
             self._chunked[chunks] = made
         return self._chunked[chunks]
 
@@ -208,36 +226,88 @@ class StepTrials:
         regions = find_regions(self.gm.graph)[0] if self.chunks_loss else ()
         yield from (each for each in _CHUNKS if any(each <= one.rows for one in regions))
 
-    def trial(self, activations: float) -> Trial:
-        """Returns the trial that saves this fraction of the activations."""
-        key = activations, frozenset[str]()
+    def trial(self, activations: float, recomputed: frozenset[str] = frozenset()) -> Trial:
+        """Returns a trial with all values on the device.
+
+        Args:
+            activations: fraction of the activations to save.
+            recomputed: names of values that backward computes again, of `recomputable`; without
+                a fraction.
+        """
+        key = activations, recomputed, frozenset[str]()
         if key not in self._made:
-            graphs = self.partition(compat.clone_graph_module(self.gm), activations)
-            self._made[key] = Trial(activations, graphs, self._step(graphs), chunks=self._chunks)
+            gm, share = compat.clone_graph_module(self.gm), activations
+            if recomputed:
+                share -= self._mark_recomputed(gm.graph, recomputed)
+            graphs = self.partition(gm, activations)
+            step = self._step(graphs)
+            self._made[key] = Trial(
+                activations, graphs, step, (), recomputed, self._chunks, saved_share=share
+            )
         return self._made[key]
+
+    def _mark_recomputed(self, joint: fx.Graph, names: frozenset[str]) -> float:
+        """Marks values of a joint graph, and what backward needs for them. Returns their share of
+        the bytes that are saved by default.
+        """
+        forward, backward = self.trial(1.0).graphs
+        mark_as_partitioned(joint, (forward, backward))
+        chains = kernels_again(forward.graph, backward.graph, names)
+        again = {node.name for chain in chains.values() for node in chain}
+        for node in joint.nodes:
+            if node.name in again:
+                compat.mark_recompute(node)
+        sizes = {
+            node.name: nbytes(value_of(node))
+            for node in saved_inputs(backward.graph.nodes)
+            if not node.name.startswith("tangents")
+        }
+        return sum(sizes.get(name, 0) for name in names) / max(1, sum(sizes.values()))
+
+    def recomputable(self) -> list[SavedValue]:
+        """Returns the values that backward may compute again instead of finding them, those first
+        that take the least time per byte.
+        """
+        if self._leaving is None:
+            trial = self.trial(1.0)
+            forward, backward = (each.graph for each in trial.graphs)
+            values = saved_values(
+                trial.step, offloadable_values(forward, backward, self.user_outputs)
+            )
+            policies = {node.name: compat.recompute_policy(node) for node in self.gm.graph.nodes}
+            bound = {name for name, policy in policies.items() if policy and "save" in policy[0]}
+            names = {each.name for each in values} - bound
+            chains = kernels_again(forward, backward, names if len(self._fractions) > 1 else ())
+            self._leaving = cheapest_first(values, chains)
+        return self._leaving
 
     def offloading(self, trial: Trial, values: Sequence[SavedValue]) -> Trial:
         """Returns a trial with values of it on the host."""
-        key = trial.activations, frozenset(each.name for each in values)
+        names = frozenset(each.name for each in values)
+        key = trial.activations, trial.recomputed, names
         if key not in self._made:
             forward, backward = map(compat.clone_graph_module, trial.graphs)
-            graphs = _offloaded((forward, backward), key[1])
-            step = self._step(graphs)
-            self._made[key] = Trial(trial.activations, graphs, step, tuple(values), self._chunks)
+            graphs = _offloaded((forward, backward), names)
+            self._made[key] = replace(
+                trial, graphs=graphs, step=self._step(graphs), offloaded=tuple(values)
+            )
         return self._made[key]
 
-    def saved_values(self, activations: float) -> list[SavedValue]:
+    def saved_values(
+        self, activations: float, recomputed: frozenset[str] = frozenset()
+    ) -> list[SavedValue]:
         """Returns what may rest on the host of what a trial saves, in the order in which forward
         returns it; nothing if nothing may take memory of the host.
         """
-        if activations not in self._saved:
-            trial = self.trial(activations)
+        key = activations, recomputed
+        if key not in self._saved:
+            trial = self.trial(*key)
             forward, backward = (each.graph for each in trial.graphs)
             values = (
                 offloadable_values(forward, backward, self.user_outputs) if self.host_bytes else []
             )
-            self._saved[activations] = saved_values(trial.step, values)
-        return self._saved[activations]
+            self._saved[key] = saved_values(trial.step, values)
+        return self._saved[key]
 
     def _step(self, graphs: Graphs) -> StepProblem:
         target, engines = current_target(), self._copy_engines
@@ -265,29 +335,48 @@ class StepTrials:
 
     def _fastest(self, limit_bytes: int) -> StepPlan:
         """The fastest plan with this number of chunks."""
-        best: StepPlan | None = None
-        on_device: StepPlan | None = None
-        for activations in self._fractions:
-            trial = self.trial(activations)
-            plan = self._planned(trial, limit_bytes)
-            best = plan if best is None or plan._rank < best._rank else best
-            if best.fits and best.total_us <= _NEAR * self._unlimited_us(trial):
-                break
-            for each in self._with_offloads(trial, limit_bytes):
-                if not best.fits or self._unlimited_us(each) < best.total_us:
-                    best = min(best, self._planned(each, limit_bytes), key=lambda one: one._rank)
-            if on_device is not None and on_device.fits and on_device._rank <= plan._rank:
-                break  # recomputing more is slower
-            on_device = plan if on_device is None or plan._rank < on_device._rank else on_device
-        assert best is not None
+        full = self.trial(1.0)
+        best = self._planned(full, limit_bytes)
+        if best.fits and best.total_us <= _NEAR * self._unlimited_us(full):
+            return best
+        for each in self._leaner(full, limit_bytes):
+            if not best.fits or self._unlimited_us(each) < best.total_us:
+                best = min(best, self._planned(each, limit_bytes), key=lambda one: one._rank)
+        if best.fits and not best.trial.offloaded:
+            return best
+        for each in self._leanest(limit_bytes):
+            if not best.fits or self._unlimited_us(each) < best.total_us:
+                best = min(best, self._planned(each, limit_bytes), key=lambda one: one._rank)
         return best
+
+    def _leaner(self, full: Trial, limit_bytes: int) -> Iterator[Trial]:
+        """Yields trials with less memory than the one that saves all: with values on the host, with
+        values that backward computes again, and with both.
+        """
+        yield from self._with_offloads(full, limit_bytes)
+        rich = self._keeping_all(full)
+        ranked = idle_at_peaks(rich, self.recomputable(), limit_bytes)
+        fewest, most = fewest_that_fit(full.step, ranked, limit_bytes), len(ranked)
+        for count in sorted({fewest, (3 * fewest + most) // 4, most} - {0}):
+            trial = self.trial(1.0, frozenset(each.name for each in ranked[:count]))
+            yield trial
+            yield from itertools.islice(self._with_offloads(trial, limit_bytes), 1)
+
+    def _leanest(self, limit_bytes: int = 0) -> Iterator[Trial]:
+        """Yields trials with little memory, however long they take."""
+        full = self.trial(1.0)
+        yield full
+        yield from self._leaner(full, least_limit(full.step, self.recomputable()))
+        for trial in map(self.trial, self._fractions):
+            yield trial
+            yield from self._with_offloads(trial, limit_bytes)
 
     def _with_offloads(self, trial: Trial, limit_bytes: int) -> Iterator[Trial]:
         """Yields a trial with values on the host: as few as make it fit, all that are idle at a
         peak above the limit, and half of those in between.
         """
         rich = self._keeping_all(trial)
-        values = self.saved_values(trial.activations)
+        values = self.saved_values(trial.activations, trial.recomputed)
         ranked = worthwhile(rich, values, limit_bytes, self.host_bytes)
         fewest, most = fewest_that_fit(trial.step, ranked, limit_bytes), len(ranked)
         for count in sorted({fewest, (fewest + most) // 2, most} - {0}):
@@ -352,10 +441,19 @@ class StepTrials:
 
     def least_bytes(self) -> int:
         """Returns the least limit that a plan fits."""
-        trials = [self.trial(each) for each in _ACTIVATIONS]
-        trials += [each for trial in trials for each in self._with_offloads(trial, 0)]
-        found = min(each.step.peak_bytes(single_plan) for each in trials)
+        found = min(each.step.peak_bytes(single_plan) for each in self._leanest())
         return min([found, *(self.in_chunks(each).least_bytes() for each in self._chunk_counts())])
+
+    def least_us(self, limit_bytes: int) -> float | None:
+        """Returns a duration that no plan within a limit can beat, whatever it saves, keeps and
+        moves; None if there is none. Needs scipy.
+        """
+        if self._relaxation is None:
+            step = self.trial(1.0).step
+            self._relaxation = Relaxation(self.gm.graph, step, self.user_outputs, self.host_bytes)
+        own = self._relaxation.least_us(limit_bytes)
+        chunked = (self.in_chunks(each).least_us(limit_bytes) for each in self._chunk_counts())
+        return min((each for each in (own, *chunked) if each is not None), default=None)
 
     def most_bytes(self) -> int:
         """Returns a limit that is larger than the peak of any plan."""
@@ -377,8 +475,9 @@ class StepTrials:
         if choice.chunks != self._chunks:
             return self.in_chunks(choice.chunks).graphs(choice, copied=copied)
         gm = compat.clone_graph_module(self.gm) if copied else self.gm
-        if choice.activations < 1.0:
-            mark_as_partitioned(gm.graph, self.trial(choice.activations).graphs)
+        if choice.activations < 1.0 or choice.recomputed:
+            trial = self.trial(choice.activations, choice.recomputed)
+            mark_as_partitioned(gm.graph, trial.graphs)
         for node, _ in tagged(gm.graph, "full"):
             if node.name in choice.kept or node.name in choice.cached:
                 _mark_kept(node)

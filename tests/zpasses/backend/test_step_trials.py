@@ -112,3 +112,23 @@ def test_observers_are_called_only_inside_the_block():
         raise ZeroDivisionError
     capture_graphs(Blocks(), (X,), world_size=2, pipeline=SCHEDULED)
     assert calls == []
+
+
+def test_values_that_cost_least_per_byte_are_computed_again():
+    def check(trials):
+        full, ranked = trials.trial(1.0), trials.recomputable()
+        assert ranked
+        names = frozenset(each.name for each in ranked[:2])
+        trial = trials.trial(1.0, names)
+        saved = {node.name for node in trial.graphs[1].graph.find_nodes(op="placeholder")}
+        assert names.isdisjoint(saved)
+        assert 0 < trial.saved_share < 1 == full.saved_share
+        assert sum(trial.step.backward.work_us) > sum(full.step.backward.work_us)
+        again = trials.graphs(Choice(1.0, frozenset(), frozenset(), recomputed=names))
+        assert [names_of(each) for each in again] == [names_of(each) for each in trial.graphs]
+
+    within_compile(check, x=torch.ones(1024, X.shape[1]))
+
+
+def names_of(gm):
+    return names(gm.graph)

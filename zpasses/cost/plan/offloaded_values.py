@@ -86,15 +86,7 @@ def worthwhile(
         limit_bytes: the largest allowed peak of either graph.
         host_bytes: the most that all of them may take of the host.
     """
-    forward, backward = (
-        np.concatenate([[0], np.cumsum(live_bytes(each, one_ahead_plan(each)) > limit_bytes)])
-        for each in (rich.forward, rich.backward)
-    )
-    idle = [
-        each
-        for each in values
-        if forward[-1] > forward[each.forward_slot] or backward[each.backward_slot] > 0
-    ]
+    idle = idle_at_peaks(rich, values, limit_bytes)
     idle.sort(key=lambda each: (-each.held_us, -each.nbytes, each.name))
     chosen, left = [], host_bytes
     for each in idle:
@@ -104,20 +96,63 @@ def worthwhile(
     return chosen
 
 
+def idle_at_peaks(
+    rich: StepProblem, values: Sequence[SavedValue], limit_bytes: int
+) -> list[SavedValue]:
+    """Returns the values that nothing reads at some peak above a limit, in the same order; see
+    `worthwhile`.
+    """
+    forward, backward = (
+        np.concatenate([[0], np.cumsum(live_bytes(each, one_ahead_plan(each)) > limit_bytes)])
+        for each in (rich.forward, rich.backward)
+    )
+    return [
+        each
+        for each in values
+        if forward[-1] > forward[each.forward_slot] or backward[each.backward_slot] > 0
+    ]
+
+
+def least_limit(step: StepProblem, values: Sequence[SavedValue]) -> int:
+    """Returns about the least limit that a step fits without those of its values that are idle at
+    a peak above it. With a lower one, values would leave although peaks remain.
+    """
+    peaks = _PeaksWithout(step)
+    least, most = 0, peaks.peak_bytes
+    while most - least > most // 100:
+        middle = (least + most) // 2
+        peaks = _PeaksWithout(step)
+        for each in idle_at_peaks(step, values, middle):
+            peaks.remove(each)
+        least, most = (least, middle) if peaks.peak_bytes <= middle else (middle, most)
+    return most
+
+
+class _PeaksWithout:
+    """The peak of a step with one gather and one reduction in flight, without some values."""
+
+    def __init__(self, step: StepProblem) -> None:
+        self._peaks = OneAheadPeak(step.forward), OneAheadPeak(step.backward)
+        self._forward = np.zeros(len(step.forward.slots), dtype=np.int64)
+        self._backward = np.zeros(len(step.backward.slots), dtype=np.int64)
+
+    def remove(self, value: SavedValue) -> None:
+        self._forward[value.forward_slot :] -= value.nbytes
+        self._backward[: value.backward_slot] -= value.nbytes
+
+    @property
+    def peak_bytes(self) -> int:
+        forward, backward = self._peaks
+        return max(forward.peak_bytes(self._forward), backward.peak_bytes(self._backward))
+
+
 def fewest_that_fit(step: StepProblem, ranked: Sequence[SavedValue], limit_bytes: int) -> int:
     """Returns how many of the first values must leave so that the step fits a limit with one gather
     and one reduction in flight; all of them if it never does.
     """
-    forward = np.zeros(len(step.forward.slots), dtype=np.int64)
-    backward = np.zeros(len(step.backward.slots), dtype=np.int64)
-    peaks = OneAheadPeak(step.forward), OneAheadPeak(step.backward)
-
-    def fits() -> bool:
-        return max(peaks[0].peak_bytes(forward), peaks[1].peak_bytes(backward)) <= limit_bytes
-
+    peaks = _PeaksWithout(step)
     for number, each in enumerate(ranked):
-        if fits():
+        if peaks.peak_bytes <= limit_bytes:
             return number
-        forward[each.forward_slot :] -= each.nbytes
-        backward[: each.backward_slot] -= each.nbytes
+        peaks.remove(each)
     return len(ranked)

@@ -1,0 +1,101 @@
+"""The least time of a step: no plan is below it, and it is that of steps that one can count."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.graphs import drawn_examples, few_examples
+from tests.zpasses.backend.test_drawn_budgets import TARGETS, steps
+from tests.zpasses.backend.test_memory_budget import Blocks
+from tests.zpasses.backend.test_step_trials import within_compile
+from zpasses.backend.step_trials import Choice
+from zpasses.cost.plan.bound import schedule_bound_us
+from zpasses.cost.plan.kept_params import StepProblem, keepable_params
+from zpasses.cost.plan.linear_program import LinearProgram
+from zpasses.cost.plan.schedule_problem import problem_of
+from zpasses.cost.plan.simple_plans import single_plan
+from zpasses.cost.time.target import current_target
+
+ROUNDING = 1 - 1e-6
+FRACTIONS = (1.0, 0.7, 0.4, 0.2, 0.1)
+
+
+def test_program_takes_the_cheapest_that_keeps_to_a_limit():
+    program = LinearProgram()
+    cheap, dear = program.variable(1.0, cost=2.0), program.variable(1.0, cost=5.0)
+    program.at_least({cheap: 1.0, dear: 1.0}, 1.0)
+    program.at_most({cheap: 4.0}, 0.0, limits=1.0)
+    assert program.least(4.0) == pytest.approx(2.0)
+    assert program.least(2.0) == pytest.approx(0.5 * 2.0 + 0.5 * 5.0)
+    program.at_least({dear: 1.0}, 2.0)
+    assert program.least(4.0) is None
+
+
+def drawn_choice(draw, trials):
+    """Any partition with any parameters kept and values on the host, whether or not it is good."""
+    activations = draw(st.sampled_from(FRACTIONS))
+    trial = trials.trial(activations)
+    params = keepable_params(trial.step)
+    kept = draw(st.lists(st.sampled_from(params), unique=True)) if params else []
+    cached = [each for each in kept if each.unchanged > 0 and draw(st.booleans())]
+    kept = [each for each in kept if each not in cached]
+    values = trials.saved_values(activations)
+    out = draw(st.lists(st.sampled_from(values), unique=True)) if values else []
+    names = (frozenset(each.name for each in some) for some in (kept, cached, out))
+    return Choice(activations, *names), trials.offloading(trial, out).step.keeping(kept, cached)
+
+
+@pytest.mark.slow(quick="test_less_memory_takes_longer_until_nothing_fits")
+@settings(few_examples, max_examples=drawn_examples(20))
+@given(steps(), TARGETS, st.sampled_from([1, 3]), st.sampled_from(["1MiB", None]), st.data())
+def test_no_choice_is_faster_than_the_least_time_at_its_peak(step, target, repeats, host, data):
+    """Not even with the duration that none of its schedules can beat."""
+    model, batch = step
+
+    def check(trials):
+        for _ in range(3):
+            choice, planned = drawn_choice(data.draw, trials)
+            peak = planned.peak_bytes(single_plan)
+            graphs = trials.graphs(choice)
+            step = StepProblem(*(problem_of(each.graph, current_target()) for each in graphs))
+            assert step.peak_bytes(single_plan) <= peak
+            least = trials.least_us(peak)
+            assert least is not None
+            assert least * ROUNDING <= planned.mean_us(schedule_bound_us)
+
+    more = {"host_memory": host} if host else {}
+    within_compile(
+        check,
+        model,
+        x=batch,
+        target=target,
+        backwards_per_step=repeats,
+        memory_budget="1GiB",
+        **more,
+    )
+
+
+@pytest.mark.slow(quick="test_less_memory_takes_longer_until_nothing_fits")
+@settings(few_examples, max_examples=drawn_examples(10))
+@given(steps(), TARGETS, st.floats(0, 1))
+def test_no_plan_is_faster_than_the_least_time_of_its_budget(step, target, share):
+    model, batch = step
+
+    def check(trials):
+        least, most = trials.least_bytes(), trials.most_bytes()
+        limit = int(least + share * (most - least))
+        plan = trials.fastest(limit)
+        assert plan.fits
+        assert trials.least_us(limit) * ROUNDING <= plan.total_us
+
+    within_compile(check, model, x=batch, target=target, memory_budget="1GiB", host_memory="1MiB")
+
+
+def test_less_memory_takes_longer_until_nothing_fits():
+    def check(trials):
+        limits = [trials.most_bytes(), trials.least_bytes(), 1 << 14]
+        rich, lean, none = (trials.least_us(each) for each in limits)
+        assert rich < lean <= trials.fastest(limits[1]).total_us
+        assert none is None
+
+    within_compile(check, Blocks(), memory_budget="1GiB")
