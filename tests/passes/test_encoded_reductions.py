@@ -20,7 +20,7 @@ from tests.graphs import (
 from zpasses import OptionError, Pipeline
 from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD
 from zpasses.graph.encoding import DECODE_MEAN
-from zpasses.graph.queries import calls, collectives
+from zpasses.graph.queries import calls, collectives, named_arguments
 from zpasses.graph.tags import tagged
 from zpasses.passes import ReduceGrads
 from zpasses.pipeline.runner import run_passes
@@ -188,7 +188,8 @@ def test_a_step_equals_the_dialect(tail, dtype):
     model = nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30), nn.Linear(30, 50, bias=False))
     x = torch.ones(4, 40, dtype=dtype)
     ranks = capture_ranks(model, (x,), world_size=3, pipeline=text, shard={"param_dtype": dtype})
-    assert calls(ranks[0].before.joint.graph, UNSHARD)[0].args[-2] == "int8/128"
+    read = calls(ranks[0].before.joint.graph, UNSHARD)[0]
+    assert named_arguments(read, UNSHARD)["encoding"] == "int8/128"
     reductions = calls(ranks[0].before.joint.graph, REDUCE_GRAD)
     assert {len(node.args) for node in reductions} == {6, 7}
     assert_step_equals_reference(ranks)

@@ -117,6 +117,15 @@ def test_random_graphs_stay_equal_within_the_budget_and_never_get_slower(
     assert_equal_bits(before, after, random_inputs(before))
 
 
+@pytest.mark.parametrize("budget", ["0%", "30%"])
+def test_gradients_are_counted_beside_the_buffer_that_packs_them(budget):
+    with fake_world(8), use_target(TARGETS["cpu"]):
+        plain = rewritten(joint([Param((16, 16))] * 12, 0, 8), *lower("reduce_scatter"))
+        option = Schedule(memory_budget=budget, mode="flat")
+        planned = option.choose(option.problem(plain.graph))
+        assert peak_of(rewritten(plain, option)) <= planned.cost.peak_bytes <= planned.limit_bytes
+
+
 def peak_of(gm):
     return equal_liveness(gm.graph).peak_bytes
 

@@ -170,8 +170,10 @@ def live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:
         changes[start] += cost.held_bytes
         changes[wait] += cost.unpacked_bytes
         changes[wait + 1] -= cost.held_bytes + cost.unpacked_bytes
-        # What starts in the same slot before the wait exists beside what the wait frees.
-        end = wait + int(last_start == wait != start)
+        # What starts in the same slot before the wait exists beside what the wait frees, and so do
+        # gradients beside the packed copy of them.
+        packs = start == wait and len(cost.members) > 1 and bool(cost.members[0].packed_bytes)
+        end = wait + int(packs or last_start == wait != start)
         for job in cost.members:
             first, after, held = (
                 (start, max(start, job.latest), job.ahead_bytes)
