@@ -163,6 +163,7 @@ def _with_options(named: Pipeline, options: dict[str, str], where: str) -> list[
             raise OptionError(
                 f"{where} is a named pipeline, which has no option {key!r}; give options of its "
                 f"passes, such as {named.passes[0].name}.option=value. It is {named}."
+                f"{_advice(name)}"
             )
         of_pass.setdefault(name, {})[option] = value
     changed = []
@@ -220,8 +221,11 @@ _REMOVED = {
 
 def unknown_pass(name: str) -> str:
     """The end of an error message about a name that the catalogue does not have."""
-    advice = f" {_REMOVED[name]}" if name in _REMOVED else suggestion(name, catalogue())
-    return f"no pass is called {name!r}.{advice}"
+    return f"no pass is called {name!r}.{_advice(name) or suggestion(name, catalogue())}"
+
+
+def _advice(name: str) -> str:
+    return f" {_REMOVED[name]}" if name in _REMOVED else ""
 
 
 # --- discovery ------------------------------------------------------------------------------------

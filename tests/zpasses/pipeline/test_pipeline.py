@@ -97,6 +97,7 @@ def test_text_is_read_as_passes_with_options():
             "zero3{sdma.gathers=all}",
             r"which has no option 'sdma.gathers'; give options of its passes",
         ),
+        ("zero3{bucket.cap_mb=25}", r"no option 'bucket.cap_mb'.* Write 'schedule\{plan=one-ahead"),
         ("zero3{merge-reads.hold=1}", r"pass 'merge-reads' has no option 'hold'"),
         ("gather-params,", r"cannot parse 'gather-params,'; expected passes separated by commas"),
         (
