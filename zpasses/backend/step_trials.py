@@ -72,7 +72,7 @@ class Choice:
     """What a partition saves and keeps."""
 
     activations: float
-    """Fraction of the activations that it saves."""
+    """Fraction of the activations that the partitioner is told to save."""
     kept: frozenset[str]
     cached: frozenset[str]
     """Names of the nodes with the full parameters that stay until backward, and throughout the
@@ -121,6 +121,7 @@ class StepPlan:
 
     @property
     def activations(self) -> float:
+        """Fraction of the activations that it saves."""
         return self.trial.saved_share
 
     @property
@@ -141,7 +142,7 @@ class StepPlan:
     def choice(self) -> Choice:
         """What the partition depends on."""
         return Choice(
-            self.activations,
+            self.trial.activations,
             frozenset(each.name for each in self.kept),
             frozenset(each.name for each in self.cached),
             frozenset(each.name for each in self.trial.offloaded),

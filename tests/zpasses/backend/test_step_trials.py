@@ -124,8 +124,14 @@ def test_values_that_cost_least_per_byte_are_computed_again():
         assert names.isdisjoint(saved)
         assert 0 < trial.saved_share < 1 == full.saved_share
         assert sum(trial.step.backward.work_us) > sum(full.step.backward.work_us)
-        again = trials.graphs(Choice(1.0, frozenset(), frozenset(), recomputed=names))
-        assert [names_of(each) for each in again] == [names_of(each) for each in trial.graphs]
+        limit = trial.step.peak_bytes()
+        plan = next(
+            plan
+            for plan in map(trials.fastest, range(limit, trials.most_bytes(), limit // 50))
+            if plan.choice.recomputed and not plan.trial.offloaded
+        )
+        again = trials.graphs(replace(plan.choice, kept=frozenset(), cached=frozenset()))
+        assert [names_of(each) for each in again] == [names_of(each) for each in plan.trial.graphs]
 
     within_compile(check, x=torch.ones(1024, X.shape[1]))
 
