@@ -18,12 +18,18 @@ from zpasses.errors import OptionError
 from zpasses.graph.queries import nbytes
 from zpasses.inspect.units import bytes_text
 from zpasses.optim.expected_states import expected_layouts
-from zpasses.optim.state_buckets import StatePlan, nbytes_of, plan_states, plan_states_beside
+from zpasses.optim.state_buckets import (
+    DEFAULT_BUCKET,
+    StatePlan,
+    nbytes_of,
+    plan_states,
+    plan_states_beside,
+)
 from zpasses.option_values import parse_size
 from zpasses.tools.plan.plan_request import PlanRequest, optimizer_class
 from zpasses.tools.plan.plan_table import DeviceUse, PlanPoint, PlanTable, Resting, budget_text
 
-BUCKET_BYTES = 256 << 20
+BUCKET_BYTES = parse_size(DEFAULT_BUCKET, "bucket_bytes")
 """The default of `zpasses.offload_optimizer`."""
 
 

@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zpasses import compat
 from zpasses.cost.memory import device_memory
 from zpasses.errors import OptionError, ZpassesError
+from zpasses.graph.queries import nbytes
 from zpasses.optim.expected_states import expected_layouts
 from zpasses.optim.host_arena import HostArena
 from zpasses.optim.offload_budget import (
@@ -50,6 +51,7 @@ from zpasses.optim.resting_state import (
     watched,
 )
 from zpasses.optim.state_buckets import (
+    DEFAULT_BUCKET,
     StatePlan,
     ValueLayout,
     in_parts,
@@ -75,7 +77,7 @@ def offload_optimizer(
     optimizer: O,
     *,
     device_bytes: str = "0B",
-    bucket_bytes: str = "256MiB",
+    bucket_bytes: str = DEFAULT_BUCKET,
     host_bytes: str | None = None,
 ) -> O:
     """Let the states of an optimizer rest on the host, in place, and return the optimizer.
@@ -189,6 +191,16 @@ def _params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def _riding_bytes(params: Iterable[Tensor]) -> list[int]:
+    """Returns the bytes that come with the states of each parameter: those that rest on the host,
+    and their gradients.
+    """
+    return [
+        2 * nbytes(local_part(param)) if device_of_shard(param) is not None else 0
+        for param in params
+    ]
+
+
 # --- the step -------------------------------------------------------------------------------------
 class _Offload:
     """The offloaded states of one optimizer."""
@@ -251,7 +263,10 @@ class _Offload:
             error = str(raised)
         groups = sharding_groups_of(_params_of(optimizer))
         sizes, owner = [nbytes_of(each) for each in layouts.values()], type(optimizer).__name__
-        return layouts, agreed_sizes(groups, self._options, owner, sizes, error, room, self._usable)
+        agreed = agreed_sizes(
+            groups, self._options, owner, sizes, error, _riding_bytes(layouts), room, self._usable
+        )
+        return layouts, agreed
 
     def _bytes_on_device(self, state: RestingState, params: Iterable[Tensor]) -> int:
         return sum(
@@ -263,19 +278,17 @@ class _Offload:
             and local_part(value).device == self._device
         )
 
-    def _planned(self, params: Sequence[Tensor], agreed: AgreedSizes) -> StatePlan:
+    def _planned(self, agreed: AgreedSizes) -> StatePlan:
         options, self._largest_peak = self._options, None
-
-        def may_stay(at: int) -> bool:
-            return device_of_shard(params[at]) is None
-
         if options.device_bytes != "auto":
-            return plan_states(agreed.sizes, options.device_bytes, options.bucket_bytes, may_stay)
+            return plan_states(
+                agreed.sizes, options.device_bytes, options.bucket_bytes, agreed.more
+            )
         plan = plan_states_beside(
-            agreed.sizes, agreed.room_bytes, agreed.usable_bytes, options.bucket_bytes, may_stay
+            agreed.sizes, agreed.room_bytes, agreed.usable_bytes, options.bucket_bytes, agreed.more
         )
         if plan is None:
-            plan = plan_states(agreed.sizes, 0, options.bucket_bytes)
+            plan = plan_states(agreed.sizes, 0, options.bucket_bytes, agreed.more)
             room = agreed.room_bytes
             log.warning(
                 "offload_optimizer: all states rest on the host, and a step still exceeds what is "
@@ -310,7 +323,7 @@ class _Offload:
         watched(optimizer)
         self._outward.synchronize()
         layouts, agreed = self._agreed(optimizer)
-        plan = self._planned(list(layouts), agreed)
+        plan = self._planned(agreed)
         check_host_memory(self._options, plan.host_bytes, agreed.available_bytes)
         params, sizes = list(layouts), [nbytes_of(each) for each in layouts.values()]
         own = [sum(sizes[at] for at in bucket) for bucket in plan.buckets]

@@ -86,6 +86,8 @@ class AgreedSizes:
 
     sizes: list[int]
     """Bytes per parameter on the rank that holds most of them."""
+    more: list[int]
+    """The same of what comes with each."""
     available_bytes: int
     """The least share of a rank in the memory of its machine."""
     room_bytes: int
@@ -100,6 +102,7 @@ def agreed_sizes(
     owner: str,
     sizes: Sequence[int],
     error: str | None,
+    more: Sequence[int],
     room_bytes: int = 0,
     usable_bytes: int = 0,
 ) -> AgreedSizes:
@@ -110,7 +113,7 @@ def agreed_sizes(
         owner: the type of what is offloaded.
         sizes: the bytes per parameter on this rank.
         error: why this rank cannot offload them; None if it can.
-        room_bytes, usable_bytes: of this rank, as in `AgreedSizes`.
+        more, room_bytes, usable_bytes: of this rank, as in `AgreedSizes`.
 
     Raises:
         ZpassesError: on every rank, if one of them cannot, or gives other options.
@@ -119,6 +122,7 @@ def agreed_sizes(
     agreed: dict[str, Any] = {
         "what": [owner, len(sizes), *astuple(options)[2:]],
         "sizes": list(sizes),
+        "more": list(more),
         "available": sys.maxsize if free is None else free,
         "room": room_bytes,
         "usable": usable_bytes,
@@ -129,7 +133,8 @@ def agreed_sizes(
         agreed = exchange(group, question, agreed, limit, merge=_merged)
     if agreed["error"] is not None:
         raise ZpassesError(f"{options.function}: {agreed['error']}")
-    return AgreedSizes(agreed["sizes"], agreed["available"], agreed["room"], agreed["usable"])
+    keys = ("sizes", "more", "available", "room", "usable")
+    return AgreedSizes(*(agreed[key] for key in keys))
 
 
 def _merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -144,9 +149,12 @@ def _merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         )
     if error is not None:
         return {**first, "error": error}
-    sizes = [max(each) for each in zip(*(each["sizes"] for each in answers), strict=True)]
-    keys = ("available", "room", "usable")
-    return {**first, "sizes": sizes, **{key: min(each[key] for each in answers) for key in keys}}
+    most = {
+        key: [max(each) for each in zip(*(each[key] for each in answers), strict=True)]
+        for key in ("sizes", "more")
+    }
+    least = {key: min(each[key] for each in answers) for key in ("available", "room", "usable")}
+    return {**first, **most, **least}
 
 
 def check_host_memory(options: OffloadOptions, needed: int, available: int) -> None:

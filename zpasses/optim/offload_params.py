@@ -92,12 +92,12 @@ def offload_parameters(
     of_grads = [each.nbytes if param.requires_grad else 0 for param, each in layouts.items()]
     error = _refusal(params, movable, since)
     name = type(model).__name__
-    agreed = agreed_sizes(groups, options, name, [*sizes, *of_grads], error)
-    shards, grads = agreed.sizes[: len(layouts)], agreed.sizes[len(layouts) :]
+    agreed = agreed_sizes(groups, options, name, sizes, error, of_grads)
     assert options.device_bytes != "auto"
-    chosen = _leaving(shards[: len(movable)], options.device_bytes)
+    chosen = _leaving(agreed.sizes[: len(movable)], options.device_bytes)
     there = range(len(movable), len(layouts))
-    needed = sum(shards[at] for at in chosen) + sum(grads[at] for at in (*chosen, *there))
+    needed = sum(agreed.sizes[at] for at in chosen)
+    needed += sum(agreed.more[at] for at in (*chosen, *there))
     check_host_memory(options, needed, agreed.available_bytes)
     moved = {param: layouts[param] for param in (list(layouts)[at] for at in chosen)}
     device = compat.local_of(next(iter(layouts))).device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,10 @@ def nbytes_of(layouts: Sequence[ValueLayout]) -> int:
     return sum(each.nbytes for each in layouts)
 
 
+DEFAULT_BUCKET = "256MiB"
+"""Of the option `bucket_bytes`."""
+
+
 @dataclass(frozen=True)
 class StatePlan:
     """Where the states of an optimizer rest. Bytes are those of the rank that holds most."""
@@ -75,9 +79,8 @@ class StatePlan:
     host_bytes: int
     """Of those that rest on the host."""
     in_flight_bytes: int
-    """The most of states that a step holds on the device beside `device_bytes`: two buckets. The
-    step that makes the states holds those of a third one. Parameters on the host, and their
-    gradients, come with their states."""
+    """The most that a step holds on the device beside `device_bytes`: two buckets. The step that
+    makes the states holds those of a third one."""
     resident: tuple[int, ...]
     """Positions of the parameters whose states stay, in the order of the optimizer."""
     buckets: tuple[tuple[int, ...], ...]
@@ -101,7 +104,7 @@ def plan_states(
     sizes: Sequence[int],
     device_bytes: int,
     bucket_bytes: int,
-    may_stay: Callable[[int], bool] = lambda at: True,
+    more: Sequence[int] = (),
 ) -> StatePlan:
     """Returns which states stay on the device, and the buckets of the others.
 
@@ -112,20 +115,22 @@ def plan_states(
         sizes: bytes of the states of each parameter.
         device_bytes: the most that may stay.
         bucket_bytes: the most of a bucket. A parameter with more has a bucket of its own.
-        may_stay: whether the states of the parameter at this position may.
+        more: bytes that come with the states of each parameter, because it rests on the host with
+            its gradient. Such states do not stay. Empty if there is nothing.
     """
+    more = more or [0] * len(sizes)
     resident, leaving, room = list[int](), list[int](), device_bytes
     for at, size in enumerate(sizes):
-        stays = size <= room and may_stay(at)
+        stays = size <= room and not more[at]
         (resident if stays else leaving).append(at)
         room -= size if stays else 0
     buckets = in_parts(sizes, leaving, bucket_bytes)
-    totals = [sum(sizes[at] for at in bucket) for bucket in buckets]
-    slots = (max(totals[0::2], default=0), max(totals[1::2], default=0))
+    come = [sum(sizes[at] + more[at] for at in bucket) for bucket in buckets]
+    slots = (max(come[0::2], default=0), max(come[1::2], default=0))
     return StatePlan(
         total_bytes=sum(sizes),
         device_bytes=device_bytes - room,
-        host_bytes=sum(totals),
+        host_bytes=sum(sizes[at] for at in leaving),
         in_flight_bytes=sum(slots),
         resident=tuple(resident),
         buckets=tuple(map(tuple, buckets)),
@@ -137,7 +142,7 @@ def plan_states_beside(
     room_bytes: int,
     usable_bytes: int,
     bucket_bytes: int,
-    may_stay: Callable[[int], bool] = lambda at: True,
+    more: Sequence[int] = (),
 ) -> StatePlan | None:
     """Returns the plan in which as many states stay as fit beside forward, backward and step; None
     if not even the buckets fit.
@@ -146,13 +151,13 @@ def plan_states_beside(
     for the bucket that it makes, and for values of its own.
 
     Args:
-        sizes, bucket_bytes, may_stay: as for `plan_states`.
+        sizes, bucket_bytes, more: as for `plan_states`.
         room_bytes: what states may take beside forward and backward.
         usable_bytes: the same beside nothing else, as in a step.
     """
     device_bytes = room_bytes
     while True:
-        plan = plan_states(sizes, max(0, device_bytes), bucket_bytes, may_stay)
+        plan = plan_states(sizes, max(0, device_bytes), bucket_bytes, more)
         held = plan.device_bytes + plan.in_flight_bytes
         excess = max(held - room_bytes, held + plan.in_flight_bytes - usable_bytes)
         if excess <= 0:

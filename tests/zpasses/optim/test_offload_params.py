@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import zpasses
+from tests.streams import assert_each_wait_is_needed
 from zpasses import MemoryBudgetError, OptionError, ShardingError, ZpassesError
 from zpasses.cost.memory import device_memory
 from zpasses.cost.memory.liveness import liveness
@@ -18,10 +19,8 @@ from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.host_copies import FROM_HOST, RELOAD, RELOAD_WAIT, host_copy_of
 from zpasses.graph.queries import calls, collectives
-from zpasses.graph.verifier.order import find_races
 from zpasses.optim import parameter_plan
 from zpasses.testing import capture_graphs, capture_ranks, fake_world
-from zpasses.testing.stream_graphs import _Host, record_streams
 
 TARGET = "h100,tflops=1"
 
@@ -224,38 +223,7 @@ def test_leaving_out_a_wait_is_found_by_the_check_and_by_simulation(monkeypatch)
     ranks = captured(capture=capture_ranks, layers=2, width=16)
     for side in ("forward", "backward"):
         graphs = [getattr(each.after, side) for each in ranks]
-        generator = torch.Generator().manual_seed(0)
-        inputs = [
-            [
-                torch.randn(node.meta["val"].shape, generator=generator)
-                for node in gm.graph.find_nodes(op="placeholder")
-            ]
-            for gm in graphs
-        ]
-        assert not find_races(graphs[0].graph)
-        assert record_streams(graphs, inputs).first_difference(5) is None
-        waits = calls(graphs[0].graph, RELOAD_WAIT)
-        for left_out in waits:
-            awaited = _Host._await_copy
-
-            def skip(host, device, args, kwargs, left_out=left_out, awaited=awaited):
-                if host._node.name == left_out.name:
-                    return host._copies.pop(args[0].data_ptr())[0]
-                return awaited(host, device, args, kwargs)
-
-            with monkeypatch.context() as patched:
-                patched.setattr(_Host, "_await_copy", skip)
-                schedule = record_streams(graphs, inputs)
-            assert schedule.first_difference(20) is not None
-        for wait in waits:
-            name = wait.args[0].name
-            with graphs[0].graph.inserting_before(wait):
-                other = graphs[0].graph.call_function(FROM_HOST, wait.args[1:])
-            other.meta = dict(wait.meta)
-            wait.replace_all_uses_with(other)
-            graphs[0].graph.erase_node(wait)
-            races = find_races(graphs[0].graph)
-            assert any(f"reload_wait({name})" in str(race) for race in races)
+        assert_each_wait_is_needed(graphs, RELOAD_WAIT, FROM_HOST, monkeypatch)
 
 
 @pytest.mark.slow(quick="test_a_shard_comes_ahead_of_its_gather_in_forward_and_in_backward")

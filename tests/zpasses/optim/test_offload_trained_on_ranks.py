@@ -10,19 +10,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile, record_function
 
 import zpasses
+from tests.frozen_training import WIDTH, Net, assert_same, blocks, measured
 from tests.on_ranks import on_ranks
-from tests.zpasses.cost.memory.test_liveness import allocated
-from tests.zpasses.optim.test_offload_params_on_ranks import (
-    CASES,
-    QUICK,
-    WIDTH,
-    Net,
-    assert_same,
-    compare,
-)
+from tests.zpasses.optim.test_offload_params_on_ranks import CASES, QUICK, compare
 from zpasses.optim import parameter_plan, state_plan
 from zpasses.sdma.saved_arenas import gradients
 from zpasses.testing import world_mesh
@@ -59,11 +51,6 @@ def test_runs_have_the_bits_of_those_without(name):
 @pytest.mark.slow(quick=QUICK)
 @on_ranks(2, timeout_s=400)
 def test_blocks_have_the_bits_of_those_without():
-    def blocks(net, backend, options):
-        options.pop("backwards_per_step")
-        zpasses.compile_blocks(net, "layers.*", **options)
-        return net
-
     reloads = compare(TRAINED, net=net, compiled=blocks)
     assert reloads["forward"] > 0
 
@@ -162,27 +149,15 @@ def held(offload):
     """Returns the bytes that rest between backward and step, what a backward takes above them, and
     the plan.
     """
-    torch._dynamo.reset()
-    gc.collect()
-    observed = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with observed as profiler:
-        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
-        model[0].requires_grad_(False)
-        zpasses.shard(model, mesh=world_mesh())
+
+    def after(net):
         if offload is not None:
-            zpasses.offload_parameters(model, trained=True, **offload)
-        options = {"zero_stage": 3, "codegen": "eager"}
-        step = torch.compile(model, backend="zpasses", options=options)
-        x = torch.randn(8, 256)
-        for _ in range(2):
-            model.zero_grad()
-            step(x).sum().backward()
-        gc.collect()
-        with record_function("measured"):
-            step(x).sum().backward()
-    live = gradients.live
-    model.zero_grad()
-    return *allocated(profiler, "measured"), parameter_plan(model), live
+            zpasses.offload_parameters(net, trained=True, **offload)
+
+    *found, net = measured(256, lambda net: net[0].requires_grad_(False), after, zeroes=False)
+    live, plan = gradients.live, parameter_plan(net)
+    net.zero_grad()
+    return *found, plan, live
 
 
 @pytest.mark.slow(quick=QUICK)

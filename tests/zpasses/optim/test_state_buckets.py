@@ -29,6 +29,14 @@ def test_a_parameter_that_is_larger_than_a_bucket_has_one_of_its_own():
     assert plan.in_flight_bytes == 500 + 20
 
 
+def test_what_comes_with_states_is_in_flight_and_they_do_not_stay():
+    plan = plan_states([10, 20, 30], device_bytes=100, bucket_bytes=25, more=[8, 0, 6])
+    assert (plan.resident, plan.buckets) == ((1,), ((0,), (2,)))
+    assert (plan.device_bytes, plan.host_bytes, plan.in_flight_bytes) == (20, 40, 18 + 36)
+    beside = plan_states_beside([10, 20, 30], 73, 200, 25, more=[8, 0, 6])
+    assert beside.resident == ()  # 54 bytes come and go
+
+
 sizes = st.lists(st.integers(0, 1000), max_size=30)
 
 

@@ -3,9 +3,6 @@ model with the decoded values.
 """
 
 import copy
-import gc
-import logging
-import os
 
 import pytest
 import torch
@@ -13,50 +10,33 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.checkpoint import checkpoint
 
 import zpasses
+from tests import frozen_training
+from tests.frozen_training import (
+    BF16,
+    KEEPS_NOTHING,
+    WIDTH,
+    assert_same,
+    blocks,
+    measured,
+    started,
+    train,
+)
 from tests.on_ranks import needs, on_ranks
-from tests.zpasses.backend.cache.test_warm_start import COLD, Messages, on_fresh_ranks, words
-from tests.zpasses.cost.memory.test_liveness import allocated
+from tests.zpasses.backend.cache.test_warm_start import COLD, on_fresh_ranks
 from zpasses.graph.encoding import ENCODED_DTYPES, Encoding, decode, encode
 from zpasses.optim import parameter_plan
-from zpasses.pipeline import events
 from zpasses.testing import world_mesh
 
-WIDTH = 33
-"""Uneven: the last rank holds fewer rows, and no block is full."""
 
-
-class Net(nn.Module):
-    """Frozen layers, one of them read twice, each with a small trained part."""
-
+class Net(frozen_training.Net):
     def __init__(self, layers=3, checkpoints=False):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.tied.weight = self.head.weight.requires_grad_(False)
+        super().__init__(layers, checkpoints)
         self.short = nn.Parameter(torch.randn(1, WIDTH), requires_grad=False)  # an empty shard
-        self.checkpoints = checkpoints
 
     def forward(self, x):
-        x = self.tied(x) + self.short
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
-        return self.head(x)
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.scale = nn.Parameter(torch.tensor(0.5), requires_grad=False)
-        self.trained = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.scale * torch.tanh(self.frozen(x)) + self.trained(x)
+        return super().forward(x) + self.short
 
 
 def rounded(net, how):
@@ -68,61 +48,32 @@ def rounded(net, how):
     return net
 
 
-def trained(
-    format=None,
-    *,
-    expected=None,
-    mesh=None,
-    steps=3,
-    net=None,
-    compiled=torch.compile,
-    backwards=1,
-    shard=None,
-    dtype=torch.float32,
-    after=lambda net: net,
-    **options,
-):
-    """Trains. Returns losses, gradients and parameters, and the model.
+def trained(format=None, *, expected=None, net=Net, after=None, **options):
+    """Trains. Returns what `train` does.
 
     Args:
         format: how the frozen matrices rest; None leaves exact values, those of `expected`.
+        after: called with the model after that.
     """
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    net = Net() if net is None else net()
-    if format is None:
-        rounded(net, Encoding.of(expected, None))
-    zpasses.shard(net, mesh=mesh or world_mesh(), **(shard or {}))
-    if format is not None:
-        zpasses.encode_parameters(net, format)
-    after(net)
-    stage = {} if "pipeline" in options else {"zero_stage": 3}
-    options = {"codegen": "eager", "backwards_per_step": backwards, **stage, **options}
-    step = compiled(net, backend="zpasses", options=options) if compiled else net
-    optimizer = torch.optim.AdamW([each for each in net.parameters() if each.requires_grad])
-    torch.manual_seed(dist.get_rank())
-    results = []
-    for _ in range(steps):
-        for _ in range(backwards):
-            loss = step(torch.randn(16, WIDTH).to(dtype)).square().mean()
-            loss.backward()
-            results.append(loss.detach())
-        trains = [each for each in net.parameters() if each.requires_grad]
-        results += [each.grad.to_local().clone() for each in trains]
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        x = torch.ones(2, WIDTH, dtype=dtype)
-        results += [step(x), net(x)]
-    return results + [each.detach().to_local().clone() for each in trains], net
+
+    def before(made):
+        if format is None:
+            rounded(made, Encoding.of(expected, None))
+
+    def rest(made):
+        if format is not None:
+            zpasses.encode_parameters(made, format)
+        if after is not None:
+            after(made)
+
+    return train(net, before, rest, **options)
 
 
 def compare(format="nf4", **options):
     expected, _ = trained(expected=format, **options)
     results, net = trained(format, **options)
     assert sum(each.dtype == torch.uint8 for each in net.parameters()) > 1
-    for mine, other in zip(results, expected, strict=True):
-        assert torch.equal(mine, other)
+    assert_same(results, expected)
 
 
 QUICK = "test_generated_code_has_the_same_bits"
@@ -135,31 +86,11 @@ def test_generated_code_has_the_same_bits():
 
 
 CASES = {
-    "int8": {"format": "int8"},
-    "fp8": {"format": "fp8"},
-    "mxfp8": {"format": "mxfp8"},
-    "fp4": {"format": "fp4"},
-    "stage 1": {"zero_stage": 1},
-    "stage 2": {"zero_stage": 2},
-    "stage 3, nothing kept": {
-        "pipeline": "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=nothing},"
-        "schedule"
-    },
-    "lowered only": {"pipeline": "gather-params,reduce-grads"},
-    "unlowered": {"pipeline": ""},
-    "uncompiled": {"compiled": None},
-    "windows": {"backwards": 2},
-    "windows of stage 1": {"backwards": 2, "zero_stage": 1},
+    **frozen_training.CASES,
+    **{each: {"format": each} for each in ("int8", "fp8", "mxfp8", "fp4")},
     "checkpoints": {"net": lambda: Net(checkpoints=True)},
-    "bfloat16": {
-        "shard": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-        "net": lambda: Net().bfloat16(),
-        "dtype": torch.bfloat16,
-    },
-    "packed": {"shard": {"pack_mb": 1.0}},
+    "bfloat16": {**BF16, "net": lambda: Net().bfloat16()},
     "on the host": {"after": lambda net: zpasses.offload_parameters(net)},
-    "budget": {"memory_budget": "20%"},
-    "verified": {"verify": "simulate"},
 }
 
 
@@ -181,11 +112,6 @@ def test_generated_code_of_other_formats_has_the_same_bits(format):
 @pytest.mark.slow(quick=QUICK)
 @on_ranks(2, timeout_s=400)
 def test_blocks_have_the_bits_of_decoded_values():
-    def blocks(net, backend, options):
-        options.pop("backwards_per_step")
-        zpasses.compile_blocks(net, "layers.*", **options)
-        return net
-
     compare(compiled=blocks)
 
 
@@ -248,19 +174,7 @@ def test_ranks_that_encode_differently_are_an_error_of_both():
 
 
 def _started(folder, format):
-    """A program that starts: one step. Returns what it computed, and what the cache did."""
-    os.environ["ZPASSES_CACHE_DIR"] = str(folder)
-    events._listeners.clear()  # that of all tests keeps graphs out of the cache
-    messages, log = Messages(), logging.getLogger("zpasses")
-    log.addHandler(messages)
-    log.setLevel(logging.INFO)
-    torch.manual_seed(0)
-    net = zpasses.encode_parameters(zpasses.shard(Net(1), mesh=world_mesh()), format)
-    step = torch.compile(net, backend="zpasses", options={"zero_stage": 3})
-    loss = step(torch.ones(4, WIDTH)).square().mean()
-    loss.backward()
-    grads = [each.grad.to_local().tolist() for each in net.parameters() if each.requires_grad]
-    return [loss.item(), *grads], words(messages.said)
+    return started(folder, lambda net: zpasses.encode_parameters(net, format))
 
 
 @pytest.mark.inductor
@@ -278,28 +192,15 @@ def test_a_warm_start_tells_formats_apart(tmp_path):
 # --- memory ---------------------------------------------------------------------------------------
 def held(format):
     """Returns the bytes that rest between steps, and those of the shards."""
-    torch._dynamo.reset()
-    gc.collect()
-    observed = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with observed as profiler:
-        net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
-        net[1:].requires_grad_(False)
-        zpasses.shard(net, mesh=world_mesh())
+
+    def after(net):
         if format is not None:
             zpasses.encode_parameters(net, format)
-        keeps = (
-            "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=nothing},schedule"
-        )
-        options = {"pipeline": keeps, "codegen": "eager"}
-        step = torch.compile(net, backend="zpasses", options=options)
-        x = torch.randn(8, 512)
-        for _ in range(2):
-            step(x).sum().backward()
-            net.zero_grad()
-        gc.collect()
-        with record_function("measured"):
-            step(x).sum().backward()
-    return allocated(profiler, "measured")[0], parameter_plan(net).device_bytes
+
+    rests, _, net = measured(
+        512, lambda net: net[1:].requires_grad_(False), after, pipeline=KEEPS_NOTHING
+    )
+    return rests, parameter_plan(net).device_bytes
 
 
 @pytest.mark.slow(quick="test_gathers_move_records_and_no_decoded_matrix_is_saved")
