@@ -26,7 +26,10 @@ accumulation adds up exact gradients, and encodes their sum.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -34,6 +37,8 @@ import torch
 from torch import fx
 
 from zpasses import compat
+from zpasses.cost.time.roofline import nodes_of, ring_collective_us
+from zpasses.cost.time.target import current_target
 from zpasses.errors import OptionError
 from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, group_size, rows_per_rank
 from zpasses.graph.encoding import DECODE_MEAN, ENCODE, Encoding
@@ -47,9 +52,12 @@ from zpasses.graph.queries import (
 )
 from zpasses.graph.tags import Reduction, Tag, add_tag, retag, tag_of
 from zpasses.passes.writers.encode_options import EncodeOptions, EncodingPass
+from zpasses.pipeline.events import note
 from zpasses.pipeline.passes import Level
 
 aten = torch.ops.aten
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,9 @@ class ReduceGrads(EncodingPass):
         """Returns the number of reductions lowered."""
         self.choose_encodings(graph)
         found = calls(graph, REDUCE_GRAD)
+        for text in _slower_exchanges(found):
+            note(f"{self.name}: {text}")
+            _warn_once(f"{self.name}: {text}")
         for node in found:
             self._lower(graph, node)
         return len(found)
@@ -140,6 +151,46 @@ class ReduceGrads(EncodingPass):
             _complete_tag(average, reduction, whole)
         add_tag(mine, done)
         replace_node(node, mine)
+
+
+def _slower_exchanges(reductions: list[fx.Node]) -> list[str]:
+    """Returns what to say of each group over several nodes in which exact reductions are faster.
+
+    An exact reduction adds up within a node before it crosses the network. An exchange does not.
+    """
+    exact: Counter[str] = Counter()
+    encoded: Counter[str] = Counter()
+    for node in reductions:
+        grad, rows, _, _, reduce_dtype, name, encoding = _arguments(node)
+        if encoding is None:
+            continue
+        value, size = value_of(grad), group_size(name)
+        count = rows_per_rank(compat.planned_size(rows), size)
+        count *= math.prod(map(compat.planned_size, value.shape[1:]))
+        exact[name] += size * count * (reduce_dtype or value.dtype).itemsize
+        encoded[name] += size * Encoding.parse(encoding).record_bytes(count)
+    target, said = current_target(), []
+    for name in encoded:
+        ranks = compat.group_ranks(name)
+        nodes = nodes_of(ranks, target)
+        kinds = ("all_to_all", encoded), ("reduce_scatter", exact)
+        took, without = (
+            ring_collective_us(kind, sent[name], len(ranks), target, nodes) / 1e3
+            for kind, sent in kinds
+        )
+        if nodes > 1 and took > without:
+            said.append(
+                f"the encoded gradients of {len(ranks)} ranks on {nodes} nodes are predicted to "
+                f"take {took:.3g} ms, and {without:.3g} ms if they were exact, because only exact "
+                "ones are added up within a node first. Leave encode out, or shard within nodes "
+                "and give average-replicas.encode (docs/encoding.md)."
+            )
+    return said
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:

@@ -18,11 +18,12 @@ from tests.graphs import (
     rewritten,
 )
 from zpasses import OptionError, Pipeline
+from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD
 from zpasses.graph.encoding import DECODE_MEAN
 from zpasses.graph.queries import calls, collectives, named_arguments
 from zpasses.graph.tags import tagged
-from zpasses.passes import ReduceGrads
+from zpasses.passes import ReduceGrads, reduce_grads
 from zpasses.pipeline.runner import run_passes
 from zpasses.testing import (
     assert_equal_bits,
@@ -209,3 +210,14 @@ def test_records_of_one_launch_are_packed():
     sent = [(node, each) for node, each in collectives(gm.graph) if "all_to_all" in each.op]
     assert len(sent) == 1
     assert sent[0][1].encoding == "int8/128"
+
+
+@pytest.mark.parametrize(("target", "warns"), [("h100", True), ("h100,ranks_per_node=64", False)])
+def test_an_exchange_that_is_slower_than_exact_values_is_said(target, warns, caplog):
+    """Between nodes of several ranks, an exchange sends all of its bytes over the network."""
+    reduce_grads._warn_once.cache_clear()
+    with use_target(Target.parse(target)), caplog.at_level("INFO", logger="zpasses"):
+        for _ in range(2):
+            lowered(Param((4096, 2048)), world_size=64, encode="int8")
+    told = [each for each in caplog.records if "64 ranks on 8 nodes are predicted" in each.message]
+    assert [each.levelname for each in told] == ["INFO", "WARNING", "INFO"] * warns

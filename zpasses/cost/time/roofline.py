@@ -38,7 +38,7 @@ def latency_us(kind: str, ranks: int, target: Target, nodes: int | None = None) 
 
     Args:
         kind: name of the collective, with or without suffixes: it contains "gather",
-            "reduce_scatter" or "all_reduce".
+            "reduce_scatter", "all_reduce" or "all_to_all".
         ranks: size of the group.
         target: hardware that the graph runs on.
         nodes: on how many nodes the group is (`nodes_of`). None for one that fills its nodes.
@@ -53,11 +53,11 @@ def latency_us(kind: str, ranks: int, target: Target, nodes: int | None = None) 
 def ring_collective_us(
     kind: str, full_bytes: int, ranks: int, target: Target, nodes: int | None = None
 ) -> float:
-    """Returns the duration of one collective over a ring.
+    """Returns the duration of one collective over a ring, or of an all-to-all.
 
     Args:
         kind: as in `latency_us`.
-        full_bytes: bytes of the full tensor: an all-gather's output, a reduction's input.
+        full_bytes: bytes of the full tensor: an all-gather's output, the input of others.
         ranks: size of the group.
         target: hardware that the graph runs on.
         nodes: as in `latency_us`.
@@ -65,16 +65,17 @@ def ring_collective_us(
     if ranks <= 1:
         return 0.0
     nodes = nodes or math.ceil(ranks / target.ranks_per_node)
-    # Rings of a group use the network adapters of all its ranks, each for a part of the bytes.
     local = ranks / nodes
-    bandwidth = min(
-        target.link_gb_s * target.link_share(round(local)) if local > 1 else math.inf,
-        target.network_gb_s * local if nodes > 1 else math.inf,
-    )
+    link = target.link_gb_s * target.link_share(round(local)) if local > 1 else math.inf
+    latency = latency_us(kind, ranks, target, nodes)
+    if "all_to_all" in kind:
+        # No rank passes on what another sends, so a rank has its own network adapter alone.
+        parts = max((local - 1) / link, (ranks - local) / target.network_gb_s)
+        return latency + parts * full_bytes / ranks / 1e3
+    # Rings of a group use the network adapters of all its ranks, each for a part of the bytes.
+    bandwidth = min(link, target.network_gb_s * local if nodes > 1 else math.inf)
     passes = 2 if _is_all_reduce(kind) else 1
-    return latency_us(kind, ranks, target, nodes) + passes * (ranks - 1) / ranks * full_bytes / (
-        bandwidth * 1e3
-    )
+    return latency + passes * (ranks - 1) / ranks * full_bytes / (bandwidth * 1e3)
 
 
 def collective_on_route_us(

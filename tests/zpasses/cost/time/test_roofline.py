@@ -64,6 +64,21 @@ def test_replicas_of_a_node_reduce_faster_in_two_collectives(name, replicas, nby
     assert within + between < ring_collective_us("all_reduce", nbytes, 8 * replicas, target)
 
 
+def test_an_exchange_of_all_ranks_has_one_adapter_per_rank():
+    took = {
+        nodes: ring_collective_us("all_to_all", 8_000_000, 16, T, nodes) for nodes in (1, 2, 16)
+    }
+    latency = {nodes: latency_us("all_to_all", 16, T, nodes) for nodes in took}
+    assert took[1] == pytest.approx(latency[1] + 15 / 16 * 8e6 / 1e5)
+    # A rank sends half of its bytes to the other node, all of them through its own adapter.
+    assert took[2] == pytest.approx(latency[2] + 8 / 16 * 8e6 / 1e4)
+    assert took[16] == pytest.approx(latency[16] + 15 / 16 * 8e6 / 1e4)
+    slow_links = replace(T, link_gb_s=1.0)
+    assert ring_collective_us("all_to_all", 8_000_000, 16, slow_links, 2) == pytest.approx(
+        latency[2] + 7 / 16 * 8e6 / 1e3
+    )
+
+
 def test_ranks_fill_one_node_after_the_other():
     assert nodes_of(range(8), T) == 1
     assert nodes_of(range(4, 12), T) == 2
