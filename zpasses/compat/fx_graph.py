@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
@@ -27,6 +28,7 @@ __all__ = [
     "is_subgraph_call",
     "lazy_recompiles",
     "op_name",
+    "operator_call",
     "pytree",
     "subgraph_of",
 ]
@@ -63,12 +65,51 @@ def is_erased(node: fx.Node) -> bool:
     return bool(node._erased)
 
 
+def operator_call(node: fx.Node) -> tuple[object, tuple[Any, ...]]:
+    """Returns the operator that a node runs, and its arguments.
+
+    They are the node's own, unless a recomputed operator is wrapped because it may draw random
+    numbers, as attention with dropout does.
+    """
+    if node.target is run_and_save_rng_state:
+        return node.args[0], node.args[1:]
+    if node.target is run_with_rng_state:
+        return node.args[1], node.args[2:]
+    return node.target, node.args
+
+
 def flop_formula(target: object) -> Callable[..., int] | None:
-    """Returns torch's formula for the floating-point operations of a call; None if it has none."""
+    """Returns a formula for the floating-point operations of a call; None if it has none.
+
+    It is torch's, or ours for operators that torch's counter leaves out: attention as the CPU runs
+    it, which a step has that is captured for another device, and products of stacked experts.
+    """
     from torch.utils.flop_counter import flop_registry
 
     packet = getattr(target, "overloadpacket", None)
+    packet = _COUNTED_AS.get(packet, packet)
+    if packet is torch.ops.aten._grouped_mm and packet not in flop_registry:
+        return _grouped_flops
     return cast("Callable[..., int] | None", flop_registry.get(packet))
+
+
+_COUNTED_AS: dict[object, object] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""Operator -> the one that does the same on another device."""
+
+
+def _grouped_flops(left: Tensor, right: Tensor, *args: object, **kwargs: object) -> int:
+    """Operations of `aten._grouped_mm`: each row of `left` meets one group of `right`, or each
+    group of rows of both makes a product.
+    """
+    stacked = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return 2 * stacked * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
 def clone_graph_module(gm: fx.GraphModule, source: fx.Graph | None = None) -> fx.GraphModule:

@@ -133,7 +133,7 @@ def compute_us(node: fx.Node, target: Target) -> float:
 
     The call of a subgraph takes as long as all calls in it.
     """
-    call: Any = node.target
+    call: Any = compat.operator_call(node)[0]
     body = compat.subgraph_of(node)
     if body is not None:
         return sum(durations_us(body.graph.nodes, target))
@@ -182,10 +182,11 @@ def _shape(value: object) -> object:
 
 
 def _flops(node: fx.Node) -> float:
-    count = compat.flop_formula(node.target)
+    call, given = compat.operator_call(node)
+    count = compat.flop_formula(call)
     if count is None:
         return 0.0
-    args = torch.fx.node.map_arg(node.args, value_of)
+    args = torch.fx.node.map_arg(given, value_of)
     kwargs = torch.fx.node.map_arg(node.kwargs, value_of)
     value = value_of(node)
     sizes = _with_hinted_sizes((args, kwargs))

@@ -2,7 +2,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.graphs import Param, joint, rewritten
 from zpasses import compat
@@ -17,7 +20,7 @@ from zpasses.cost.time.roofline import (
 )
 from zpasses.cost.time.route_figures import RouteFigures
 from zpasses.cost.time.target import TARGETS, Target
-from zpasses.graph.queries import collective_of, is_wait
+from zpasses.graph.queries import collective_of, is_wait, value_of
 from zpasses.passes import GatherParams
 from zpasses.testing import fake_world
 
@@ -157,6 +160,47 @@ def test_calls_take_the_time_of_compute_or_of_memory_and_at_least_a_kernel():
         (add, ((2,), (2,)), T, T.kernel_us),
     ]:
         assert compute_us(graph_of(target, *shapes), device) == pytest.approx(expected)
+
+
+def recorded(function, *shapes):
+    """Returns the calls of a function of bf16 tensors and of its backward."""
+    with compat.FakeTensorMode():
+        given = [torch.empty(each, dtype=torch.bfloat16, requires_grad=True) for each in shapes]
+
+        def step(*values):
+            return torch.autograd.grad(function(*values).sum(), values)
+
+        graph = make_fx(step, tracing_mode="fake")(*given).graph
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def test_attention_on_the_cpu_takes_as_long_as_that_of_an_accelerator():
+    calls = recorded(F.scaled_dot_product_attention, *[(1, 8, 128, 64)] * 3)
+    found = [node for node in calls if "attention" in str(node.target)]
+    assert ["backward" in str(node.target) for node in found] == [False, True]
+    assert all("for_cpu" in str(node.target) for node in found)
+    product = 2 * 8 * 128 * 128 * 64
+    for node, products in zip(found, (2, 5), strict=True):
+        assert compute_us(node, T) == pytest.approx(products * product / 1e6)
+
+
+def test_products_of_groups_count_their_operations():
+    with compat.FakeTensorMode():
+        rows, stacked = torch.empty(96, 32), torch.empty(4, 32, 64)
+        groups = compat.flop_formula(aten._grouped_mm.default)
+        assert groups(rows, stacked) == 2 * 96 * 32 * 64
+        assert groups(rows.t(), torch.empty(96, 64)) == 2 * 96 * 32 * 64
+        assert groups(torch.empty(4, 96, 32), stacked) == 4 * 2 * 96 * 32 * 64
+
+
+def test_wrapped_operators_take_as_long_as_without():
+    call = graph_of(aten.mm.default, (1000, 1000), (1000, 1000))
+    graph, value = call.graph, value_of(call)
+    saving = graph.call_function(run_and_save_rng_state, (aten.mm.default, *call.args))
+    saving.meta["val"] = (torch.empty(0), value)
+    again = graph.call_function(run_with_rng_state, (saving, aten.mm.default, *call.args))
+    again.meta["val"] = value
+    assert compute_us(call, T) == compute_us(saving, T) == compute_us(again, T) == 2e9 / 1e6
 
 
 def test_views_inputs_and_communication_have_no_compute_time():
