@@ -1,5 +1,7 @@
 """`exchange-rows`: which tables are exchanged, and that graphs keep their bits on all ranks."""
 
+import logging
+
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +20,7 @@ from zpasses.graph.row_exchange import (
     expected_distinct,
 )
 from zpasses.graph.tags import params_of, tagged
-from zpasses.passes import ExchangeRows, MergeReads
+from zpasses.passes import ExchangeRows, GatherParams, MergeReads
 from zpasses.pipeline.runner import run_passes
 from zpasses.ranks.agree import simulated_answers
 from zpasses.simulate.simulator import SimulationError, simulate
@@ -204,6 +206,14 @@ def test_what_is_left_alone():
     assert exchanged(ON, rows=0, tokens=[[(0,)]] * 2) == (0, 0)
     assert exchanged(ON, scales=True) == (1, 0)  # its gradient counts tokens in the table
     assert exchanged(ON, tied=True, hold_mb=1.0) == (0, 0)  # one read for both
+
+
+@pytest.mark.parametrize("lowers", [False, True])
+def test_a_pass_that_is_asked_and_changes_nothing_says_so(caplog, lowers):
+    before = (GatherParams(),) if lowers else ()
+    with caplog.at_level(logging.INFO, logger="zpasses"):
+        worlds(2, *before, ON)
+    assert ("exchange-rows: no rows to exchange" in caplog.text) == lowers
 
 
 def test_indices_that_come_from_the_table_are_left_alone():

@@ -99,6 +99,8 @@ def test_what_cannot_move_is_refused_by_name():
     net = Net()
     with pytest.raises(ZpassesError, match=r"Net has no sharded parameter"):
         zpasses.offload_parameters(net)
+    with pytest.raises(ZpassesError, match=r"got AdamW; expected a torch\.nn\.Module"):
+        zpasses.offload_parameters(torch.optim.AdamW(net.parameters()))
     with pytest.raises(OptionError, match="offload_parameters, device_bytes"):
         zpasses.offload_parameters(net, device_bytes="much")
     with fake_world(2) as mesh:
