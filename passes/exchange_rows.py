@@ -94,8 +94,8 @@ class ExchangeRows(Pass):
                 note(f"{self.name}: {_describe(table, form)}")
         if self.rows == "on" and not changed:
             note(
-                f"{self.name}: no rows to exchange. There are none on one rank, after gather-params, "
-                "or if no parameter is read by embeddings only"
+                f"{self.name}: no rows to exchange. There are none on one rank, after "
+                "gather-params, or if no parameter is read by embeddings only"
             )
         return changed
 
