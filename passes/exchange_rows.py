@@ -92,6 +92,11 @@ class ExchangeRows(Pass):
             if form != "table":
                 changed += _lower(graph, table, self.name, with_grads=form == "both")
                 note(f"{self.name}: {_describe(table, form)}")
+        if self.rows == "on" and not changed:
+            note(
+                f"{self.name}: no rows to exchange. There are none on one rank, after "
+                "gather-params, or if no parameter is read by embeddings only"
+            )
         return changed
 
     def _forms(self, tables: Sequence[_Table]) -> list[str]:

@@ -42,6 +42,7 @@ from zpasses import compat
 from zpasses.cost.memory import device_memory
 from zpasses.errors import OptionError, PassError
 from zpasses.graph.tags import add_tag, tag_of
+from zpasses.option_values import format_size
 from zpasses.passes.writers.flatten_patterns import find_flattenings
 from zpasses.passes.writers.flatten_writer import FlattenPlan, Tier, freed_bytes
 from zpasses.pipeline.events import note
@@ -168,13 +169,9 @@ class FlattenOnDevice(Pass):
         needed = plan.needed_bytes()
         tier = next((i for i, need in enumerate(needed) if need is not None and need <= usable), 2)
         requirements = ", ".join(
-            f"{name} needs {_format_size(need)}"
+            f"{name} needs {format_size(need)}"
             for name, need in zip(_TIERS, needed, strict=False)
             if need is not None
         )
-        available = f"{_format_size(max(usable, 0))} of {_format_size(free)} free are usable"
+        available = f"{format_size(max(usable, 0))} of {format_size(free)} free are usable"
         return tier, f"{requirements}; {available}"
-
-
-def _format_size(count: int) -> str:
-    return f"{count / (1 << 20):.1f} MiB" if count >= 1 << 20 else f"{count} bytes"

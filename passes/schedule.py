@@ -39,7 +39,7 @@ from typing import Any, ClassVar, Literal
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.memory.collective_moves import equal_liveness, movable_collectives
+from zpasses.cost.memory.collective_moves import movable_collectives
 from zpasses.cost.memory.liveness import NOTABLE_BYTES
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.bucket_keys import compatibility_key
@@ -55,7 +55,7 @@ from zpasses.graph.host_copies import split_shard_copies
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.queries import collective_of, is_dialect, is_wait
 from zpasses.graph.reduction_groups import regroup_reductions, replicate_groups
-from zpasses.option_values import MemoryBudget, parse_budget
+from zpasses.option_values import MemoryBudget, format_size, parse_budget
 from zpasses.passes.writers.route_writer import note_route
 from zpasses.passes.writers.schedule_writer import copied, exact_cost, write_plan
 from zpasses.pipeline.events import note
@@ -81,9 +81,10 @@ class Schedule(Pass):
     """`auto` searches the fastest plan for the target. `one-ahead` starts each gather where the one
     before it has arrived, and awaits each reduction where the next one has started. `single` awaits
     every collective where it starts."""
-    cap_mb: float = CAP_BYTES / _MIB
+    cap_mb: float | None = None
     """Largest size of the full tensors in one launch of `one-ahead` and `single`, in MiB; 0 merges
-    nothing. It is halved until the peak is within the budget."""
+    nothing, and `none` allows 25. It is halved until the peak is within the budget. `auto` refuses
+    it, because it searches sizes itself."""
     memory_budget: str = "25% up to 16MiB"
     """By how much the graph's peak memory may rise (`10%`, `+16MiB`, or `25% up to 16MiB`, which
     has both limits), or the peak that it may reach (`60GiB`). A rise counts from the peak with one
@@ -103,10 +104,15 @@ class Schedule(Pass):
 
     def __post_init__(self) -> None:
         parse_budget(self.memory_budget, f"pass {self.name!r}, option 'memory_budget'")
-        if not self.cap_mb >= 0:
+        where = f"pass {self.name!r}, option 'cap_mb': got {self.cap_mb}"
+        if self.cap_mb is not None and not self.cap_mb >= 0:
             raise OptionError(
-                f"pass {self.name!r}, option 'cap_mb': got {self.cap_mb}; expected MiB >= 0 (0: "
-                "every collective has a launch of its own)."
+                f"{where}; expected MiB >= 0 (0: every collective has a launch of its own)."
+            )
+        if self.cap_mb is not None and self.plan == "auto":
+            raise OptionError(
+                f"{where} with plan=auto, which chooses the size of each launch itself. Leave it "
+                "out, or set plan=one-ahead or plan=single."
             )
 
     @property
@@ -162,8 +168,7 @@ class Schedule(Pass):
             cost = planned.cost
             note(
                 f"{self.name}: {_named_copies(reloads, len(moved) - reloads)}; predicted "
-                f"{cost.total_us / 1e3:,.2f} ms; peak {cost.peak_bytes / _MIB:,.1f} of "
-                f"{planned.limit_bytes / _MIB:,.1f} MiB"
+                f"{cost.total_us / 1e3:,.2f} ms; peak {_peak(planned)}"
             )
         return len(copies)
 
@@ -191,11 +196,13 @@ class Schedule(Pass):
                 self.name,
             )
             return self._regroup(graph, problem, agreed_groups), planned.limit_bytes
-        note(f"{self.name}: {_summary(problem, planned, adopted)}")
         reasons = _routes(problem, planned)
         changes = _apply(graph, problem, adopted, self.name, reasons)
+        # The planner counts the copies of flat launches from above.
+        planned = replace(planned, cost=exact_cost(graph, problem, current_target()))
+        note(f"{self.name}: {_summary(problem, planned, adopted)}")
         regrouped = self._regroup(graph, problem, agreed_groups)
-        self._warn_over_budget(graph, planned.limit_bytes)
+        self._warn_over_budget(planned)
         return changes or min(regrouped, 1), planned.limit_bytes
 
     def problem(self, graph: fx.Graph) -> ScheduleProblem:
@@ -222,7 +229,8 @@ class Schedule(Pass):
             ours = planned.plan, planned.cost
             plans = sorted((ours, *planned.simple), key=lambda each: each[1].total_us)
         else:
-            simple = list(simple_plans(problem, self.plan, self.cap_mb * _MIB))
+            cap_bytes = CAP_BYTES if self.cap_mb is None else self.cap_mb * _MIB
+            simple = list(simple_plans(problem, self.plan, cap_bytes))
             plans = (self._with_routes(problem, each, limit) for each in simple)
             last = simple[-1], evaluate(problem, simple[-1])
             planned = Planned(*last, schedule_bound_us(problem), limit)
@@ -276,24 +284,24 @@ class Schedule(Pass):
             note(f"{self.name}: reductions run on {', '.join(map(repr, second.values()))}")
         return regroup_reductions(graph, second)
 
-    def _warn_over_budget(self, graph: fx.Graph, limit_bytes: int) -> None:
+    def _warn_over_budget(self, written: Planned) -> None:
         """Warn if the plan that all ranks share, made for another graph with these collectives,
         exceeds this rank's budget. Ranks must still follow it. Without a budget of the program's,
         that is only noted, because programs that train and evaluate have such graphs.
         """
-        peak = equal_liveness(graph).peak_bytes
+        peak, limit_bytes = written.cost.peak_bytes, written.limit_bytes
         if peak > limit_bytes + NOTABLE_BYTES:
             is_default = self.memory_budget == Schedule.memory_budget
             _log.log(
                 logging.INFO if is_default else logging.WARNING,
                 "%s: all ranks use the plan that the first rank made when these collectives were "
                 "first compiled: in another graph, such as that of training, or for other shapes. "
-                "In this graph, such as that of an evaluation, it raises the peak to %.1f MiB, "
-                "%.1f MiB above the budget. Where that is too much, set memory_budget to a size, "
+                "In this graph, such as that of an evaluation, it raises the peak to %s, "
+                "%s above the budget. Where that is too much, set memory_budget to a size, "
                 "or compile the graph with the smaller peak first.",
                 self.name,
-                peak / _MIB,
-                (peak - limit_bytes) / _MIB,
+                format_size(peak),
+                format_size(peak - limit_bytes),
             )
 
 
@@ -319,8 +327,12 @@ def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
         f"{len(problem.jobs) - copies:,} collectives in launches: {gathers:,} of gathers and "
         f"{len(first) - gathers - copies:,} of reductions{with_copies}; {by_engine}predicted "
         f"{cost.total_us / 1e3:,.2f} ms, bound {planned.bound_us / 1e3:,.2f} ms{without}; "
-        f"peak {cost.peak_bytes / _MIB:,.1f} of {planned.limit_bytes / _MIB:,.1f} MiB"
+        f"peak {_peak(planned)}"
     )
+
+
+def _peak(planned: Planned) -> str:
+    return f"{format_size(planned.cost.peak_bytes)} of {format_size(planned.limit_bytes)}"
 
 
 def _routes(problem: ScheduleProblem, planned: Planned) -> dict[tuple[int, ...], str]:
@@ -333,10 +345,10 @@ def _routes(problem: ScheduleProblem, planned: Planned) -> dict[tuple[int, ...],
         )
         gain, taken = without - with_it, number in plan.engines
         cost = launch_cost(problem, plan.launches[number], True)
-        mib = sum(problem.items[job.number].tag.nbytes for job in cost.members) / _MIB
+        nbytes = sum(problem.items[job.number].tag.nbytes for job in cost.members)
         effect = f"{'gain' if gain >= 0 else 'lose'}{'s' if taken else ''} {abs(gain):.0f} us"
         found[plan.launches[number]] = (
-            f"{'by' if taken else 'not by'} {route}: {mib:.3g} MiB per rank in "
+            f"{'by' if taken else 'not by'} {route}: {format_size(nbytes)} per rank in "
             f"{cost.duration_us:.0f} us, {'' if taken else 'would '}{effect}"
         )
     return found

@@ -37,6 +37,7 @@ from zpasses.cost.time.target import Target, current_target
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.queries import Collective, collective_of, value_of
 from zpasses.graph.tags import params_of
+from zpasses.option_values import format_size
 from zpasses.passes.writers.route_writer import can_take_engine, gather_by_engine, note_route
 from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level, Pass
@@ -44,7 +45,6 @@ from zpasses.ranks.agree import adopt
 
 log = logging.getLogger("zpasses")
 
-_MIB = 1 << 20
 
 Outcome = Literal["replaced", "no gain", "group", "dtype", "route missing", "other ranks"]
 
@@ -133,7 +133,7 @@ class Sdma(Pass):
         effect = f"{'gain' if gain > 0 else 'lose'}{'s' if taken else ''} {abs(gain):.0f} us"
         return decision(
             "replaced" if taken else "no gain",
-            f"{collective.nbytes / _MIB:.3g} MiB per rank in {took:.0f} us by {route}, "
+            f"{format_size(collective.nbytes)} per rank in {took:.0f} us by {route}, "
             f"{'' if taken else 'would '}{effect}",
         )
 

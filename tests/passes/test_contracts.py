@@ -208,6 +208,7 @@ def test_graphs_of_other_libraries_are_rewritten(text, dtype, gathers):
         ("reduce-grads{form=scatter}", r"'reduce_scatter' or 'all_reduce'"),
         ("schedule{cap_mb=-1}", r"pass 'schedule', option 'cap_mb': got -1.0; expected MiB >= 0"),
         ("schedule{cap_mb=big}", r"option 'cap_mb': got 'big' \(str\); expected float"),
+        ("zero3{schedule.cap_mb=4}", r"'cap_mb': got 4.0 with plan=auto, .*plan=one-ahead"),
         ("schedule{memory_budget=lots}", r"'memory_budget': got 'lots'; expected how far the peak"),
         ("schedule{budget=5%}", r"pass 'schedule' has no option 'budget'"),
         ("schedule{plan=two-ahead}", r"got 'two-ahead' .*'auto' or 'one-ahead' or 'single'"),

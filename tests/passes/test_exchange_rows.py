@@ -1,5 +1,7 @@
 """`exchange-rows`: which tables are exchanged, and that graphs keep their bits on all ranks."""
 
+import logging
+
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +20,7 @@ from zpasses.graph.row_exchange import (
     expected_distinct,
 )
 from zpasses.graph.tags import params_of, tagged
-from zpasses.passes import ExchangeRows, MergeReads
+from zpasses.passes import ExchangeRows, GatherParams, MergeReads
 from zpasses.pipeline.runner import run_passes
 from zpasses.ranks.agree import simulated_answers
 from zpasses.simulate.simulator import SimulationError, simulate
@@ -124,11 +126,11 @@ primals_1: f32[500, 3]                                                          
 primals_2: f32[2]                                                                                                                                       # shard: other
 primals_3: i64[2, 2]
 tangents_1: f32[2, 2, 3]
-distinct_rows_default = zpasses.distinct_rows([primals_3], 1000, 2)                                                                                     # (u8[126], i64[2, 2])
-getitem = getitem(distinct_rows_default, 0)                                                                                                             # u8[126]
+distinct_rows_default = zpasses.distinct_rows([primals_3], 1000, 2)                                                                                     # (u8[142], i64[2, 2])
+getitem = getitem(distinct_rows_default, 0)                                                                                                             # u8[142]
 getitem_1 = getitem(distinct_rows_default, 1)                                                                                                           # i64[2, 2]
-all_to_all_single_default = all_to_all_single(getitem, [63, 63], [63, 63], '0')                                                                         # u8[126]; rows: table
-wait_tensor_default = wait_tensor(all_to_all_single_default)                                                                                            # u8[126]; rows: table
+all_to_all_single_default = all_to_all_single(getitem, [71, 71], [71, 71], '0')                                                                         # u8[142]; rows: table
+wait_tensor_default = wait_tensor(all_to_all_single_default)                                                                                            # u8[142]; rows: table
 all_to_all_rows_default = zpasses.all_to_all_rows(primals_1, getitem, wait_tensor_default, 4, 1000, f32, '0')                                           # f32[4, 3]; gather: table
 wait_tensor_default_1 = wait_tensor(all_to_all_rows_default)                                                                                            # f32[4, 3]; rows: table
 embedding = embedding(wait_tensor_default_1, getitem_1)                                                                                                 # f32[2, 2, 3]
@@ -149,7 +151,7 @@ return [mul, wait_tensor_default_2, reduce_grad, None]
 """,  # noqa: E501
     )
     sent = [(tag.role, tag.nbytes) for _, tag in tagged(after.graph) if tag.nbytes]
-    assert sent[0] == ("rows", 126)
+    assert sent[0] == ("rows", 142)
 
 
 @few_examples
@@ -204,6 +206,14 @@ def test_what_is_left_alone():
     assert exchanged(ON, rows=0, tokens=[[(0,)]] * 2) == (0, 0)
     assert exchanged(ON, scales=True) == (1, 0)  # its gradient counts tokens in the table
     assert exchanged(ON, tied=True, hold_mb=1.0) == (0, 0)  # one read for both
+
+
+@pytest.mark.parametrize("lowers", [False, True])
+def test_a_pass_that_is_asked_and_changes_nothing_says_so(caplog, lowers):
+    before = (GatherParams(),) if lowers else ()
+    with caplog.at_level(logging.INFO, logger="zpasses"):
+        worlds(2, *before, ON)
+    assert ("exchange-rows: no rows to exchange" in caplog.text) == lowers
 
 
 def test_indices_that_come_from_the_table_are_left_alone():
@@ -276,7 +286,7 @@ def test_expected_number_of_rows():
 
 
 def test_bytes():
-    """Marks are a bit per row, and the rest is rows."""
+    """Marks are a bit per row and 8 bytes per rank, and the rest is rows."""
     (before, _), (after, _) = worlds(2, ON, rows=10_000, width=64, tokens=[[(16,)]] * 2)
     sent = {
         each.op: each.nbytes
@@ -285,7 +295,7 @@ def test_bytes():
     }
     rows = 16 * 64 * 4
     assert sent == {
-        "all_to_all_single": 10_000 // 8,
+        "all_to_all_single": 10_000 // 8 + 2 * 8,
         "all_to_all_rows": rows,
         "all_to_all_grad_rows": rows,
     }

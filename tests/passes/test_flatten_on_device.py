@@ -294,7 +294,7 @@ def test_tier_is_the_first_that_fits(fn, where, usable_mib, tier):
     made, reason = choice(rewritten(trace(fn, tensors), auto, 4, 0))
     assert made == tier
     if where != "device":
-        assert reason.startswith("plain needs 8.0 MiB, distributed needs 5.0 MiB; ")
+        assert reason.startswith("plain needs 8 MiB, distributed needs 5 MiB; ")
 
 
 def test_buffers_of_one_graph_share_the_memory():
@@ -328,8 +328,8 @@ def test_tier_and_reason_are_logged(caplog):
         gm = rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice(free_bytes=MIB))
     (message,) = caplog.messages
     assert message.startswith(
-        "flatten-on-device: float32[1048576] of 2 tensors flattened as host: plain needs 8.0 MiB; "
-        "943718 bytes of 1.0 MiB free are usable"
+        "flatten-on-device: float32[1048576] of 2 tensors flattened as host: plain needs 8 MiB; "
+        "921.6 KiB of 1 MiB free are usable"
     )
     # The host form is not planned again.
     assert choice(rewritten(gm, FlattenOnDevice(free_bytes=100 * MIB)))[0] == "host"

@@ -1,3 +1,4 @@
+import logging
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from zpasses.cost.time.step_time import Timeline, step_time
 from zpasses.cost.time.target import TARGETS, Target, current_target, use_target
 from zpasses.graph.queries import collective_of, collectives, is_wait
 from zpasses.graph.tags import tag_of
-from zpasses.option_values import parse_budget
+from zpasses.option_values import format_size, parse_budget
 from zpasses.passes import GatherParams, ReduceGrads, Schedule
 from zpasses.testing import (
     assert_equal_bits,
@@ -409,3 +410,16 @@ def test_later_passes_recognise_reductions_on_their_own_group():
     captures = capture_ranks(Mlp(), (torch.zeros(2, 5),), world_size=3, pipeline=pipeline)
     assert groups_of(captures[0].after.backward)["reduce"] == {"0.reductions"}
     assert_step_equals_reference(captures)
+
+
+def test_the_note_says_the_duration_and_peak_of_the_graph_that_was_written(caplog):
+    """The planner counts the copies of flat launches from above."""
+    params = [Param((64, 8)), Param((32, 8)), Param((48, 8))]
+    with caplog.at_level(logging.INFO, logger="zpasses"):
+        _, after = scheduled(*params, mode="flat", plan="single")
+    with fake_world(2), use_target(H100):
+        took = step_time([after.graph], current_target()).total_us
+        peak = equal_liveness(after.graph).peak_bytes
+    (note,) = [each for each in caplog.messages if "in launches" in each]
+    assert f"predicted {took / 1e3:,.2f} ms," in note
+    assert f"peak {format_size(peak)} of " in note

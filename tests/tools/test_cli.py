@@ -290,7 +290,7 @@ def test_catalogue_lists_every_pass_with_level_and_options():
     )
     (schedule,) = [each for each in listed["passes"] if each["name"] == "schedule"]
     assert schedule["level"] == "partitioned"
-    assert {option["name"]: option["default"] for option in schedule["options"]}["cap_mb"] == "25.0"
+    assert {option["name"]: option["default"] for option in schedule["options"]}["cap_mb"] == "none"
     assert "Merge and move collectives" in run("passes").output
 
 

@@ -16,12 +16,11 @@ from zpasses.cost.time.target import Target
 from zpasses.errors import MemoryBudgetError
 from zpasses.graph.hoisting import HoistedGraph, ReductionPart
 from zpasses.graph.queries import collective_of, is_wait, nbytes, returned_values, value_of
-from zpasses.option_values import parse_budget
+from zpasses.option_values import format_size, parse_budget
 from zpasses.pipeline.events import runtime_note
 from zpasses.ranks.agree import exchange
 from zpasses.runtime.block_schedule import TURNING_POINT
 
-_MIB = float(1 << 20)
 _GIB = float(1 << 30)
 
 
@@ -184,13 +183,11 @@ class BlockStep:
         """Returns why no number of graphs ahead fits a budget."""
         least = plan_prefetch(self.runs, limit_bytes).peak_bytes
         missing = least - limit_bytes
-        what = (
-            f"{missing / _MIB:,.1f} MiB are missing" if missing > 0 else "another rank needs more"
-        )
+        what = f"{format_size(missing)} are missing" if missing > 0 else "another rank needs more"
         return (
             f"memory_budget={budget!r}: the graphs of this step hold at least "
-            f"{least / _MIB:,.1f} MiB on this rank, even if nothing is gathered ahead, and "
-            f"{limit_bytes / _MIB:,.1f} MiB are allowed: {what}. Checkpoint the blocks, use more "
+            f"{format_size(least)} on this rank, even if nothing is gathered ahead, and "
+            f"{format_size(limit_bytes)} are allowed: {what}. Checkpoint the blocks, use more "
             "ranks, smaller batches or a larger budget."
         )
 

@@ -40,8 +40,6 @@ from zpasses.ranks.agree import adopt
 
 log = logging.getLogger("zpasses")
 
-_MIB = float(1 << 20)
-
 
 @dataclass(frozen=True)
 class PartitionPolicy:
@@ -222,10 +220,10 @@ class _Partitioner:
                 held = sum(nbytes(value_of(records_of(node) or node)) for node in nodes)
                 names = ", ".join(name for node in nodes[:3] for name in params_of(node))
                 more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
-                parts.append(f"keeps {held / _MIB:.1f} MiB {until}: {names}{more}")
+                parts.append(f"keeps {format_size(held)} {until}: {names}{more}")
         if offloaded:
             held = sum(each.nbytes for each in offloaded)
-            parts.append(f"{len(offloaded)} saved values, {held / _MIB:.1f} MiB, on the host")
+            parts.append(f"{len(offloaded)} saved values, {format_size(held)}, on the host")
         if choice.chunks > 1:
             parts.append(f"computes the loss in {choice.chunks} chunks")
         if choice.activations < 1.0 or choice.recomputed:
@@ -248,18 +246,18 @@ def too_little_memory(text: str, plan: StepPlan) -> str:
     peaks = [liveness(gm.graph) for gm in plan.trial.graphs]
     largest = max(peaks, key=lambda each: each.peak_bytes)
     holders = ", ".join(
-        f"{buffer.node.name}{_shape_of(buffer.node)} {buffer.nbytes / _MIB:.1f} MiB"
+        f"{buffer.node.name}{_shape_of(buffer.node)} {format_size(buffer.nbytes)}"
         for buffer in largest.alive_at(largest.peak_node)[:5]
     )
     missing = plan.peak_bytes - plan.limit_bytes
-    on_host = f", {plan.host_bytes / _MIB:.1f} MiB of them on the host," if plan.host_bytes else ""
+    on_host = f", {format_size(plan.host_bytes)} of them on the host," if plan.host_bytes else ""
     graph = "forward" if largest is peaks[0] else "backward"
     if plan.trial.chunks > 1:
         on_host += f", computes the loss in {plan.trial.chunks} chunks"
     return (
         f"memory_budget={text!r}: the leanest plan, which saves {100 * plan.activations:.0f} % of "
-        f"the activations{on_host} and keeps no parameter, needs {plan.peak_bytes / _MIB:.1f} MiB "
-        f"above what rests between steps, {missing / _MIB:.1f} MiB more than the budget. At its "
+        f"the activations{on_host} and keeps no parameter, needs {format_size(plan.peak_bytes)} "
+        f"above what rests between steps, {format_size(missing)} more than the budget. At its "
         f"peak, in {graph}, the largest values are: {holders}. Raise the budget, take a smaller "
         "batch, or train on more ranks."
     )

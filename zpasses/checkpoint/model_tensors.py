@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -339,3 +340,31 @@ def _gather_rows(tensor: DTensor, local: Tensor, destination: int | None) -> Ten
     full = gathered.view(tensor.dtype).view(ranks * block, *tensor.shape[1:])
     # A view would keep the padding alive, and files of its storage would contain it.
     return full if full.shape == tensor.shape else full[: tensor.shape[0]].clone()
+
+
+_ENCODED = re.compile(r"(.+?)_(?:torchao_)?(?:int8|m?x?fp8|nf4|fp4)(?:_bf16|_fp16)?_\d+")
+
+
+def encoding_advice(missing: Iterable[str], held: Iterable[str]) -> str | None:
+    """Returns what to do about a parameter that rests encoded in the model or in the checkpoint,
+    and otherwise in the other; None if there is none.
+
+    Args:
+        missing: names that the checkpoint lacks.
+        held: names that it has.
+    """
+
+    def stem(name: str) -> str:
+        found = _ENCODED.fullmatch(name)
+        return name if found is None else found[1]
+
+    wanted = {stem(name): name for name in missing}
+    for name in held:
+        if (other := wanted.get(stem(name), name)) != name:
+            do = (
+                "Load it before zpasses.encode_parameters."
+                if stem(name) == name
+                else "Call zpasses.encode_parameters with this format before you load it."
+            )
+            return f"The checkpoint has {name} in place of {other}. {do}"
+    return None

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
-from zpasses.checkpoint.model_tensors import ModelTensor, agreed, model_tensors, sharding_groups
+from zpasses.checkpoint.model_tensors import (
+    ModelTensor,
+    agreed,
+    encoding_advice,
+    model_tensors,
+    sharding_groups,
+)
 from zpasses.checkpoint.safetensors_writer import DTYPE_CODES
 from zpasses.errors import ShardingError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
@@ -247,6 +253,8 @@ def _complaint(model: nn.Module, path: Path, plan: _Plan, wrong: Sequence[str]) 
 def _way_out(plan: _Plan, wrong: Sequence[str]) -> str:
     if wrong:
         return "Build the model with the configuration of the checkpoint."
+    if advice := encoding_advice(plan.missing, plan.unexpected):
+        return advice
     for shorter, longer, where in (
         (plan.unexpected, plan.missing, "model"),
         (plan.missing, plan.unexpected, "checkpoint"),

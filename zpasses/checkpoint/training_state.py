@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from zpasses import compat
 from zpasses.checkpoint.model_tensors import (
     agreed,
+    encoding_advice,
     plain_name,
     sharding_groups,
     state_names,
@@ -380,8 +381,14 @@ def _check_found(keys: Mapping[str, str], metadata: Metadata) -> None:
     if missing:
         raise ShardingError(
             f"the checkpoint has no {missing[0]} of the model, nor {len(missing) - 1} others of "
-            f"its {len(keys)} parameters and buffers. Build the model as it was saved."
+            f"its {len(keys)} parameters and buffers. "
+            f"{_encoding_advice(keys, metadata) or 'Build the model as it was saved.'}"
         )
+
+
+def _encoding_advice(keys: Mapping[str, str], metadata: Metadata) -> str | None:
+    held = metadata.state_dict_metadata
+    return encoding_advice((key for key in keys.values() if key not in held), held)
 
 
 def _unwrapped(value: Any) -> Any:

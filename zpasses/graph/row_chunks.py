@@ -32,10 +32,10 @@ from zpasses.graph.row_steps import (
     contiguous_view,
 )
 from zpasses.graph.walks import reachable
+from zpasses.option_values import format_size
 
 aten = torch.ops.aten
 
-_MIB = float(1 << 20)
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
@@ -222,7 +222,7 @@ def chunk_regions(graph: fx.Graph, chunks: int) -> Chunked:
         _Writer(each, bounds).run()
         notes.append(
             f"{each.product.name} in {len(bounds)} chunks of {size} tokens, instead of "
-            f"{each.nbytes / _MIB:.1f} MiB at once"
+            f"{format_size(each.nbytes)} at once"
         )
     notes += [f"{name} in one piece, because {reason}" for name, reason in refused.items()]
     if not notes:

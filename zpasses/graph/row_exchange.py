@@ -7,7 +7,8 @@
         -> gradient of the shard, [shard_rows, ...]
 
 Each rank marks the rows that its indices name, with one bit per row of the table, and sends each
-owner the bits of its block. So the sizes of all exchanged marks are known before they are. The rows
+owner the bits of its block. So the sizes of all exchanged marks are known before they are. An index
+that is no row follows the bits, so that all ranks raise its error, before any row is sent. The rows
 of a rank form a table of their own, in the order in which they lie in the whole table, with unused
 rows at its end. `places` are the indices of the tokens into it.
 
@@ -47,8 +48,15 @@ ALL_TO_ALL_GRAD_ROWS: compat.OpOverload = torch.ops.zpasses.all_to_all_grad_rows
 ROW_EXCHANGES = frozenset({ALL_TO_ALL_ROWS, ALL_TO_ALL_GRAD_ROWS})
 
 
+_INDEX_BYTES = 8
+
+
 def mark_bytes(rows: Any, parts: int) -> Any:
-    """Returns the bytes of the marks of one part: one bit per row of a block."""
+    """Returns the bytes of the marks of one part: one bit per row of a block, and an index."""
+    return _bit_bytes(rows, parts) + _INDEX_BYTES
+
+
+def _bit_bytes(rows: Any, parts: int) -> Any:
     return -(-rows_per_rank(rows, parts) // 8)
 
 
@@ -70,23 +78,25 @@ def _distinct_rows(indices: Sequence[Tensor], rows: int, parts: int) -> list[Ten
         parts: number of blocks of rows.
 
     Returns:
-        Marks, uint8[parts * mark_bytes(rows, parts)], one bit per row; then for each tensor of
-        indices one of its shape, int64: how many marked rows come before the one that it names.
-
-    Raises:
-        IndexError: as an embedding does, for an index that is no row.
+        Marks, uint8[parts * mark_bytes(rows, parts)]: for each part one bit per row, and an index
+        that is no row (`no_rows`); then for each tensor of indices one of its shape, int64: how
+        many marked rows come before the one that it names.
     """
-    named = torch.cat([each.reshape(-1) for each in indices])
+    named = torch.cat([each.reshape(-1) for each in indices]).long()
+    wrong = named.masked_fill((named >= 0) & (named < rows), 0)
+    wrong = torch.cat([wrong, wrong.new_zeros(1)])
+    worst = wrong[wrong.abs().argmax()].view(1).view(torch.uint8)
     is_named = named.new_zeros((rows, 1), dtype=torch.uint8)
-    torch.embedding(is_named, named)  # raises as the embedding of the whole table would
-    is_named[named.long()] = 1
+    is_named[named.clamp(0, rows - 1)] = 1
     numbers = is_named.cumsum(0, dtype=torch.int64) - 1
-    places = [torch.embedding(numbers, each).squeeze(-1) for each in indices]
+    places = [
+        torch.embedding(numbers, each.long().clamp(0, rows - 1)).squeeze(-1) for each in indices
+    ]
     block = rows_per_rank(rows, parts)
     blocks = F.pad(is_named.view(-1), (0, parts * block - rows)).view(parts, block)
-    bits = F.pad(blocks, (0, mark_bytes(rows, parts) * 8 - block)).view(-1, 8)
-    marks = (bits << _places_of_bits(bits)).sum(1, dtype=torch.uint8)
-    return [marks, *places]
+    bits = F.pad(blocks, (0, _bit_bytes(rows, parts) * 8 - block)).view(-1, 8)
+    marks = (bits << _places_of_bits(bits)).sum(1, dtype=torch.uint8).view(parts, -1)
+    return [torch.cat([marks, worst.expand(parts, -1)], 1).view(-1), *places]
 
 
 def _distinct_rows_fake(indices: Sequence[Tensor], rows: Any, parts: Any) -> list[Tensor]:
@@ -97,8 +107,15 @@ def _distinct_rows_fake(indices: Sequence[Tensor], rows: Any, parts: Any) -> lis
 
 def marked(marks: Tensor, rows: int, parts: int) -> Tensor:
     """Returns marks as bool[parts, rows per part]."""
-    bits = marks.view(-1, 1) >> _places_of_bits(marks) & 1
+    bits = marks.view(parts, -1, 1)[:, :-_INDEX_BYTES] >> _places_of_bits(marks) & 1
     return bits.view(parts, -1)[:, : rows_per_rank(rows, parts)].bool()
+
+
+def no_rows(marks: Tensor, parts: int) -> Tensor:
+    """Returns an index of each part's rank that is no row of the table, int64[parts]; 0 if all
+    are.
+    """
+    return marks.view(parts, -1)[:, -_INDEX_BYTES:].contiguous().view(torch.int64).view(-1)
 
 
 def _places_of_bits(like: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ def _cells(each: _Row, show: CollectiveRows) -> tuple[object, ...]:
         "" if each.measured is None else time_text(each.measured.time_us),
         "" if each.measured is None else time_text(each.measured.exposed_us),
         row.route,
-        cut(row.decision, 40),
+        row.decision,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -65,6 +65,14 @@ class OffloadOptions:
             trained,
         )
 
+    def texts(self) -> dict[str, str]:
+        """Returns what ranks must give alike."""
+        given = asdict(self)
+        return {
+            name: format_size(given[name]) if type(given[name]) is int else str(given[name])
+            for name in ("trained", "device_bytes", "host_bytes", "bucket_bytes")
+        }
+
 
 def sharding_groups_of(params: Iterable[Tensor]) -> list[str]:
     """Returns the process groups of parameters, in the order of these: a rank of several groups
@@ -120,7 +128,7 @@ def agreed_sizes(
     """
     free = own_free_bytes(torch.device("cpu"))
     agreed: dict[str, Any] = {
-        "what": [owner, len(sizes), *astuple(options)[2:]],
+        "what": options.texts() | {"what is offloaded": f"{owner}, {len(sizes):,} parameters"},
         "sizes": list(sizes),
         "more": list(more),
         "available": sys.maxsize if free is None else free,
@@ -142,11 +150,12 @@ def _merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     error = next((each["error"] for each in answers if each["error"] is not None), None)
     other = next((each["what"] for each in answers if each["what"] != first["what"]), None)
     if error is None and other is not None:
-        error = (
-            "ranks differ in the type, the number of parameters, device_bytes, host_bytes, "
-            f"bucket_bytes or trained: {first['what']} on one rank, {other} on another. Call it "
-            "alike on every rank."
+        differ = (
+            f"{name} is {text} on one rank and {other[name]} on another"
+            for name, text in first["what"].items()
+            if text != other[name]
         )
+        error = f"{'; '.join(differ)}. Call it alike on every rank."
     if error is not None:
         return {**first, "error": error}
     most = {

@@ -35,7 +35,12 @@ from zpasses.runtime.offloaded import DEVICE_ATTRIBUTE
 from zpasses.runtime.param_value import drop_cached
 from zpasses.runtime.watched import replace_shard
 from zpasses.runtime.windows import grad_state_of
-from zpasses.sharding.module import change_specs, parameters_on_host, sharded_parameters
+from zpasses.sharding.module import (
+    change_specs,
+    check_is_module,
+    parameters_on_host,
+    sharded_parameters,
+)
 from zpasses.sharding.param_spec import ParamShardSpec
 
 log = logging.getLogger("zpasses")
@@ -78,6 +83,7 @@ def offload_parameters(
     options = OffloadOptions.parse(
         "offload_parameters", "parameters", device_bytes, host_bytes, trained=trained
     )
+    check_is_module("offload_parameters", model)
     params = sharded_parameters(model)
     if not params:
         raise ZpassesError(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zpasses import compat
-from zpasses.graph.row_exchange import marked
+from zpasses.graph.row_exchange import marked, no_rows
 
 
 class _Exchange(compat.Work):  # type: ignore[misc]  # Work is Any to mypy
@@ -83,10 +83,20 @@ def _all_to_all_rows(
 
     Returns:
         The marked rows in order, then zeros, [capacity, ...].
+
+    Raises:
+        IndexError: on all ranks, if an index of one of them is no row.
     """
     group = compat.process_group(group_name)
     needed, given = (marked(each, rows, group.size()) for each in (marks, asked))
-    to, from_ = _counts(given, needed)
+    to, from_, wrong = _read(given.sum(1), needed.sum(1), no_rows(asked, group.size()))
+    if any(wrong):
+        ranks = compat.group_ranks(group_name)
+        found = (f"{row} on rank {rank}" for rank, row in zip(ranks, wrong, strict=True) if row)
+        raise IndexError(
+            f"index out of range in self: an embedding of {rows} rows, [{rows}, "
+            f"{', '.join(map(str, shard.shape[1:]))}], is asked for row {', '.join(found)}"
+        )
     sent = shard.index_select(0, given.nonzero()[:, 1]).to(param_dtype or shard.dtype)
     output = sent.new_empty((capacity, *shard.shape[1:]))
     count = sum(from_)
@@ -119,7 +129,7 @@ def _all_to_all_grad_rows(
     group = compat.process_group(group_name)
     size, between = group.size(), reduce_dtype or grads.dtype
     needed, given = (marked(each, rows, size) for each in (marks, asked))
-    to, from_ = _counts(needed, given)
+    to, from_ = _read(needed.sum(1), given.sum(1))
     sent = grads[: sum(to)].to(between).contiguous()
     arrived = sent.new_empty((sum(from_), *grads.shape[1:]))
     output = grads.new_empty((shard_rows, *grads.shape[1:]), dtype=dtype)
@@ -137,10 +147,10 @@ def _all_to_all_grad_rows(
     return _start(sent, (to, from_), arrived, output, group, add)
 
 
-def _counts(sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
-    """Returns the rows that go to each rank, and that come from it. The host waits for them."""
-    to, from_ = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-    return to, from_
+def _read(*numbers: Tensor) -> list[list[int]]:
+    """Returns numbers per rank of the group, for which the host waits."""
+    found: list[list[int]] = torch.stack(numbers).tolist()
+    return found
 
 
 _library = torch.library.Library("zpasses", "FRAGMENT")

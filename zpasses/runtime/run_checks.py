@@ -170,16 +170,18 @@ def limited_collectives(
         AgreementError: if a collective gave up. It names the ranks that did not take part.
     """
     heartbeat.set_activity(f"running {name}")
+    ended = f"after {name}"
     with compat.limited_timeouts(groups, timeout_s):
         try:
             yield
-        except RuntimeError as error:
+        except Exception as error:
             if not compat.is_collective_timeout(error):
+                ended += f" ({type(error).__name__}: {str(error)[:300]})"
                 raise
             activity = f"running {name}"
             raise _timeout_error(groups, activity, timeout_s, timeout_option, error) from error
         finally:
-            heartbeat.set_activity(f"after {name}")
+            heartbeat.set_activity(ended)
 
 
 @contextlib.contextmanager

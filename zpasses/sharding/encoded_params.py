@@ -24,7 +24,7 @@ from zpasses.option_values import format_size
 from zpasses.ranks.mesh_comparison import compare_shard_calls
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.param_value import as_sharded_parameter, param_value_of
-from zpasses.sharding.module import ShardedModule, rest_encoded
+from zpasses.sharding.module import ShardedModule, check_is_module, rest_encoded
 from zpasses.sharding.param_spec import ParamShardSpec, RestingCodes
 
 log = logging.getLogger("zpasses")
@@ -59,6 +59,7 @@ def encode_parameters(model: M, format: str, *, block: int | None = None) -> M:
             when it next compiles, steps an optimizer or waits for other ranks.
     """
     how = _encoding(format, block)
+    check_is_module("encode_parameters", model)
     found: dict[DTensor, list[tuple[nn.Module, ParamShardSpec]]] = {}
     for module in model.modules():
         for spec in module._zpasses_specs.values() if isinstance(module, ShardedModule) else ():

@@ -59,11 +59,18 @@ def foreign_weight(
     if (kind := _imported("torchao.quantization", "NF4Tensor")) and isinstance(param, kind):
         return _of_torchao(path, name, param, param_dtype)
     cls = type(param)
-    holds_codes = issubclass(cls, nn.Parameter) and not param.is_floating_point()
-    is_library = not cls.__module__.startswith(("torch.", "zpasses."))
-    wraps = hasattr(cls, "__tensor_flatten__") and not isinstance(param, DTensor)
-    if is_library and (holds_codes or wraps):
-        raise _refusal(path, param, "zpasses cannot cut it by rows without losing its scales.")
+    if cls.__module__.startswith(("torch.", "zpasses.")):
+        return None
+    if hasattr(cls, "__tensor_flatten__") and not isinstance(param, DTensor):
+        raise _refusal(path, param, "zpasses cannot cut the tensors that it consists of.")
+    if issubclass(cls, nn.Parameter) and not param.is_floating_point():
+        raise _refusal(
+            path,
+            param,
+            f"it holds {str(param.dtype).removeprefix('torch.')}, which may be codes whose scales "
+            "zpasses would not cut with them. If they are plain numbers, make it an nn.Parameter "
+            "of torch, or a buffer. If they are codes:",
+        )
     return None
 
 

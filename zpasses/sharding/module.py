@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from zpasses import compat
-from zpasses.errors import ShardingError
+from zpasses.errors import ShardingError, ZpassesError
 from zpasses.runtime.edits import count_edit
 from zpasses.runtime.local_shards import (
     watch_gradients,
@@ -386,6 +386,15 @@ def mark_ignored(params: Iterable[nn.Parameter]) -> None:
 def is_ignored(param: Tensor) -> bool:
     """Whether `ignored_params` of a call of `zpasses.shard` named the parameter."""
     return bool(getattr(param, "_zpasses_ignored", False))
+
+
+def check_is_module(function: str, model: object) -> None:
+    """Raise ZpassesError if a function of zpasses got something else than a model or part of it."""
+    if not isinstance(model, nn.Module):
+        raise ZpassesError(
+            f"{function}: got {type(model).__name__}; expected a torch.nn.Module: the sharded "
+            "model, or a part of it."
+        )
 
 
 def sharded_parameters(model: nn.Module) -> list[DTensor]:

@@ -36,6 +36,9 @@ VALUES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 other options follow from their types.
 """
 
+NEEDS: Mapping[str, Mapping[str, str]] = {"schedule": {"cap_mb": "plan"}}
+"""Pass -> option -> another option that must differ from its default, too."""
+
 _ENCODES = {
     "encode": "results differ from those of the graph before the pipeline",
     "block": "needs encode",
@@ -152,7 +155,13 @@ def _drawn(choose: Choose, name: str) -> str:
     """The text of a pass with options."""
     kind = _passes()[name]
     drawn = [(each, choose(drawn_values(kind, each.name))) for each in _options(kind)]
-    given = [f"{each.name}={format_value(value)}" for each, value in drawn if value != each.default]
+    changed = {each.name: value for each, value in drawn if value != each.default}
+    needs = NEEDS.get(name, {})
+    given = [
+        f"{option}={format_value(value)}"
+        for option, value in changed.items()
+        if option not in needs or needs[option] in changed
+    ]
     return name + (f"{{{','.join(given)}}}" if given else "")
 
 

@@ -153,7 +153,7 @@ def test_too_small_a_budget_names_values_that_come_back_by_their_shape():
         captured(memory_budget="40KiB", host_memory="1GiB")
     text = str(caught.value)
     assert " of them on the host," in text
-    assert "[2048, 64] 0.5 MiB" in text
+    assert "[2048, 64] 512 KiB" in text
     assert "[1] " not in text
 
 

@@ -259,3 +259,25 @@ def test_random_generators_go_on_where_they_were(tmp_path):
     run_on_ranks(_random_states, str(tmp_path), False)
     run_on_ranks(_random_states, str(tmp_path), True)
     run_on_ranks(_random_states, str(tmp_path), True, ranks=3)
+
+
+@pytest.mark.parametrize("saved", [None, "int8"])
+def test_checkpoints_of_another_encoding_say_what_to_do(tmp_path, saved):
+    run_on_ranks(_other_encoding, tmp_path, saved, ranks=1)
+
+
+def _other_encoding(folder, saved):
+    def model(encoding):
+        net = zpasses.shard(nn.Sequential(nn.Linear(64, 64)), mesh=world_mesh())
+        net.requires_grad_(False)
+        return net if encoding is None else zpasses.encode_parameters(net, encoding)
+
+    source, target = model(saved), model("nf4")
+    dcp.save(zpasses.training_state(source), checkpoint_id=folder / "dcp")
+    zpasses.save_safetensors(source, folder / "files")
+    way = r"Load it before zpasses\." if saved is None else r"Call zpasses\..* with this format"
+    match = rf"has \S*0\.weight\S* in place of \S*0\.weight_nf4_64\. {way}"
+    with pytest.raises(zpasses.ShardingError, match=match):
+        zpasses.load_training_state(folder / "dcp", target)
+    with pytest.raises(zpasses.ShardingError, match=match):
+        zpasses.load_safetensors(target, folder / "files")

@@ -526,3 +526,14 @@ def test_digits_of_counts_are_grouped_and_those_of_json_are_not():
     steps = graph_of("forward", (None, start), ("p", graph))
     text = str(Inspection(dump_of(steps)).diff("forward", "p"))
     assert ["nodes", "1", "1,235"] in [line.split()[:3] for line in text.splitlines()]
+
+
+def test_the_reason_of_a_route_is_shown_whole():
+    why = "32 MiB per rank in 1,234 us by mori, would lose 17 us because no kernel runs beside it"
+    shard = node(0, "shard", "shard", op="placeholder")
+    nodes = shard, gather(1, "gather_w", 0, 2, decision=why), wait(2, "full", 1)
+    dump = dump_of(graph_of("forward", (None, snapshot(*nodes))))
+    wide = str(Inspection(dump).collectives())
+    narrow = "".join(Inspection(dump).collectives().pieces(width=60))
+    assert why in wide
+    assert why in " ".join(narrow.split())

@@ -119,6 +119,7 @@ KINDS = [MergeReads, GatherParams, ReduceGrads, ReshardAfterForward, CacheParams
 ALONE = {
     GatherParams: {"block": st.none()},
     ReduceGrads: {"block": st.none(), "form": st.just("reduce_scatter")},
+    Schedule: {"cap_mb": st.none()},
 }
 """Values of options that others exclude."""
 
@@ -213,9 +214,9 @@ CHANGED = {
 )
 def test_uuid_changes_with_every_option(cls):
     for option in field_types(cls):
-        needs = {"encode": "int8"} if option == "block" else {}
+        needs = {"block": {"encode": "int8"}, "cap_mb": {"plan": "single"}}.get(option, {})
         changed = dataclasses.replace(cls(), **{option: CHANGED[option], **needs})
-        assert cls().uuid() != changed.uuid(), option
+        assert cls(**needs).uuid() != changed.uuid(), option
 
 
 def test_uuids_of_passes_differ_and_stay():
@@ -354,9 +355,10 @@ def test_warn_if_unchanged_logs_a_warning(caplog):
 
 
 def test_a_named_pipeline_takes_options_of_its_passes():
-    given = Pipeline.parse("zero3{merge-reads.max_hold_mb=2,schedule.cap_mb=3},sdma")
+    changes = "merge-reads.max_hold_mb=2,schedule.cap_mb=3,schedule.plan=single"
+    given = Pipeline.parse(f"zero3{{{changes}}},sdma")
     assert given.passes[0] == MergeReads(max_hold_mb=2.0)
-    assert given.passes[5] == Schedule(cap_mb=3.0)
+    assert given.passes[5] == Schedule("single", cap_mb=3.0)
     plain = Pipeline.parse("zero3,sdma")
     assert [type(each) for each in given] == [type(each) for each in plain]
     assert Pipeline.parse(str(given)) == given

@@ -136,6 +136,8 @@ def test_what_cannot_be_encoded_is_refused_by_name():
     for block in (0, "64", True, 1.5):
         with pytest.raises(OptionError, match=r"block: got .*; expected values per scale"):
             zpasses.encode_parameters(Net(), "nf4", block=block)
+    with pytest.raises(ZpassesError, match=r"got list; expected a torch\.nn\.Module"):
+        zpasses.encode_parameters([Net()], "nf4")
     with pytest.raises(ZpassesError, match="Net has no sharded parameter"):
         zpasses.encode_parameters(Net(), "nf4")
     with fake_world(2) as mesh:

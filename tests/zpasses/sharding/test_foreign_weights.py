@@ -100,6 +100,23 @@ def test_weights_of_torchao_that_cannot_be_cut_are_refused_and_may_be_left_out(c
         assert torch.equal(net(x), expected)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "why"),
+    [
+        (torch.int64, r"own is tests's Own \[4, 3\]: it holds int64, .* If they are plain"),
+        (torch.complex64, "parameter own is complex; keep its real view"),
+    ],
+)
+def test_a_parameter_class_without_floating_point_values_is_refused_as_what_it_is(dtype, why):
+    class Own(nn.Parameter):
+        pass
+
+    model = nn.Linear(4, 4)
+    model.own = Own(torch.ones(4, 3, dtype=dtype), requires_grad=False)
+    with fake_world(2) as mesh, pytest.raises(ShardingError, match=why):
+        zpasses.shard(model, mesh=mesh)
+
+
 @needs("torchao")
 def test_nf4_tensors_that_cannot_be_cut_are_refused():
     with fake_world(2) as mesh:
