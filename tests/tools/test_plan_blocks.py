@@ -170,7 +170,6 @@ def test_shapes_of_hybrid_sharding_are_compared_in_blocks():
     [
         (["--points", 8], "--points does not go together with --compile-blocks"),
         (["--backwards-per-step", 2], "--backwards-per-step 2 does not go together with"),
-        (["--host-memory", "1GiB"], "--host-memory 1GiB does not go together with"),
         (["--memory", "auto"], "expected a size such as '70GiB'"),
         (["--compile-blocks", "layer.*"], "no module matches 'layer.*'"),
         (["--arg", "frozen=3"], "the blocks 'layers.*' gather no sharded parameters"),
@@ -181,6 +180,22 @@ def test_what_cannot_be_planned_in_blocks_is_an_error(arguments, message):
     assert done.exit_code == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_blocks_save_rests_on_the_host_where_the_memory_needs_it(table):
+    least = table.plans[0]
+    value = 4 * ROWS * 2 * WIDTH  # the largest that a block saves
+    memory = f"{least.peak_bytes - value}B"
+    found = plan_step(request(stages=False, host_memory="1GiB", memory=memory))
+    assert found.chosen.host_bytes in range(value, 5 * value, value)  # the last two move none
+    assert least.peak_bytes - found.chosen.host_bytes <= found.chosen.peak_bytes
+    lean = [each for each in found.plans if each.host_bytes]
+    assert min(each.peak_bytes for each in lean) < found.chosen.peak_bytes
+    assert all(each.peak_bytes <= each.limit_bytes for each in found.plans)
+    text = plan_view(found).text()
+    assert 'host_memory="1GiB")' in text
+    assert "host: bytes of what blocks save" in text
+    assert " host" in next(line for line in text.splitlines() if line.startswith("plan "))
 
 
 def test_names_of_modules_are_escaped(table):

@@ -1,5 +1,5 @@
 """Plans of a step whose blocks are compiled one by one: one for each number of graphs ahead for
-which the runtime may start gathers.
+which the runtime may start gathers, and leaner ones with values on the host.
 
 The step runs on fake tensors, and the backend sends the sequence of its graphs when it plans them,
 so the plans are made from what a training run plans from.
@@ -39,27 +39,30 @@ def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -
     Raises:
         CaptureError: if the function or the model fails, or no block gathers parameters.
         OptionError: if no module matches the names of blocks, and as `plan_step`.
+        MemoryBudgetError: as `plan_step`.
     """
     request.check()
     started, memory, target = time.perf_counter(), request.memory, request.parsed_target()
+    host_bytes = request.host_bytes(target)
     steps, report, resting = _captured(request)
-    step = steps[3]
+    step = replace(steps[3], host_bytes=host_bytes)
 
     def add(point: PlanPoint) -> PlanPoint:
         progress(point)
         return point
 
-    made: dict[int, PlanPoint] = {}
-    for peak_bytes in sorted(step_cost(step.runs, n).peak_bytes for n in range(MOST_AHEAD + 1)):
+    made: dict[tuple[int, int], PlanPoint] = {}
+    for peak_bytes in _peaks(step):
         budget = budget_text(peak_bytes)
         limit = step.limit_bytes(budget)
-        cost = plan_prefetch(step.runs, limit)
-        if cost.ahead not in made:
-            made[cost.ahead] = add(_point("plan", budget, limit, step.runs, cost))
+        cost = step.planned(limit)
+        key = cost.ahead, cost.host_bytes
+        if key not in made:
+            made[key] = add(_point("plan", budget, limit, step.runs, cost))
     chosen, limit_bytes, missing = None, None, None
     if memory is not None:
         limit_bytes = step.limit_bytes(memory)
-        cost = plan_prefetch(step.runs, limit_bytes)
+        cost = step.planned(limit_bytes)
         if cost.peak_bytes <= limit_bytes:
             chosen = _point("plan", memory, limit_bytes, step.runs, cost)
         else:
@@ -92,9 +95,24 @@ def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -
         missing,
         time.perf_counter() - started,
         uncompiled=uncompiled,
+        host_memory=request.host_memory,
         blocks=request.compile_blocks,
     )
     return resting.in_table(table, request, target)
+
+
+_LEANER = 4
+"""Number of plans with values on the host to make."""
+
+
+def _peaks(step: BlockStep) -> list[int]:
+    """Peaks to plan for: without values on the host for each number of graphs ahead, and from the
+    least one without to the least one with them.
+    """
+    peaks = {step_cost(step.runs, ahead).peak_bytes for ahead in range(MOST_AHEAD + 1)}
+    least = step.planned(0).peak_bytes
+    between = min(peaks) - least
+    return sorted(peaks | {least + between * at // _LEANER for at in range(_LEANER)})
 
 
 _NOTABLE = 0.001
@@ -145,5 +163,13 @@ def _point(
         sum(run.collectives for run in runs),
     )
     return PlanPoint(
-        name, budget, limit, {"step": figures}, kept_bytes, kept_bytes, 1.0, cost.ahead
+        name,
+        budget,
+        limit,
+        {"step": figures},
+        kept_bytes,
+        kept_bytes,
+        1.0,
+        cost.ahead,
+        cost.host_bytes,
     )

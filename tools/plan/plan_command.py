@@ -125,7 +125,7 @@ def plan(
     from zpasses.tools.plan.step_plans import plan_shapes, plan_step
 
     if compile_blocks is not None:
-        _check_blocks(ctx, backwards_per_step, host_memory, chunk_loss)
+        _check_blocks(ctx, backwards_per_step, chunk_loss)
     if repeat is not None:
         _check_repeat(step, backwards_per_step, compile_blocks, chunk_loss)
 
@@ -179,9 +179,7 @@ def plan(
         ctx.exit(1)
 
 
-def _check_blocks(
-    ctx: click.Context, backwards_per_step: int, host_memory: str | None, chunk_loss: bool
-) -> None:
+def _check_blocks(ctx: click.Context, backwards_per_step: int, chunk_loss: bool) -> None:
     """Refuses options that change nothing in a step of blocks."""
     if ctx.get_parameter_source("points") is not click.core.ParameterSource.DEFAULT:
         raise CommandError(
@@ -193,11 +191,6 @@ def _check_blocks(
             f"--backwards-per-step {backwards_per_step} does not go together with "
             "--compile-blocks, which plans each backward by itself when it ends; leave it out to "
             "plan one that reduces its gradients."
-        )
-    if host_memory is not None:
-        raise CommandError(
-            f"--host-memory {host_memory} does not go together with --compile-blocks, whose blocks "
-            "save all values on the device; leave out one of the two."
         )
     if chunk_loss:
         raise CommandError(

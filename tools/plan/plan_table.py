@@ -422,6 +422,8 @@ def plan_view(found: PlanTable) -> View:
     device = _device_legend(found.resting)
     if found.blocks is not None:
         blocks = _blocks_legend(found.blocks, found.uncompiled)
+        if "host" in columns:
+            blocks = (*blocks, "host: bytes of what blocks save that rest there until backward.")
         return found.view(shown, result, (*blocks, *device))
     kept = "kept: full parameters that stay until backward. cached: those that stay longer."
     more = " host: bytes of them that rest there." if "host" in columns else ""

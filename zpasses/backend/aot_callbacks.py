@@ -112,7 +112,7 @@ def _forward(
         # saved values: a caller then reuses memory that a subgraph has returned.
         compat.undonate_saved(values, lambda value: True)
     compat.undonate_saved(values, lambda value: value.target is OFFLOAD_WAIT)
-    facts = forward_facts(gm, kind)
+    facts = forward_facts(gm, kind, job.decided.movable)
     job.decided.saved_params = saved_params(gm.graph)
     if job.artifacts is not None:
         job.artifacts.set_forward(facts, gm, inputs)

@@ -42,7 +42,7 @@ class Capture:
 
     gm: fx.GraphModule
     inputs: list[Any]
-    """Example inputs, with shards in place of DTensors."""
+    """Example inputs, with shards in place of DTensors; empty once the graph is compiled."""
     shards: dict[int, str]
     """Position of each sharded input -> name of the parameter."""
     groups: tuple[str, ...]

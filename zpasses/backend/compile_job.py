@@ -47,6 +47,9 @@ class Decisions:
     """Strides that the forward graph returns, which its variants keep."""
     preloaded: tuple[str, StoredVariant, Compiled] | None = None
     """A variant, and its code from the compile cache, which no rank has been asked about yet."""
+    movable: tuple[int, ...] = ()
+    """Positions of the outputs of the forward graph that may rest on the host until backward, the
+    smallest first, if other graphs run in between."""
     in_call: bool = False
     """torch has called the backend, which has not returned yet."""
 

@@ -99,6 +99,7 @@ def zpasses_backend(
             if compiled is None:
                 compiled = compile_captured(job)
             events.send(CompileEnded())
+            captured.inputs.clear()  # the values of this call, which the code would keep in memory
             compiled = with_plain_inputs(_with_local_shards(job, compiled), example_inputs)
             return result_hook(compiled, "outputs")
 

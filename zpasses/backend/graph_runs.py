@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost.memory.liveness import liveness
-from zpasses.cost.plan.prefetch import GraphRun, StepCost, plan_prefetch, step_cost
+from zpasses.cost.plan.prefetch import (
+    GraphRun,
+    MovableValue,
+    StepCost,
+    moves_in_order,
+    plan_moves,
+    plan_prefetch,
+    step_cost,
+)
 from zpasses.cost.time.roofline import durations_us
-from zpasses.cost.time.step_time import step_time
+from zpasses.cost.time.step_time import host_copy_timing, step_time
 from zpasses.cost.time.target import Target
 from zpasses.errors import MemoryBudgetError
 from zpasses.graph.hoisting import HoistedGraph, ReductionPart
+from zpasses.graph.host_copies import HostCopy
 from zpasses.graph.queries import collective_of, is_wait, nbytes, returned_values, value_of
 from zpasses.option_values import format_size, parse_budget
 from zpasses.pipeline.events import runtime_note
@@ -89,8 +99,14 @@ def _reduce_us(reductions: ReductionPart, target: Target) -> float:
     return step_time([reductions.start.graph, reductions.end.graph], target).collective_us
 
 
-def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
-    """Describes one run of a graph."""
+def graph_cost(
+    hoisted: HoistedGraph, kind: str, target: Target, movable: Sequence[int] = ()
+) -> GraphRun:
+    """Describes one run of a graph.
+
+    Args:
+        movable: positions of the outputs that may rest on the host until backward.
+    """
     body = hoisted.body.graph
     gather_us = reduce_us = 0.0
     reduced_bytes = 0
@@ -100,10 +116,9 @@ def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
         reduce_us = _reduce_us(hoisted.reductions, target)
         sent = hoisted.reductions.start.graph.find_nodes(op="placeholder")
         reduced_bytes = nbytes([value_of(node) for node in sent])
+    returned: Sequence[Any] = returned_values(body)
     saved = {
-        node: None
-        for node in returned_values(body)
-        if isinstance(node, fx.Node) and node.op != "placeholder"
+        node: None for node in returned if isinstance(node, fx.Node) and node.op != "placeholder"
     }
     gathers = [hoisted.gathers.graph] if hoisted.gathers is not None else []
     reductions = hoisted.reductions
@@ -123,7 +138,7 @@ def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
         gathered_bytes=nbytes(hoisted.extra_inputs),
         reduced_bytes=reduced_bytes,
         peak_bytes=peak,
-        saved_bytes=0 if kind == "backward" else nbytes([value_of(node) for node in saved]),
+        saved_bytes=nbytes([value_of(node) for node in saved]) if kind == "forward" else 0,
         turn_us=turn_us,
         turn_peak_bytes=turn_peak,
         gathers_at_turn=turn_us is not None
@@ -132,7 +147,14 @@ def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
         collectives=sum(
             _starts(node) for part in (hoisted.body, *gathers, *ends) for node in part.graph.nodes
         ),
+        movable=tuple(_movable(nbytes(value_of(returned[at])), target) for at in movable),
+        copies_compute=target.architecture == "cpu",
     )
+
+
+def _movable(size: int, target: Target) -> MovableValue:
+    out, back = (host_copy_timing(HostCopy(direction, size), target) for direction in ("out", "in"))
+    return MovableValue(size, out.duration_us + out.issue_us, back.duration_us + back.issue_us)
 
 
 def turn_text(hoisted: HoistedGraph, cost: GraphRun) -> str:
@@ -168,6 +190,8 @@ class BlockStep:
     """The graphs of the step, in their order."""
     zero_stage: int | None = None
     """The option of this name."""
+    host_bytes: int = 0
+    """The most that values which forwards save may take of the host."""
 
     def limit_bytes(self, budget: str) -> int:
         """Returns the peak that a budget other than "auto" allows. A percentage counts from the
@@ -179,14 +203,19 @@ class BlockStep:
         parsed = parse_budget(budget, "option 'memory_budget'")
         return parsed.limit_bytes(step_cost(self.runs, 0).peak_bytes)
 
+    def planned(self, limit_bytes: int | None) -> StepCost:
+        """Returns the fastest plan within a peak, or that which exceeds it least."""
+        return plan_prefetch(self.runs, limit_bytes, self.host_bytes)
+
     def too_little_memory(self, budget: str, limit_bytes: int) -> str:
         """Returns why no number of graphs ahead fits a budget."""
-        least = plan_prefetch(self.runs, limit_bytes).peak_bytes
-        missing = least - limit_bytes
+        cost = self.planned(limit_bytes)
+        least, missing = cost.peak_bytes, cost.peak_bytes - limit_bytes
+        moved = f" and {format_size(cost.host_bytes)} rest on the host" if cost.moved else ""
         what = f"{format_size(missing)} are missing" if missing > 0 else "another rank needs more"
         return (
             f"memory_budget={budget!r}: the graphs of this step hold at least "
-            f"{format_size(least)} on this rank, even if nothing is gathered ahead, and "
+            f"{format_size(least)} on this rank, even if nothing is gathered ahead{moved}, and "
             f"{format_size(limit_bytes)} are allowed: {what}. Checkpoint the blocks, use more "
             "ranks, smaller batches or a larger budget."
         )
@@ -198,8 +227,11 @@ def agreed_prefetch(
     free_bytes: int | None,
     groups: Sequence[str],
     timeout_s: float,
-) -> int:
-    """Plans for how many graphs ahead gathers start. All ranks take the smallest answer.
+) -> StepCost:
+    """Plans for how many graphs ahead gathers start, and which values rest on the host.
+
+    All ranks take the smallest number of graphs, because it orders collectives. Copies to the host
+    order none, so each rank moves what it needs with that number.
 
     Args:
         step: the graphs of the step.
@@ -216,7 +248,7 @@ def agreed_prefetch(
         limit = free_bytes
     elif budget is not None:
         limit = step.limit_bytes(budget)
-    chosen = plan_prefetch(step.runs, limit)
+    chosen = step.planned(limit)
     fits = limit is None or chosen.peak_bytes <= limit
     ahead = chosen.ahead if fits else -1
     for group in groups:
@@ -224,12 +256,16 @@ def agreed_prefetch(
         ahead = exchange(group, question, ahead, timeout_s, merge=min)
     if ahead < 0:
         raise MemoryBudgetError(step.too_little_memory(str(budget), limit or 0))
-    runtime_note("prefetch", _note(step.runs, step_cost(step.runs, ahead), limit))
-    return ahead
+    if ahead < chosen.ahead:
+        moves = moves_in_order(step.runs, step.host_bytes)
+        chosen = plan_moves(step.runs, ahead, limit, moves)
+    runtime_note("prefetch", _note(step.runs, chosen, limit))
+    return chosen
 
 
 def _note(runs: Sequence[GraphRun], chosen: StepCost, limit: int | None) -> str:
     within = "" if limit is None else f" of {limit / _GIB:,.3f} allowed"
+    moved = f"; {chosen.host_bytes / _GIB:,.3f} GiB on the host" if chosen.moved else ""
     backwards = sum(run.is_backward for run in runs)
     first, last = (run.name.partition(", sharded in")[0] for run in (runs[0], runs[-1]))
     return (
@@ -237,5 +273,5 @@ def _note(runs: Sequence[GraphRun], chosen: StepCost, limit: int | None) -> str:
         f"gathers start {chosen.ahead} graph(s) ahead: predicted {chosen.total_us / 1e3:,.2f} ms "
         f"({step_cost(runs, 0).total_us / 1e3:,.2f} ms with 0 ahead, "
         f"{sum(run.compute_us for run in runs) / 1e3:,.2f} ms without communication), peak "
-        f"{chosen.peak_bytes / _GIB:,.3f} GiB{within}"
+        f"{chosen.peak_bytes / _GIB:,.3f} GiB{within}{moved}"
     )

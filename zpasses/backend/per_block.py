@@ -12,6 +12,7 @@ from zpasses import compat
 from zpasses.errors import OptionError
 from zpasses.pipeline.options import Options
 from zpasses.runtime.block_schedule import begin_model_call, end_model_call
+from zpasses.sdma.saved_values import end_copies_out
 
 
 def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> list[str]:
@@ -123,4 +124,5 @@ def _begin(model: nn.Module, args: object) -> None:
 
 
 def _end(model: nn.Module, args: object, output: object) -> None:
+    end_copies_out()
     end_model_call()

@@ -15,8 +15,8 @@ from zpasses.backend.levels import run_level
 from zpasses.backend.partition import PartitionPolicy, partition_step
 from zpasses.cost.plan.kept_params import Repetition
 from zpasses.graph.dialect import UNSHARD
-from zpasses.graph.host_copies import RELOAD
-from zpasses.graph.queries import calls
+from zpasses.graph.host_copies import RELOAD, offloadable_values
+from zpasses.graph.queries import calls, nbytes, returned_values, value_of
 from zpasses.graph.subgraphs import read_subgraph_inputs_directly
 from zpasses.pipeline.events import RuntimeNote
 from zpasses.pipeline.passes import Level
@@ -89,12 +89,28 @@ def partition_joint(
         job.decided.pipeline = pipeline.with_memory_budget(limit)
         if job.artifacts is not None:
             job.artifacts.entry.memory_budget = limit
+    if options.prefetch:
+        job.decided.movable = _movable(partitioned.graphs, int(kwargs["num_fwd_outputs"]))
     if partitioned.note:
         log.info("graph %s: %s", job.name, partitioned.note)
         for each in pipeline:
             if each.facts.regathers or each.facts.chunks_loss:
                 job.listeners.send(RuntimeNote(each.name, partitioned.note))
     return partitioned.graphs
+
+
+def _movable(graphs: Sequence[fx.GraphModule], user_outputs: int) -> tuple[int, ...]:
+    """Positions of what forward returns and may rest on the host, the smallest first: so each call
+    can move as much as its neighbours cover.
+    """
+    forward, backward = (each.graph for each in graphs)
+    found = set(offloadable_values(forward, backward, user_outputs))
+    sizes = [
+        (nbytes(value_of(node)), at)
+        for at, node in enumerate(returned_values(forward))
+        if node in found
+    ]
+    return tuple(at for _, at in sorted(sizes))
 
 
 class _InductorPartitioner(compat.CustomPartitionerFn):

@@ -32,7 +32,7 @@ from zpasses.backend.graph_runs import (
 )
 from zpasses.backend.split import inductor_patches
 from zpasses.cost.memory.liveness import liveness
-from zpasses.cost.plan.prefetch import GraphRun, step_cost
+from zpasses.cost.plan.prefetch import GraphRun, StepCost
 from zpasses.graph.encoding import expand_encodings
 from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
 from zpasses.graph.host_copies import HostNeed, host_need
@@ -46,6 +46,7 @@ from zpasses.ranks.agreement import (
     run_events,
 )
 from zpasses.ranks.run_order import RunEvent
+from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.backward import BackwardDispatch, warn_if_always_reduced
 from zpasses.runtime.backward_variants import BackwardVariant, build_backward_variant
 from zpasses.runtime.codegen import boxed, eager_codegen
@@ -67,17 +68,23 @@ from zpasses.runtime.profiling import collective_names, with_part_range, with_pr
 from zpasses.runtime.run_checks import limited_run, with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering
 from zpasses.sdma.saved_arenas import SavedArenas, gradients, with_arenas
+from zpasses.sdma.saved_values import with_values_back, with_values_out
 
 log = logging.getLogger("zpasses")
 
 
-def forward_facts(gm: fx.GraphModule, kind: str) -> ForwardFacts:
-    """Describes a forward or inference graph after its passes."""
+def forward_facts(gm: fx.GraphModule, kind: str, movable: tuple[int, ...]) -> ForwardFacts:
+    """Describes a forward or inference graph after its passes.
+
+    Args:
+        movable: as `Decisions.movable`.
+    """
     slots = param_slots(gm.graph)
     ids = gather_ids(gm.graph) if slots else []
     outputs, sequences = len(returned_values(gm.graph)), call_sequences(gm.graph)
     peak = liveness(gm.graph).peak_bytes
-    return ForwardFacts(kind, outputs, slots, ids, sequences, host_need(gm.graph), peak)
+    host = host_need(gm.graph)
+    return ForwardFacts(kind, outputs, slots, ids, sequences, host, peak, movable)
 
 
 def backward_facts(
@@ -123,6 +130,8 @@ def forward_code(job: CompileJob, template: Template, facts: ForwardFacts) -> Co
     """Returns the code of a forward or inference graph whose collectives ranks agreed on."""
     code = _forward_code(job, template, facts)
     note_planned_peak(code, facts.peak_bytes)
+    if facts.kind == "forward" and job.options.prefetch and job.host_bytes:
+        code = boxed(with_values_out(code, facts.movable, SavedArenas(job.host_bytes)))
     if facts.host is None:
         return code
     return boxed(with_arenas(code, facts.host, SavedArenas(job.host_bytes), job.report))
@@ -160,6 +169,8 @@ def backward_code(job: CompileJob, template: Template, facts: BackwardFacts) -> 
     else:
         code = _variant(job, template, None)
     note_planned_peak(code, facts.peak_bytes)
+    if job.options.prefetch and job.host_bytes:
+        code = boxed(with_values_back(code))
     if not job.options.prefetch:  # else reductions have arenas of their own, after the graph
         code = _with_grad_arenas(code, facts.host)
     code = boxed(job.result_hook(code, "gradients"))
@@ -308,11 +319,15 @@ def _load(
 
 
 def _hoist(job: CompileJob, gm: fx.GraphModule, kind: str) -> HoistedGraph | None:
-    """Returns the parts of a graph whose collectives may leave it."""
+    """Returns the parts of a graph whose collectives may leave it. One rank has none, and its
+    graphs are parts of the schedule if it says what rests on the host.
+    """
     if not job.options.prefetch:
         return None
     is_backward = kind == "backward"
     hoisted = hoist_collectives(gm, returned_gradients(gm.graph) if is_backward else None)
+    if hoisted is None and job.host_bytes and not any(map(has_other_ranks, job.captured.groups)):
+        return HoistedGraph(gm, [], len(returned_values(gm.graph)), None, None)
     if hoisted is None or not all(param in job.order for param in hoisted.params()):
         return None
     add_turning_point(hoisted, job.target)
@@ -331,7 +346,8 @@ def _checked(
     timeout_s = options.agreement_timeout_s
     if hoisted is not None:
         # Ranks that start gathers elsewhere start collectives in another order.
-        cost = graph_cost(hoisted, kind, job.target)
+        movable = job.decided.movable if kind == "forward" else ()
+        cost = graph_cost(hoisted, kind, job.target, movable)
         leaves = f"{hoisted.summary()}, {job.options.prefetch} ahead"
         ordered, shown = turn_order(hoisted), turn_text(hoisted, cost)
         events = {
@@ -352,7 +368,8 @@ def _checked(
             limits,
             lambda gm: _part(job, gm, names, kind),
         )
-        digests = " ".join([kind, *(event.digest for event in events.values())])
+        communicated = [event.digest for event in events.values()] or [job.name]
+        digests = " ".join([kind, *communicated])
         code = boxed(HoistedCode(hoisted, code, digests, cost, surroundings))
     body = None if hoisted is None else collective_names(hoisted.body.graph)
     code = with_profiler_range(code, names, job.name, kind, body=body)
@@ -369,15 +386,15 @@ def _part(job: CompileJob, gm: fx.GraphModule, names: Sequence[str], kind: str) 
     return with_part_range(code, names, collective_names(gm.graph), job.name, kind)
 
 
-def _plan_prefetch(job: CompileJob, runs: Sequence[GraphRun], groups: Sequence[str]) -> int:
-    options, step = job.options, BlockStep(runs, job.options.zero_stage)
+def _plan_prefetch(job: CompileJob, runs: Sequence[GraphRun], groups: Sequence[str]) -> StepCost:
+    options, step = job.options, BlockStep(runs, job.options.zero_stage, job.host_bytes)
     job.listeners.send(step)
     with job.listeners.report_errors("prefetch"):
-        ahead = agreed_prefetch(
+        chosen = agreed_prefetch(
             step, options.memory_budget, job.free_bytes, groups, options.agreement_timeout_s
         )
-    note_planned_peak(job.captured.gm, step_cost(runs, ahead).peak_bytes)
-    return ahead
+    note_planned_peak(job.captured.gm, chosen.peak_bytes)
+    return chosen
 
 
 def _built(

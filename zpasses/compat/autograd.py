@@ -16,6 +16,7 @@ __all__ = [
     "current_graph_task_id",
     "grad_consumers",
     "has_accumulation_hooks",
+    "has_saved_tensor_hooks",
     "has_tensor_hooks",
     "in_backward",
     "is_held_elsewhere",
@@ -109,6 +110,11 @@ def has_accumulation_hooks(tensor: Any) -> bool:
     (`register_post_accumulate_grad_hook`).
     """
     return bool(tensor._post_accumulate_grad_hooks)
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether something handles what autograd saves now, such as a checkpoint."""
+    return cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def will_accumulate(consumer: Any) -> bool | None:

@@ -227,11 +227,11 @@ def _is_movable(value: object, least_bytes: int) -> bool:
         and value.is_floating_point()
         and not compat.has_unbacked_size(value)
         and nbytes(value) >= least_bytes
-        and _fills_its_storage(value)
+        and fills_its_storage(value)
     )
 
 
-def _fills_its_storage(value: Tensor) -> bool:
+def fills_its_storage(value: Tensor) -> bool:
     """Whether a tensor has all elements of its storage, once each, whatever its dynamic sizes are.
     Asks without a guard.
     """

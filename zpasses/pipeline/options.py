@@ -151,12 +151,6 @@ class Options:
                     f"host_memory={self.host_memory!r} needs memory_budget, which says what does "
                     "not fit the device. Give it as well, such as memory_budget='60GiB'."
                 )
-            if self.prefetch:
-                raise OptionError(
-                    f"host_memory={self.host_memory!r} and prefetch={self.prefetch} exclude each "
-                    "other, because values leave within one graph. Compile the whole model by "
-                    "torch.compile, give prefetch=0, or leave host_memory out."
-                )
         if self.memory_budget is None or self.prefetch:
             for each in self.passes():
                 if each.facts.chunks_loss:

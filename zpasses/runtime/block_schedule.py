@@ -22,15 +22,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
-from zpasses.cost.plan.prefetch import GraphRun
+from zpasses.cost.plan.prefetch import GraphRun, StepCost
 from zpasses.runtime.edits import memory_of
 from zpasses.runtime.layout import rows_of
 from zpasses.runtime.local_shards import accumulate_grads
@@ -170,6 +170,17 @@ class _Pending:
             accumulate_grads(params, grads)
 
 
+class _Ran(NamedTuple):
+    """One run of a graph."""
+
+    number: int
+    saves: bool
+    """Whether what it saves stays in memory. A checkpoint drops it, and runs the graph again in
+    backward."""
+    moves: bool
+    """Whether what it saves may rest on the host."""
+
+
 class BlockSchedule:
     """What runs next, and what has started for it."""
 
@@ -184,12 +195,14 @@ class BlockSchedule:
         """The last graphs -> the next one, and whether parameters stay the same until then."""
         self._in_flight: dict[int, Gathered] = {}
         self._runs: dict[int, GraphRun] = {}
-        self._step: list[int] = []
+        self._step: list[_Ran] = []
         """Graphs since the last step's backward."""
-        self._ahead: dict[tuple[int, ...], int] = {}
-        """Graphs of a step -> for how many graphs ahead its gathers start."""
+        self._plans: dict[tuple[_Ran, ...], StepCost] = {}
+        """Graphs of a step -> its plan."""
         self._planned = 1
-        """The same for the last step."""
+        """For how many graphs ahead gathers of the last step start."""
+        self._moved: dict[object, int] = {}
+        """Parameters of a forward -> how many values it moves to the host."""
         self._planning: weakref.ref[EngineRun] | None = None
         self._put_off = 0
         """For how many graphs gathers start at the turning point of the backward that runs."""
@@ -208,6 +221,15 @@ class BlockSchedule:
         ended.
         """
         return self._planned
+
+    def moved_by(self, params: object) -> int | None:
+        """How many of the values that a forward saves rest on the host until its backward; None if
+        no plan says so, as until the first step has ended.
+
+        Args:
+            params: as in its `RunKey`.
+        """
+        return self._moved.get(params)
 
     # --- gathers ----------------------------------------------------------------------------------
     def begin(
@@ -262,7 +284,8 @@ class BlockSchedule:
         if not compat.in_backward() and history and self._is_backward[history[-1]]:
             self._step.clear()
         if len(self._step) < _MAX_STEP:
-            self._step.append(number)
+            moves = values_may_move()
+            self._step.append(_Ran(number, moves or compat.in_backward(), moves))
         if history:
             was_backward = self._is_backward[history[-1]]
             if self._is_backward[number] and not was_backward:
@@ -308,26 +331,38 @@ class BlockSchedule:
         self.dropped += 1
 
     # --- plans ------------------------------------------------------------------------------------
-    def plan_at_end(self, plan: Callable[[Sequence[GraphRun]], int]) -> None:
+    def plan_at_end(self, plan: Callable[[Sequence[GraphRun]], StepCost]) -> None:
         """Called in a backward: plan the step when its backward ends, if its graphs are new.
 
         Args:
-            plan: returns for how many graphs ahead gathers start, the same on all ranks.
+            plan: returns the plan of a step, with the same number of graphs ahead on all ranks.
         """
         run = EngineRun.current()
         if self._planning is None or self._planning() is not run:
             self._planning = weakref.ref(run)
             run.at_end(lambda: self._plan(plan))
 
-    def _plan(self, plan: Callable[[Sequence[GraphRun]], int]) -> None:
+    def _plan(self, plan: Callable[[Sequence[GraphRun]], StepCost]) -> None:
         if compat.in_backward():  # the end of a run inside of another one, as of a checkpoint
             return
         step = tuple(self._step)
-        if step not in self._ahead:
-            if len(self._ahead) >= _MAX_PLANS:
-                self._ahead.clear()
-            self._ahead[step] = plan([self._runs[number] for number in step])
-        self._planned = self._ahead[step]
+        if step not in self._plans:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+                self._moved.clear()
+            self._plans[step] = plan([self._described(each) for each in step])
+        chosen = self._plans[step]
+        self._planned = chosen.ahead
+        params = {number: key.params for key, number in self._numbers.items()}
+        for each, moved in zip(step, chosen.moved or [0] * len(step), strict=True):
+            if each.moves and self._runs[each.number].movable:
+                self._moved[params[each.number]] = moved
+
+    def _described(self, ran: _Ran) -> GraphRun:
+        run = self._runs[ran.number]
+        if run.is_backward or ran.moves:
+            return run
+        return replace(run, movable=(), saved_bytes=run.saved_bytes if ran.saves else 0)
 
     # --- reductions -------------------------------------------------------------------------------
     def reduce_later(self, reducing: Reducing, ahead: int) -> None:
@@ -429,6 +464,16 @@ def end_model_call() -> None:
 
 
 def _place() -> object:
-    if compat.in_backward():
-        return "run", compat.current_graph_task_id()
+    return ("run", compat.current_graph_task_id()) if compat.in_backward() else place_of_call()
+
+
+def place_of_call() -> object:
+    """Returns what identifies the call of the model that is open; None outside of any."""
     return ("call", _model_calls.open[0]) if _model_calls.open else None
+
+
+def values_may_move() -> bool:
+    """Whether what a forward saves now may rest on the host until its backward. What a checkpoint
+    saves does not rest, and what it computes again is needed at once.
+    """
+    return not compat.in_backward() and not compat.has_saved_tensor_hooks()

@@ -10,10 +10,21 @@ from typing import Any
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.plan.prefetch import GraphRun
+from zpasses.cost.plan.prefetch import GraphRun, StepCost
 from zpasses.graph.hoisting import HoistedGraph
-from zpasses.runtime.block_schedule import Gathered, Reducing, RunKey, Starter, block_schedule
-from zpasses.runtime.local_shards import current_call, current_params, local_shards_node
+from zpasses.runtime.block_schedule import (
+    Gathered,
+    Reducing,
+    RunKey,
+    Starter,
+    block_schedule,
+)
+from zpasses.runtime.local_shards import (
+    current_call,
+    current_params,
+    local_shards_node,
+    whose_call,
+)
 
 _Code = Callable[[list[Any]], Any]
 
@@ -26,7 +37,7 @@ class Surroundings:
     """Name of a sharded input -> its position among the sharded inputs of the call."""
     ahead: int | None
     """For how many graphs after this one gathers start; None plans it."""
-    plan: Callable[[Sequence[GraphRun]], int]
+    plan: Callable[[Sequence[GraphRun]], StepCost]
     """As in `BlockSchedule.plan_at_end`."""
     limits: Callable[[], AbstractContextManager[None]]
     """Context in which collectives give up in time."""
@@ -91,10 +102,9 @@ class HoistedCode:
         if gathers is not None and params:
             own = [params[position] for position in self._gathered]
             starter = Starter(self._start_gathers, gathers.in_flight, own)
-        whose: object = call.digest if call is not None else tuple(map(id, params))
         of = f" with {call.text}" if call is not None else ""
         gathered = self._schedule.begin(
-            RunKey(self._name, whose, self._cost.is_backward),
+            RunKey(self._name, whose_call(params), self._cost.is_backward),
             starter,
             distance,
             lambda: replace(self._cost, name=f"{self._cost.name}{of}"),

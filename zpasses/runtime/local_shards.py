@@ -89,6 +89,16 @@ def current_call() -> CallParams | None:
     return found
 
 
+def whose_call(params: Sequence[Any]) -> object:
+    """Returns what identifies the parameters of the call whose forward or backward runs.
+
+    Args:
+        params: the parameters.
+    """
+    call = current_call()
+    return call.digest if call is not None else tuple(map(id, params))
+
+
 class _LocalShards(torch.autograd.Function):
     """Converts all DTensor parameters of a call to their local shards."""
 

@@ -73,6 +73,11 @@ def _forget(number: int) -> None:
             stream.synchronize()  # both tensors are freed now
 
 
+def result_of(ticket: Tensor) -> Tensor:
+    """Returns the tensor that a copy in flight writes. It may be read after its wait."""
+    return _started[int(ticket.item())].result
+
+
 def _wait(ticket: Tensor) -> Tensor:
     copy = _started.pop(int(ticket.item()), None)
     if copy is None:

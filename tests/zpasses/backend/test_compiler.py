@@ -166,6 +166,18 @@ def test_a_backward_that_failed_to_compile_compiles_again_to_the_same_graph():
     assert found[0] == found[1]
 
 
+def test_code_does_not_keep_the_inputs_of_the_call_that_compiled_it(one_rank):
+    torch._dynamo.reset()
+    model = zpasses.shard(nn.Linear(8, 8), mesh=one_rank)
+    step = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
+    x = torch.ones(4, 8, requires_grad=True) * 2  # as what a block before it returns
+    kept = weakref.ref(x)
+    step(x).sum().backward()
+    del x
+    gc.collect()
+    assert kept() is None
+
+
 @pytest.mark.slow(quick="tests/zpasses/backend/test_compiler.py")
 @on_ranks(2)
 def test_several_sharded_models_in_one_graph():

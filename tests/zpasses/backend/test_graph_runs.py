@@ -1,11 +1,14 @@
 """What the plan of a step knows of a graph, and the turning point of its body."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.graph_runs import add_turning_point, graph_cost, turn_text
+from zpasses.backend.graph_runs import BlockStep, add_turning_point, graph_cost, turn_text
+from zpasses.cost.plan.prefetch import GraphRun, MovableValue
 from zpasses.cost.time.target import Target
 from zpasses.graph.hoisting import hoist_collectives
 from zpasses.runtime.block_schedule import TURNING_POINT
@@ -88,3 +91,32 @@ def test_the_turning_point_does_nothing_outside_of_a_backward():
     graph.output(given)
     value = torch.ones(2)
     assert fx.GraphModule({}, graph)(value) is value
+
+
+def test_only_a_forward_saves_what_it_returns(lowered):
+    hoisted = backward(lowered, FAST_LINKS)
+    saved = [graph_cost(hoisted, kind, FAST_LINKS).saved_bytes for kind in ("forward", "inference")]
+    assert saved[0] > 0 == saved[1]
+
+
+def test_what_may_move_has_the_durations_of_its_copies(lowered):
+    hoisted = backward(lowered, FAST_LINKS)
+    at = len(hoisted.body.graph.output_node().args[0]) - 1
+    size = 64 * 64 * 4
+    fast = Target.parse("h100,host_out_gb_s=1,host_in_gb_s=2")
+    cost = graph_cost(hoisted, "forward", fast, [at])
+    (value,) = cost.movable
+    assert value.nbytes == size
+    assert value.out_us - value.in_us == pytest.approx(size / 2e3)
+    assert not cost.copies_compute
+    assert graph_cost(hoisted, "forward", FAST_LINKS, [at]).copies_compute
+
+
+def test_steps_of_which_nothing_fits_say_what_rests_on_the_host():
+    forward = GraphRun("f", False, 9.0, 0.0, 0.0, 0, 0, 1 << 20, 1 << 20)
+    value = MovableValue(1 << 19, 1.0, 1.0)
+    runs = [replace(forward, name=str(at), movable=(value,)) for at in range(4)]
+    runs += [replace(forward, is_backward=True, saved_bytes=0)] * 4
+    step = BlockStep(runs, host_bytes=1 << 30)
+    assert "gathered ahead and 1.0 MiB rest on the host, and" in step.too_little_memory("1KiB", 1)
+    assert "rest on the host" not in BlockStep(runs).too_little_memory("1KiB", 1)

@@ -58,6 +58,8 @@ class ForwardFacts:
     """What a run puts on the host."""
     peak_bytes: int
     """The most that a run takes above what rests."""
+    movable: tuple[int, ...] = ()
+    """As `Decisions.movable`."""
 
 
 @dataclass(frozen=True)

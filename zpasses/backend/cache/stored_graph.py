@@ -83,7 +83,12 @@ def _loading(job: CompileJob, artifacts: GraphArtifacts) -> CompileJob:
     if entry.memory_budget is not None:
         pipeline = pipeline.with_memory_budget(entry.memory_budget)
     caches_params = entry.forward is not None and bool(entry.forward.slots)
-    decided = Decisions(pipeline, caches_params=caches_params, output_strides=entry.output_strides)
+    decided = Decisions(
+        pipeline,
+        caches_params=caches_params,
+        output_strides=entry.output_strides,
+        movable=entry.forward.movable if entry.forward is not None else (),
+    )
     return replace(job, artifacts=artifacts, decided=decided)
 
 

@@ -3,6 +3,10 @@
 The step is simulated with gathers that start 0, 1, 2, ... graphs ahead. A channel runs collectives
 one after another, in the order in which they start. The fewest graphs ahead that are as fast as any
 within the memory limit win.
+
+Values that forwards save may rest on the host until their backward. Each call moves its own: the
+copy out runs beside the next forward, and the copy back beside the backward before its own. For
+each number of graphs ahead, as few values move as make the step fit.
 """
 
 from __future__ import annotations
@@ -10,10 +14,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zpasses.graph.host_copies import aligned
+
 MOST_AHEAD = 4
 
 _TOLERANCE = 1.004
 """Steps whose durations differ by less are equally fast."""
+
+
+@dataclass(frozen=True)
+class MovableValue:
+    """A value that a forward saves, and that may rest on the host until backward."""
+
+    nbytes: int
+    out_us: float
+    """Duration of the copy to the host."""
+    in_us: float
+    """Duration of the copy back."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +63,10 @@ class GraphRun:
     """Part of `compute_us` in which only collectives that stay in it run."""
     collectives: int = 0
     """Number of its launches, of all kinds."""
+    movable: tuple[MovableValue, ...] = ()
+    """What may rest on the host, in the order in which values are chosen."""
+    copies_compute: bool = False
+    """Whether no kernel runs beside a copy to or from the host, as on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +76,31 @@ class StepCost:
     ahead: int
     total_us: float
     waited_us: float
-    """Time in which no kernel runs because a collective is awaited."""
+    """Time in which no kernel runs because a collective or a copy is awaited."""
     peak_bytes: int
     """Most that the graphs hold, without parameters, gradients and what runs between graphs."""
+    moved: tuple[int, ...] = ()
+    """How many values each graph moves to the host; () if none does."""
+    host_bytes: int = 0
+    """Bytes of these."""
 
 
-def plan_prefetch(runs: Sequence[GraphRun], limit_bytes: int | None) -> StepCost:
-    """Choose for how many graphs ahead gathers start.
+def plan_prefetch(
+    runs: Sequence[GraphRun], limit_bytes: int | None, host_bytes: int = 0
+) -> StepCost:
+    """Choose for how many graphs ahead gathers start, and which values rest on the host.
 
     Args:
-        runs: the graphs of one step, in their order.
+        runs: the graphs of one step, in their order. Those that are one object are one graph with
+            the same parameters.
         limit_bytes: largest peak; None has no limit.
+        host_bytes: the most that values may take of the host.
 
     Returns:
         The choice. If nothing fits, that with the least peak.
     """
-    costs = [step_cost(runs, ahead) for ahead in range(MOST_AHEAD + 1)]
+    moves = moves_in_order(runs, host_bytes)
+    costs = [plan_moves(runs, ahead, limit_bytes, moves) for ahead in range(MOST_AHEAD + 1)]
     fitting = [each for each in costs if limit_bytes is None or each.peak_bytes <= limit_bytes]
     if not fitting:
         return min(costs, key=lambda each: each.peak_bytes)
@@ -78,13 +108,110 @@ def plan_prefetch(runs: Sequence[GraphRun], limit_bytes: int | None) -> StepCost
     return next(each for each in fitting if each.total_us <= fastest * _TOLERANCE)
 
 
-def step_cost(runs: Sequence[GraphRun], ahead: int) -> StepCost:
+def plan_moves(
+    runs: Sequence[GraphRun],
+    ahead: int,
+    limit_bytes: int | None,
+    moves: Sequence[Sequence[int]],
+) -> StepCost:
+    """Choose as few values to move to the host as make a step fit, with gathers that start `ahead`
+    graphs ahead. All of them move if it never fits.
+
+    Args:
+        moves: from `moves_in_order`.
+    """
+
+    def with_first(count: int) -> StepCost:
+        moved = [0] * len(runs)
+        for positions in moves[:count]:
+            for each in positions:
+                moved[each] += 1
+        return step_cost(runs, ahead, moved if count else ())
+
+    cost = with_first(0)
+    if limit_bytes is None or cost.peak_bytes <= limit_bytes:
+        return cost
+    few, many, cost = 0, len(moves), with_first(len(moves))
+    while many - few > 1 and cost.peak_bytes <= limit_bytes:
+        middle = (few + many) // 2
+        between = with_first(middle)
+        if between.peak_bytes <= limit_bytes:
+            many, cost = middle, between
+        else:
+            few = middle
+    return cost
+
+
+def moves_in_order(runs: Sequence[GraphRun], host_bytes: int) -> list[list[int]]:
+    """Returns the moves of values to the host, the best first: those that the compute beside them
+    covers most, and of equal ones the earliest, which rest longest.
+
+    A move is the next value of one graph, in all its runs: the position of each. Graphs move
+    nothing if one of their runs has its backward so soon that the copies would meet.
+
+    Args:
+        host_bytes: the most that the values of all moves may take.
+    """
+    backwards = {forward: at for at, forward in _forward_of(runs).items()}
+    positions: dict[int, list[int]] = {}
+    for at, run in enumerate(runs):
+        if run.movable:
+            positions.setdefault(id(run), []).append(at)
+    found: list[tuple[float, list[int], int]] = []
+    for each in positions.values():
+        if all(_rests(runs, at, backwards.get(at)) for at in each):
+            out_us = back_us = 0.0
+            for value in runs[each[0]].movable:
+                out_us, back_us = out_us + value.out_us, back_us + value.in_us
+                beside = [out_us / max(1e-3, runs[at + 1].compute_us) for at in each]
+                beside += [back_us / max(1e-3, runs[backwards[at] - 1].compute_us) for at in each]
+                found.append((max(beside), each, aligned(value.nbytes) * len(each)))
+    found.sort(key=lambda move: (move[0], move[1]))
+    moves, left = [], host_bytes
+    for _, each, nbytes in found:
+        left -= nbytes
+        if left < 0:
+            break
+        moves.append(each)
+    return moves
+
+
+def _rests(runs: Sequence[GraphRun], forward: int, backward: int | None) -> bool:
+    """Whether some graph runs between the ends of the copies out and the starts of those back."""
+    return (
+        backward is not None
+        and backward - forward >= _NEAREST
+        and not runs[forward + 1].is_backward
+        and runs[backward - 1].is_backward
+    )
+
+
+_NEAREST = 4
+"""The copies out end after the next graph, and those back start before the last one before their
+backward."""
+
+
+def _forward_of(runs: Sequence[GraphRun]) -> dict[int, int]:
+    """Position of each backward -> that of its forward: the last one whose values are left."""
+    found, left = {}, list[int]()
+    for at, run in enumerate(runs):
+        if run.is_backward and left:
+            found[at] = left.pop()
+        elif not run.is_backward and run.saved_bytes:
+            left.append(at)
+    return found
+
+
+def step_cost(runs: Sequence[GraphRun], ahead: int, moved: Sequence[int] = ()) -> StepCost:
     """Simulate a step whose gathers start `ahead` graphs ahead.
 
     A forward does not start the gathers of graphs after its last backward. Reductions of at least
     one backward stay in flight until the turning point of the next one, as at run time.
+
+    Args:
+        moved: how many values each graph moves to the host; () moves none.
     """
-    return _Step(runs, ahead).cost()
+    return _Step(runs, ahead, moved).cost()
 
 
 def step_bound_us(runs: Sequence[GraphRun]) -> float:
@@ -107,8 +234,11 @@ def step_bound_us(runs: Sequence[GraphRun]) -> float:
 
 
 class _Step:
-    def __init__(self, runs: Sequence[GraphRun], ahead: int) -> None:
-        self._runs, self._ahead = runs, ahead
+    def __init__(self, runs: Sequence[GraphRun], ahead: int, moved: Sequence[int]) -> None:
+        self._runs, self._ahead, self._moved = runs, ahead, tuple(moved)
+        self._forward_of = _forward_of(runs)
+        pairs = zip(runs, self._moved, strict=False)
+        self._values = [run.movable[:count] for run, count in pairs] or [()] * len(runs)
         self._now = self._waited = 0.0
         self._channel = 0.0
         """When the collectives that have started will have ended."""
@@ -116,25 +246,36 @@ class _Step:
         self._reducing: list[tuple[float, int]] = []
         """When each reduction in flight ends, and its bytes."""
         self._saved = self._peak = 0
-        self._left: list[int] = []
-        """Bytes that each forward has left, for its backward."""
+        self._out = self._in = 0.0
+        """When the copies to and from the host that have started will have ended."""
+        self._leaving: list[tuple[float, int]] = []
+        """When the copies out of each forward end, and their bytes, which the device holds."""
+        self._back: dict[int, float] = {}
+        """Forward -> when its values are back. The device holds them."""
 
     def cost(self) -> StepCost:
         for number, run in enumerate(self._runs):
             self._run(number, run)
         self._reduce(0)
-        return StepCost(self._ahead, self._now, self._waited, self._peak)
+        moved = sum(value.nbytes for values in self._values for value in values)
+        return StepCost(self._ahead, self._now, self._waited, self._peak, self._moved, moved)
 
     def _run(self, number: int, run: GraphRun) -> None:
         turn_us = 0.0
+        if run.is_backward:
+            self._free_left()
+            self._bring_back(number)
+            self._bring_back(number + 1)
+            self._wait(self._back.get(self._forward_of.get(number, -1), 0.0))
         if number not in self._arrived:
             self._start(number)
         if not run.gathers_at_turn:
             self._start_next(number)
         if run.gather_us:
             self._wait(self._arrived[number])
-        if run.is_backward and self._left:
-            self._saved -= self._left.pop()  # its own peak counts it
+        if run.is_backward and number in self._forward_of:
+            # Its own peak counts them.
+            self._saved -= self._runs[self._forward_of[number]].saved_bytes
         if run.turn_us is not None:
             turn_us = run.turn_us
             self._hold(number, run.turn_peak_bytes)
@@ -145,12 +286,43 @@ class _Step:
         self._now += run.compute_us - turn_us
         self._waited += run.waited_us
         if not run.is_backward:
-            self._left.append(run.saved_bytes)
             self._saved += run.saved_bytes
+            self._free_left()
+            self._move_out(number)
         if run.reduce_us:
             self._channel = max(self._channel, self._now) + run.reduce_us
             self._reducing.append((self._channel, run.reduced_bytes))
             self._reduce(max(1, self._ahead))
+
+    def _move_out(self, number: int) -> None:
+        values, run = self._values[number], self._runs[number]
+        if values:
+            self._out = self._copy(self._out, run, sum(each.out_us for each in values))
+            self._leaving.append((self._out, sum(each.nbytes for each in values)))
+
+    def _free_left(self) -> None:
+        """Await the copies out of the forwards before."""
+        for end, nbytes in self._leaving:
+            self._wait(end)
+            self._saved -= nbytes
+        self._leaving.clear()
+
+    def _bring_back(self, number: int) -> None:
+        """Start the copies back for a backward, if they have not started."""
+        forward = self._forward_of.get(number, -1)
+        values = self._values[forward] if forward >= 0 else ()
+        if values and forward not in self._back:
+            run = self._runs[forward]
+            self._in = self._copy(self._in, run, sum(each.in_us for each in values))
+            self._back[forward] = self._in
+            self._saved += sum(each.nbytes for each in values)
+
+    def _copy(self, busy: float, run: GraphRun, duration_us: float) -> float:
+        """Returns when a copy ends that starts now."""
+        if run.copies_compute:
+            self._now += duration_us
+            return self._now
+        return max(busy, self._now) + duration_us
 
     def _start_next(self, number: int) -> None:
         for later in range(number + 1, min(number + 1 + self._ahead, len(self._runs))):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from zpasses.cost.plan.prefetch import (
     MOST_AHEAD,
     GraphRun,
+    MovableValue,
     plan_prefetch,
     step_bound_us,
     step_cost,
@@ -118,3 +119,88 @@ def test_chosen_steps_are_never_slower_than_without_prefetching(forwards, limit)
     assert step_cost(runs, 0).peak_bytes <= max(each.peak_bytes for each in costs)
     if costs[0].peak_bytes <= limit:
         assert chosen.total_us <= costs[0].total_us * 1.004 or chosen.total_us == pytest.approx(0)
+
+
+# --- values on the host ---------------------------------------------------------------------------
+SAVING = replace(
+    FORWARD,
+    gather_us=0.0,
+    gathered_bytes=0,
+    saved_bytes=400,
+    peak_bytes=400,
+    movable=(MovableValue(192, 80.0, 90.0), MovableValue(64, 30.0, 40.0)),
+)
+FREEING = replace(
+    BACKWARD, gather_us=0.0, reduce_us=0.0, gathered_bytes=0, reduced_bytes=0, peak_bytes=450
+)
+
+
+def saving(depth, forward=SAVING, backward=FREEING):
+    """A step of graphs with different parameters, each of which saves values."""
+    forwards = [replace(forward, name=f"forward {at}") for at in range(depth)]
+    return [*forwards, *(replace(backward, name=f"backward {at}") for at in range(depth))]
+
+
+def test_values_move_only_as_far_as_the_limit_needs_and_the_earliest_first():
+    runs = saving(6)
+    whole = step_cost(runs, 0)
+    assert whole.peak_bytes == 5 * 400 + 450
+    assert (whole.moved, plan_prefetch(runs, whole.peak_bytes, 1 << 20)) == ((), whole)
+    for count in range(1, 5):
+        found = plan_prefetch(runs, whole.peak_bytes - 192 * count, 1 << 20)
+        assert found.moved == (1,) * count + (0,) * (12 - count)
+        assert found.host_bytes == 192 * count
+        assert found.peak_bytes == whole.peak_bytes - 192 * count
+        assert found.total_us == whole.total_us  # beside compute
+    # The copies of two values out take 110 us, and a graph 100.
+    found = plan_prefetch(runs, whole.peak_bytes - 192 * 4 - 64, 1 << 20)
+    assert found.moved[:6] == (2, 1, 1, 1, 0, 0)
+    assert found.waited_us == pytest.approx(10.0)
+    assert found.peak_bytes == whole.peak_bytes - 192 * 4 - 64
+
+
+def test_the_last_calls_move_nothing_because_their_values_are_needed_at_once():
+    runs = saving(6)
+    least = plan_prefetch(runs, 0, 1 << 20)
+    assert least.moved == (2, 2, 2, 2, 0, 0) + (0,) * 6
+    assert plan_prefetch(saving(2), 0, 1 << 20).moved == ()
+    assert step_cost(runs, 0, (0, 0, 0, 0, 2, 2)).peak_bytes == step_cost(runs, 0).peak_bytes
+
+
+def test_values_are_back_one_graph_before_their_backward():
+    runs = saving(6)
+    moved = (2, 0, 0, 0, 0, 0)
+    peaks = [step_cost(runs[:count], 0, moved).peak_bytes for count in range(1, 13)]
+    # The copies out end after the next graph.
+    assert peaks[:3] == [400, 800, 400 * 3 - 256]
+    assert max(peaks) == 5 * 400 + 450 - 256
+    late = [*runs[:10], replace(runs[10], peak_bytes=1 << 20), runs[11]]
+    assert step_cost(late, 0, moved).peak_bytes == (1 << 20) + 400
+    earlier = [*runs[:9], replace(runs[9], peak_bytes=1 << 20), *runs[10:]]
+    assert step_cost(earlier, 0, moved).peak_bytes == (1 << 20) + 800 - 256
+
+
+def test_host_memory_bounds_what_a_plan_moves():
+    runs = saving(6)
+    assert plan_prefetch(runs, 0, 2 * 192).moved[:6] == (1, 1, 0, 0, 0, 0)
+    assert plan_prefetch(runs, 0, 191).moved == ()
+
+
+def test_graphs_that_run_twice_move_equally_or_nothing():
+    runs = saving(7)
+    again = [runs[0], *runs[1:3], runs[0], *runs[4:]]
+    assert plan_prefetch(again, 0, 1 << 20).moved[:7] == (2, 2, 2, 2, 2, 0, 0)
+    last = [*runs[:6], runs[0], *runs[7:]]
+    assert plan_prefetch(last, 0, 1 << 20).moved[:7] == (0, 2, 2, 2, 2, 0, 0)
+
+
+def test_copies_on_a_cpu_take_the_time_of_kernels():
+    runs = saving(6, replace(SAVING, copies_compute=True))
+    cost = step_cost(runs, 0, (2, 1, 0, 0, 0, 0))
+    assert cost.total_us == step_cost(runs, 0).total_us + 110 + 80 + 130 + 90
+
+
+def test_long_copies_are_waited_for_where_they_are_needed():
+    slow = replace(SAVING, movable=(MovableValue(192, 250.0, 350.0),))
+    cost = step_cost(saving(6, slow), 0, (1, 0, 0, 0, 0, 0))
+    assert cost.waited_us == (250 - 100) + (350 - 200)

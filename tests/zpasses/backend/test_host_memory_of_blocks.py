@@ -1,0 +1,507 @@
+"""Blocks that are compiled one by one, of which what they save rests on the host until backward."""
+
+import functools
+import gc
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.checkpoint import checkpoint
+
+import zpasses
+from tests.host_stream import HostStream
+from tests.on_ranks import on_ranks
+from tests.zpasses.backend import test_per_block
+from tests.zpasses.backend.cache.test_warm_start import COLD, Messages, on_fresh_ranks, words
+from tests.zpasses.backend.test_host_memory import assert_same
+from tests.zpasses.backend.test_host_memory_combined import Block
+from tests.zpasses.cost.memory.test_liveness import allocated
+from tests.zpasses.layered_models import Checkpointed
+from zpasses.backend import split
+from zpasses.backend.graph_runs import BlockStep
+from zpasses.cost.plan.prefetch import step_cost
+from zpasses.graph import host_copies
+from zpasses.pipeline import events
+from zpasses.runtime.block_schedule import BlockSchedule, block_schedule, own_block_schedule
+from zpasses.sdma import saved_values
+from zpasses.sdma.platform import register_platform
+from zpasses.sdma.saved_arenas import host
+from zpasses.testing import world_mesh
+
+WIDTH, ROWS, LAYERS = 64, 1024, 6
+TARGET = "h100,tflops=0.001,host_out_gb_s=2000,host_in_gb_s=2000"
+"""Copies to the host are faster than matmuls there."""
+ONE = ROWS * 4 * WIDTH * 4
+"""Bytes of the largest value that a block saves."""
+
+
+class Net(nn.Module):
+    """Blocks, with code that is not compiled between them."""
+
+    def __init__(self, layers=LAYERS, rank=0):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(WIDTH, rank) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 8)
+        self.between = lambda number, x: None
+        self.checkpointed = ()
+        for name, param in self.named_parameters():
+            param.requires_grad_(not rank or ".a." in name or ".b." in name)
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            again = number in self.checkpointed
+            x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+            self.between(number, x)
+        return self.head(x).square().mean()
+
+
+def build(mesh, budget=None, host_memory="1GiB", **options):
+    """A model whose blocks are compiled."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net()
+    zpasses.shard(model, mesh=mesh)
+    if budget is not None:
+        options |= {"memory_budget": budget, "host_memory": host_memory}
+    zpasses.compile_blocks(model, "layers.*", target=TARGET, cache=False, **options)
+    return model
+
+
+def batch(step, rows=ROWS):
+    draw = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(rows, WIDTH, generator=draw)
+
+
+def plan():
+    """The plan of the only step so far."""
+    (found,) = block_schedule()._plans.values()
+    return found
+
+
+def train(model, steps=3):
+    """Returns losses and gradients, and the bytes on the host between forward and backward."""
+    results, held = [], []
+    for number in range(steps):
+        loss = model(batch(number))
+        held.append(host.live)
+        loss.backward()
+        results.append(loss.detach())
+    return results + [
+        p.grad.to_local().clone() for p in model.parameters() if p.requires_grad
+    ], held
+
+
+EAGER = {"codegen": "eager"}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield world_mesh()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def blocks(mesh):
+    """A model, the results and the bytes on the host of its first steps, the results of steps that
+    keep everything on the device, and the step that was planned.
+    """
+    steps = []
+    with own_block_schedule(), events.listen(BlockStep, steps.append):
+        model = build(mesh, "6.5MiB", **EAGER)
+        first = train(model)
+        model.zero_grad()
+        with mock.patch.object(saved_values, "values_may_move", return_value=False):
+            expected, held = train(model)
+        assert held == [0] * 3
+        yield SimpleNamespace(
+            expected=expected, model=model, first=first, step=steps[0], checkpointed=[]
+        )
+
+
+@pytest.fixture
+def lean(blocks):
+    """The same, without gradients."""
+    blocks.model.zero_grad()
+    blocks.model.between, blocks.model.checkpointed = (lambda number, x: None), ()
+    return blocks
+
+
+# --- what moves -----------------------------------------------------------------------------------
+def test_what_the_plan_says_rests_on_the_host_and_the_bits_are_the_same(lean):
+    results, held = lean.first
+    assert_same(results, lean.expected)
+    runs, limit = lean.step.runs, lean.step.limit_bytes("6.5MiB")
+    whole, found = step_cost(runs, 0), plan()
+    assert found == lean.step.planned(limit)
+    assert found.moved[:LAYERS] == (1, 1, 1, 1, 0, 0)  # the last ones would come back at once
+    assert held == [LAYERS * ONE, 4 * ONE, 4 * ONE]  # without a plan, everything
+    assert host.live == 0
+    assert found.peak_bytes == whole.peak_bytes - 4 * ONE <= limit < whole.peak_bytes
+    assert found.total_us == whole.total_us  # copies are beside compute
+
+
+class Delayed(HostStream):
+    """A stream that says what it does, and takes its time."""
+
+    def __init__(self, name, said):
+        super().__init__(10.0)
+        self.name, self.said = name, said
+
+    def run(self, work):
+        self.said.append(f"{self.name} starts")
+        super().run(lambda: time.sleep(0.01))
+        super().run(work)
+
+    def record(self):
+        event = super().record()
+        wait = event.wait
+
+        def said():
+            wait()
+            self.said.append(f"{self.name} ended")
+
+        event.wait = said
+        return event
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Makes this process a device; what its two streams do."""
+    found, names = [], iter(["out", "in"])
+
+    class Device:
+        def side_stream(self):
+            return Delayed(next(names), found)
+
+    register_platform("cpu", Device())
+    yield found
+    register_platform("cpu", None)
+
+
+def test_copies_run_beside_the_next_block_and_end_where_they_are_needed(lean, said):
+    def between(number, x):
+        said.append(f"forward {number}")
+        x.register_hook(lambda grad: said.append(f"backward {number + 1}"))
+
+    model = lean.model
+    train(model, 2)
+    said.clear()
+    model.between = between
+    model(batch(2)).backward()
+    assert_same([param.grad.to_local() for param in model.parameters()], lean.expected[3:])
+    out, back = ["out ended", "out starts"], ["in starts", "in ended"]
+    assert said == [
+        *("out starts", "forward 0", *out, "forward 1", *out, "forward 2", *out, "forward 3"),
+        *("out ended", "forward 4", "forward 5"),
+        *("backward 6", "backward 5"),
+        *("in starts", "backward 4"),
+        *(*back, "backward 3", *back, "backward 2", *back, "backward 1", "in ended"),
+    ]
+
+
+class StopError(Exception):
+    pass
+
+
+def stop(grad=None):
+    raise StopError
+
+
+@pytest.mark.slow(quick="test_copies_run_beside_the_next_block_and_end_where_they_are_needed")
+def test_a_step_that_failed_leaves_nothing_behind(lean, said):
+    model = lean.model
+    train(model, 1)  # compiles
+    for where in (0, 2, 4):
+        for ahead in (True, False):
+
+            def failing(number, x, where=where, ahead=ahead):
+                if number == where:
+                    stop() if ahead else x.register_hook(stop)
+
+            model.between = failing
+            with pytest.raises(StopError):
+                model(batch(5)).backward()
+            gc.collect()
+            assert host.live == 0
+    model.zero_grad()
+    model.between = lambda number, x: None
+    results, held = train(model)
+    assert held == [4 * ONE] * 3
+    assert_same(results, lean.expected)
+    gc.collect()
+    assert host.live == 0
+    assert saved_values._moves.leaving == []
+
+
+@pytest.mark.slow(quick="test_what_the_plan_says_rests_on_the_host_and_the_bits_are_the_same")
+def test_what_checkpoints_save_stays_and_what_they_compute_again_too(lean):
+    lean.model.checkpointed = (1, 2)
+    with events.listen(BlockStep, lambda step: lean.checkpointed.append(step.runs)):
+        results, held = train(lean.model)
+    assert_same(results, lean.expected)
+    assert held[1:] == [ONE, ONE]  # so there is more room
+    (runs,) = lean.checkpointed
+    kept = runs[0].saved_bytes
+    assert [run.saved_bytes for run in runs] == [
+        *(kept, 0, 0, kept, kept, kept, 0, 0, 0, kept, 0, kept, 0, 0)
+    ]
+    assert [len(run.movable) for run in runs[:LAYERS]] == [1, 0, 0, 1, 1, 1]
+    whole, without = (step_cost(each, 0).peak_bytes for each in (lean.step.runs, runs))
+    assert without == whole - 2 * kept
+
+
+@pytest.mark.slow(quick="test_what_the_plan_says_rests_on_the_host_and_the_bits_are_the_same")
+@torch._functorch.config.patch(donated_buffer=False)
+def test_a_second_backward_of_one_forward_and_a_forward_without_one(lean):
+    model = lean.model
+
+    def twice(number):
+        loss = model(batch(number))
+        held = host.live
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return held
+
+    twice(0)
+    model.zero_grad()
+    assert [twice(number) for number in range(3)] == [4 * ONE] * 3
+    grads = [param.grad.to_local().clone() for param in model.parameters()]
+    model.zero_grad()
+    with mock.patch.object(saved_values, "values_may_move", return_value=False):
+        assert [twice(number) for number in range(3)] == [0] * 3
+    assert_same(grads, [param.grad.to_local() for param in model.parameters()])
+    unused = model(batch(4))
+    assert host.live == 4 * ONE
+    del unused
+    gc.collect()
+    assert host.live == 0
+
+
+def said_by_zpasses(caplog):
+    return [
+        each.getMessage() for each in caplog.records if each.name == "zpasses" and each.levelno > 20
+    ]
+
+
+@pytest.mark.slow(quick="test_host_memory_bounds_what_a_plan_moves")
+def test_forwards_for_which_the_host_has_no_room_keep_their_values(mesh, lean, caplog):
+    saved_values._warn.cache_clear()
+    with own_block_schedule():
+        model = build(mesh, "6.5MiB", f"{5 * ONE}B", **EAGER)
+        results, held = train(model)
+        assert held == [5 * ONE, 4 * ONE, 4 * ONE]
+        assert_same(results, lean.expected)
+        assert not said_by_zpasses(caplog)
+        losses = [model(batch(number)) for number in range(2)]
+        assert 4 * ONE <= host.live <= 5 * ONE
+        assert host.reserved <= 5 * ONE
+    (text,) = said_by_zpasses(caplog)
+    assert "values that forwards of blocks save stay on the device" in text
+    del losses
+
+
+# --- on ranks -------------------------------------------------------------------------------------
+@dataclass
+class Case:
+    """A training."""
+
+    options: dict = field(default_factory=dict)
+    rank: int = 0
+    """Of adapters, below which everything is frozen."""
+    lengths: tuple[int, ...] = (ROWS,)
+    evaluates: bool = False
+    share: float = 0.75
+
+
+CASES = {
+    "stage 3": Case(),
+    "stage 2": Case({"zero_stage": 2}),
+    "stage 1, a window": Case({"zero_stage": 1, "backwards_per_step": 2}),
+    "stage 3, a window, evaluation": Case({"backwards_per_step": 2}, evaluates=True),
+    "LoRA": Case(rank=4),
+    "LoRA, a window": Case({"backwards_per_step": 2}, rank=4),
+    "lengths": Case(lengths=(ROWS, 640, 800)),
+}
+
+
+def trained(case, budget=None):
+    """Trains four steps. Returns losses, gradients and parameters, the bytes on the host between
+    forward and backward, and the plan of the last step.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net(rank=case.rank)
+    zpasses.shard(model, mesh=world_mesh())
+    options = {"target": TARGET, "cache": False, **case.options}
+    if budget is not None:
+        options |= {"memory_budget": f"{budget}B", "host_memory": "1GiB"}
+    zpasses.compile_blocks(model, "layers.*", **options)
+    params = [each for each in model.parameters() if each.requires_grad]
+    optimizer, results, held = torch.optim.AdamW(params, 0.01), [], []
+    window = case.options.get("backwards_per_step", 1)
+    with own_block_schedule():
+        for at in range(2 * max(2, len(case.lengths))):
+            x = batch(at, case.lengths[at % len(case.lengths)])
+            if len(case.lengths) > 1:
+                torch._dynamo.mark_dynamic(x, 0)
+            if case.evaluates:
+                with torch.no_grad():
+                    results.append(model(x))
+            loss = model(x)
+            held.append(host.live)
+            loss.backward()
+            results.append(loss.detach())
+            if (at + 1) % window == 0:
+                results += [each.grad.to_local().clone() for each in params]
+                optimizer.step()
+                optimizer.zero_grad()
+        plans = list(block_schedule()._plans.values())
+    results += [each.to_local().clone() for each in model.parameters()]
+    assert host.live == 0
+    return results, held, plans
+
+
+@pytest.mark.slow(quick="test_what_the_plan_says_rests_on_the_host_and_the_bits_are_the_same")
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2, timeout_s=600)
+def test_trainings_of_all_kinds_have_the_same_bits(name):
+    case = CASES[name]
+    expected, held, plans = trained(case)
+    assert not any(held)
+    peak = max(each.peak_bytes for each in plans)
+    results, held, plans = trained(case, int(case.share * peak))
+    assert_same(results, expected)
+    assert all(held)
+    assert max(held[case.options.get("backwards_per_step", 1) :]) < held[0]
+    assert all(any(each.moved) for each in plans)
+    if len(case.lengths) == 1:
+        assert held[-1] == plans[-1].host_bytes
+
+
+def measured(budget=None, **options):
+    """Trains. Returns the results, the plan, and the peak of a step that a profiler sees."""
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with profiler, own_block_schedule():
+        model = build(world_mesh(), budget, **options)
+        results, held = train(model)
+        for param in model.parameters():
+            param.grad = None
+        gc.collect()
+        x = batch(3)
+        with record_function("measured"):
+            model(x).backward()
+        found = plan()
+    assert held[1:] == [found.host_bytes] * 2
+    return results, found, allocated(profiler, "measured")[1]
+
+
+@pytest.mark.slow(quick="test_what_the_plan_says_rests_on_the_host_and_the_bits_are_the_same")
+@pytest.mark.parametrize("options", [EAGER, pytest.param({}, marks=pytest.mark.inductor)])
+@on_ranks(2, timeout_s=600)
+def test_measured_bytes_of_the_device_fall_by_what_the_plan_says(options):
+    expected, whole, most = measured(**options)
+    for share in (0.9, 0.8, 0.7):
+        results, found, peak = measured(f"{int(share * whole.peak_bytes)}B", **options)
+        assert_same(results, expected)
+        assert most - peak == pytest.approx(whole.peak_bytes - found.peak_bytes, rel=0.02)
+        assert found.host_bytes > 0
+
+
+def _started(folder):
+    """A program that starts: two steps. Returns what it computed, the bytes on the host in each,
+    and what the compile cache did.
+    """
+    os.environ["ZPASSES_CACHE_DIR"] = str(folder)
+    events._listeners.clear()  # that of all tests keeps graphs out of the cache
+    messages, log = Messages(), logging.getLogger("zpasses")
+    log.addHandler(messages)
+    log.setLevel(logging.INFO)
+    torch.manual_seed(0)
+    model = Net()
+    zpasses.shard(model, mesh=world_mesh())
+    options = {"memory_budget": "9MiB", "host_memory": "1GiB", "target": TARGET}
+    zpasses.compile_blocks(model, "layers.*", **options)
+    results, held = train(model, 2)
+    return [each.tolist() for each in results], held, messages.said
+
+
+@pytest.mark.slow(quick="test_what_the_plan_says_rests_on_the_host_and_the_bits_are_the_same")
+@pytest.mark.inductor
+@pytest.mark.processes
+def test_a_warm_start_moves_the_same_values(tmp_path):
+    cold, warm = on_fresh_ranks(_started, tmp_path), on_fresh_ranks(_started, tmp_path)
+    for first, second in zip(cold, warm, strict=True):
+        assert set(words(first[2])) == set(COLD)
+        assert "hit" in words(second[2])
+        assert first[:2] == second[:2]
+        assert 0 < first[1][1] < first[1][0]
+
+
+@pytest.mark.slow(quick="test_what_the_plan_says_rests_on_the_host_and_the_bits_are_the_same")
+@pytest.mark.parametrize("case", test_per_block.CASES)
+@on_ranks(2, timeout_s=300)
+def test_blocks_of_all_kinds_whose_values_all_move_train_to_the_same_bits(case):
+    net, how = test_per_block.CASES[case]
+    how = {key: value for key, value in how.items() if key != "one_graph"}
+    options = {**EAGER, "zero_stage": how.pop("stage", 3), "cache": False}
+    with own_block_schedule():
+        expected = test_per_block.train(net, options, per_block=True, **how)
+    options |= {"memory_budget": "1GiB", "host_memory": "1GiB"}
+    movable = functools.partial(host_copies.offloadable_values, least_bytes=0)
+    moved, move_out = [], saved_values._Call.move_out
+
+    def counted(self, values, positions):
+        moved.append(len(positions))
+        move_out(self, values, positions)
+
+    with (
+        own_block_schedule(),
+        mock.patch.object(split, "offloadable_values", movable),
+        mock.patch.object(BlockSchedule, "moved_by", return_value=None),
+        mock.patch.object(saved_values._Call, "move_out", counted),
+    ):
+        losses, params = test_per_block.train(net, options, per_block=True, **how)
+    assert losses == expected[0]
+    assert all(map(torch.equal, params, expected[1]))
+    assert bool(moved) == (net not in (Checkpointed, test_per_block.Reentrant))
+    gc.collect()
+    assert host.live == 0
+
+
+@pytest.mark.slow(quick="test_what_the_plan_says_rests_on_the_host_and_the_bits_are_the_same")
+@on_ranks(2)
+def test_ranks_with_other_batches_move_what_they_need():
+    """Rank 1 needs the host, and rank 0 does not."""
+    rank = dist.get_rank()
+
+    def run(budget=None):
+        with own_block_schedule():
+            model = build(world_mesh(), budget, **EAGER)
+            results = []
+            for number in range(3):
+                loss = model(batch(number, ROWS // (2 - rank)))
+                held = host.live
+                loss.backward()
+                results.append(loss.detach())
+            return results + [p.grad.to_local().clone() for p in model.parameters()], held, plan()
+
+    expected, _, whole = run()
+    peaks = [None, None]
+    dist.all_gather_object(peaks, whole.peak_bytes)
+    assert peaks[0] < peaks[1]
+    results, held, found = run(f"{int(0.75 * peaks[1])}B")
+    assert_same(results, expected)
+    assert (held > 0) == bool(found.moved) == (rank == 1)
+    aheads = [None, None]
+    dist.all_gather_object(aheads, found.ahead)
+    assert aheads[0] == aheads[1]
