@@ -14,6 +14,7 @@ from zpasses.cost.time.roofline import durations_us
 from zpasses.cost.time.step_time import step_time
 from zpasses.cost.time.target import Target
 from zpasses.errors import MemoryBudgetError
+from zpasses.graph.error_feedback import residual_inputs
 from zpasses.graph.hoisting import HoistedGraph, ReductionPart
 from zpasses.graph.queries import collective_of, is_wait, nbytes, returned_values, value_of
 from zpasses.option_values import parse_budget
@@ -133,6 +134,7 @@ def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
         collectives=sum(
             _starts(node) for part in (hoisted.body, *gathers, *ends) for node in part.graph.nodes
         ),
+        residual_bytes=nbytes([value_of(node) for node in residual_inputs(body)]),
     )
 
 

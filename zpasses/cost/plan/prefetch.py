@@ -46,6 +46,8 @@ class GraphRun:
     """Part of `compute_us` in which only collectives that stay in it run."""
     collectives: int = 0
     """Number of its launches, of all kinds."""
+    residual_bytes: int = 0
+    """What error feedback holds for its gradients, all the time."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,10 @@ class StepCost:
     waited_us: float
     """Time in which no kernel runs because a collective is awaited."""
     peak_bytes: int
-    """Most that the graphs hold, without parameters, gradients and what runs between graphs."""
+    """Most that the graphs hold, residuals included, without parameters, gradients and what runs
+    between graphs."""
+    residual_bytes: int = 0
+    """What error feedback holds of them, between steps as well."""
 
 
 def plan_prefetch(runs: Sequence[GraphRun], limit_bytes: int | None) -> StepCost:
@@ -123,7 +128,9 @@ class _Step:
         for number, run in enumerate(self._runs):
             self._run(number, run)
         self._reduce(0)
-        return StepCost(self._ahead, self._now, self._waited, self._peak)
+        # A graph that runs again has the same residuals.
+        held = sum({run.name: run.residual_bytes for run in self._runs}.values())
+        return StepCost(self._ahead, self._now, self._waited, self._peak + held, held)
 
     def _run(self, number: int, run: GraphRun) -> None:
         turn_us = 0.0

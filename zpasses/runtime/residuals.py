@@ -1,0 +1,63 @@
+"""Residuals of error feedback, which belong to parameters (`zpasses.graph.error_feedback`).
+
+A residual is made of zeros when a gradient of its parameter is first encoded, and lives as long as
+the parameter. All graphs that encode a gradient of the parameter write to the same tensor, so both
+halves of a graph break, recompilations and the ends of windows continue from one another. A deep
+copy of a parameter has none. Edits of the parameter, such as the load of a checkpoint, keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zpasses import compat
+from zpasses.graph.error_feedback import Residual
+from zpasses.runtime.layout import layout_of
+from zpasses.runtime.local_shards import local_shards_node
+from zpasses.runtime.windows import grad_state_of
+
+_Code = Callable[[list[Any]], Any]
+
+
+def with_residuals(code: _Code, residuals: Sequence[Residual], order: Mapping[str, int]) -> _Code:
+    """Give the code of a backward graph the residuals of its call, as its last inputs.
+
+    Args:
+        code: takes one list.
+        residuals: those that the graph takes.
+        order: name of a sharded input -> its position among the sharded inputs of the call.
+    """
+    positions = [order[each.param] for each in residuals]
+
+    def run(args: list[Any]) -> Any:
+        source = local_shards_node()
+        assert source is not None, "a gradient is reduced, but no parameter of the call is trained"
+        consumers = compat.grad_consumers(source)
+        for position, residual in zip(positions, residuals, strict=True):
+            held = residual_of(source.zpasses_params[position], residual)
+            # A gradient that nobody gets must not take the residual with it.
+            lost = compat.will_accumulate(consumers[position]) is False
+            args.append(held.clone() if lost else held)
+        return code(args)
+
+    return run
+
+
+def residual_of(param: Any, residual: Residual) -> Tensor:
+    """Return the residual of a parameter, which the next encode writes in place; zeros at first.
+
+    Encodings that cut blocks differently have residuals of their own.
+    """
+    held = grad_state_of(param).residuals
+    found = held.get(residual.shape)
+    if found is None:
+        local = compat.local_of(param)
+        kind = layout_of(param).mesh.device_type  # the shard may rest on the host
+        device = local.device if local.device.type == kind else torch.device(kind)
+        found = local.new_zeros(residual.shape, dtype=torch.float32, device=device)
+        held[residual.shape] = found
+    return found
