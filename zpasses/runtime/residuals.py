@@ -3,12 +3,13 @@
 A residual is made of zeros when a gradient of its parameter is first encoded, and lives as long as
 the parameter. All graphs that encode a gradient of the parameter write to the same tensor, so both
 halves of a graph break, recompilations and the ends of windows continue from one another. A deep
-copy of a parameter has none. Edits of the parameter, such as the load of a checkpoint, keep it.
+copy of a parameter has none. Edits of the parameter keep it. `zpasses.load_training_state` drops
+it, so a run that resumes is the same in this process and in a new one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from zpasses import compat
 from zpasses.graph.error_feedback import Residual
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.local_shards import local_shards_node
-from zpasses.runtime.windows import grad_state_of
+from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, grad_state_of
 
 _Code = Callable[[list[Any]], Any]
 
@@ -45,6 +46,14 @@ def with_residuals(code: _Code, residuals: Sequence[Residual], order: Mapping[st
         return code(args)
 
     return run
+
+
+def drop_residuals(params: Iterable[Any]) -> None:
+    """Let the error feedback of these parameters begin with zeros again."""
+    for param in params:
+        state = getattr(param, GRAD_STATE_ATTRIBUTE, None)
+        if state is not None:
+            state.residuals.clear()
 
 
 def residual_of(param: Any, residual: Residual) -> Tensor:
