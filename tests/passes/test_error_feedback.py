@@ -20,7 +20,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 FEEDBACK = {"encode": "int8", "block": 32, "exact_below_kib": 0.0, "feedback": "on"}
 ODD = [
     Param((7, 20), param_dtype=BF16),
-    Param((7, 20), reduce_dtype=F32, reads=2),  # the second gradient has what the first has left
+    Param((7, 20), reduce_dtype=F32, reads=2),  # each of its gradients has a residual
     Param((2, 40)),  # no rows on the last of three ranks
     Param((6, 5, 4)),
     Param((9,)),
@@ -97,9 +97,9 @@ class Reference:
     def __init__(self, name, ranks):
         self.how, self.ranks, self.lost = Encoding(name, 32), ranks, {}
 
-    def reduced(self, param, grads):
+    def reduced(self, number, grads):
         """The rows of each rank, padded, of the mean of one gradient per rank."""
-        sent = [self.sent((rank, param), grad) for rank, grad in enumerate(grads)]
+        sent = [self.sent((rank, number), grad) for rank, grad in enumerate(grads)]
         return [sum(each[1:], each[0]) / self.ranks for each in zip(*sent, strict=True)]
 
     def sent(self, key, grad):
@@ -140,8 +140,8 @@ def test_steps_of_simulated_ranks_equal_plain_torch(name, tail):
         grads = [run.outputs for run in simulate(probes, inputs)]
         given = [[*each, *held] for each, held in zip(inputs, residuals, strict=True)]
         runs = simulate(ours, given)
-        for at, param in enumerate(params):
-            expected = reference.reduced(param, [each[at] for each in grads])
+        for at in range(len(params)):
+            expected = reference.reduced(at, [each[at] for each in grads])
             for run, mean in zip(runs, expected, strict=True):
                 assert torch.equal(run.outputs[at], mean[: len(run.outputs[at])])
     assert all(each.any() for each in reference.lost.values())

@@ -195,7 +195,9 @@ def _encoded_with_feedback(
     value: Tensor, residual: Tensor, count: int, parts: int, encoding: str
 ) -> Tensor:
     layout = _Layout.of(Encoding.parse(encoding), count)
-    total = residual.add_(_blocks(value, count, parts, layout))
+    # The sum is not written to the residual first: Inductor fuses the second write of a buffer with
+    # earlier reads of other elements of it (`fusable_weak_dep`, torch 2.13).
+    total = residual + _blocks(value, count, parts, layout)
     scales, codes = _codes(layout.encoding, total)
     rest = total - codes.to(torch.float32) * scales[:, :, None]
     residual.copy_(torch.where(rest.isfinite(), rest, 0.0))

@@ -13,8 +13,9 @@ backward graph or the graph of a window's end is built, the residuals become fur
 operator writes them in place. zpasses.runtime.residuals holds them.
 
 A residual is no pending gradient: nothing waits for it, so windows and optimizer steps do not ask
-for it, and ranks do not vote on it. If a graph encodes two gradients of one parameter, the second
-has the residual that the first has left.
+for it, and ranks do not vote on it. If a graph encodes two gradients of one parameter, each has a
+residual of its own: Inductor may misorder a second write to one input (see `_encoded_with_feedback`
+in zpasses.graph.encoding).
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Residual:
     """Name of the parameter."""
     shape: tuple[int, ...]
     """[ranks, blocks, values per block]: the full gradient, padded as its blocks are."""
+    number: int = 0
+    """Of the gradients of the parameter that the graph encodes, which one it is for."""
 
     @property
     def nbytes(self) -> int:
@@ -47,10 +50,16 @@ class Residual:
 
 
 def residuals_of(graph: fx.Graph) -> list[Residual]:
-    """Returns the residuals that a graph without them as inputs needs, in the order in which it
-    encodes.
+    """Returns the residuals that a graph without them as inputs needs, one for each gradient that
+    it encodes, in its order.
     """
-    return list(dict.fromkeys(_residual(node) for node in _encodes(graph)))
+    found: list[Residual] = []
+    for node in _encodes(graph):
+        _, count, parts, how = _arguments(node)
+        param = _tag(node).params[0]
+        number = sum(each.param == param for each in found)
+        found.append(Residual(param, how.residual_shape(count, parts), number))
+    return found
 
 
 def residual_bytes(graph: fx.Graph) -> int:
@@ -68,18 +77,12 @@ def add_residual_inputs(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Residu
     if not residuals:
         return gm, []
     gm = compat.clone_graph_module(gm)
-    encodes = list(_encodes(gm.graph))
-    inputs: dict[Residual, fx.Node] = {}
-    for number, each in enumerate(residuals):
-        node = inputs[each] = append_placeholder(gm.graph, f"residual_{number}")
-        like = value_of(encodes[0])
-        with compat.fake_mode_of([like]) or torch.device(like.device):
-            node.meta["val"] = torch.empty(each.shape, dtype=torch.float32, device=like.device)
-    for node in encodes:
+    for number, (node, residual) in enumerate(zip(_encodes(gm.graph), residuals, strict=True)):
         value, count, parts, how = _arguments(node)
-        edit = Editor(gm.graph, before=node)
-        plain = str(Encoding(how.format, how.block))
-        own = inputs[_residual(node)]
+        own, like = append_placeholder(gm.graph, f"residual_{number}"), value_of(node)
+        with compat.fake_mode_of([like]) or torch.device(like.device):
+            own.meta["val"] = torch.empty(residual.shape, dtype=torch.float32, device=like.device)
+        edit, plain = Editor(gm.graph, before=node), str(Encoding(how.format, how.block))
         made = edit.call(ENCODE_WITH_FEEDBACK, value, own, count, parts, plain)
         add_tag(made, _tag(node))
         replace_node(node, made)
@@ -90,8 +93,7 @@ def add_residual_inputs(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Residu
 
 def residual_inputs(graph: fx.Graph) -> list[fx.Node]:
     """Returns the residuals among the inputs of a graph that `add_residual_inputs` has changed."""
-    used = calls(graph, ENCODE_WITH_FEEDBACK)
-    return list(dict.fromkeys(node.all_input_nodes[1] for node in used))
+    return [node.all_input_nodes[1] for node in calls(graph, ENCODE_WITH_FEEDBACK)]
 
 
 def _encodes(graph: fx.Graph) -> list[fx.Node]:
@@ -102,11 +104,6 @@ def _arguments(encode: fx.Node) -> tuple[fx.Node, int, int, Encoding]:
     value, count, parts, encoding = encode.args
     assert isinstance(value, fx.Node)
     return value, int(count), int(parts), Encoding.parse(str(encoding))  # type: ignore[arg-type]
-
-
-def _residual(encode: fx.Node) -> Residual:
-    _, count, parts, how = _arguments(encode)
-    return Residual(_tag(encode).params[0], how.residual_shape(count, parts))
 
 
 def _tag(encode: fx.Node) -> Tag:

@@ -62,11 +62,11 @@ def residual_of(param: Any, residual: Residual) -> Tensor:
     Encodings that cut blocks differently have residuals of their own.
     """
     held = grad_state_of(param).residuals
-    found = held.get(residual.shape)
+    found = held.get((residual.shape, residual.number))
     if found is None:
         local = compat.local_of(param)
         kind = layout_of(param).mesh.device_type  # the shard may rest on the host
         device = local.device if local.device.type == kind else torch.device(kind)
         found = local.new_zeros(residual.shape, dtype=torch.float32, device=device)
-        held[residual.shape] = found
+        held[residual.shape, residual.number] = found
     return found

@@ -89,9 +89,9 @@ class ParamGradState:
     def __init__(self) -> None:
         self.pending: dict[PendingKey, PendingGrad] = {}
         """Pending gradients, full ones and those of the shard apart."""
-        self.residuals: dict[tuple[int, ...], Tensor] = {}
-        """What encoded reductions have lost of the gradient, by its shape
-        (zpasses.runtime.residuals). No window reduces or discards it."""
+        self.residuals: dict[tuple[tuple[int, ...], int], Tensor] = {}
+        """What encoded reductions have lost of the gradient, by its shape and number
+        (zpasses.graph.error_feedback). No window reduces or discards it."""
         self.explicit_window: Window | None = None
         """The open window of a `coalesce_grad_reduction` block."""
         self.step_window: StepWindow | None = None
