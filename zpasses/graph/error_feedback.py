@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -107,7 +106,6 @@ def _arguments(encode: fx.Node) -> tuple[fx.Node, int, int, Encoding]:
 
 
 def _tag(encode: fx.Node) -> Tag:
-    tag: Any = tag_of(encode)
-    assert tag is not None, f"{encode.name} says not whose gradient it encodes"
-    found: Tag = tag
-    return found
+    tag = tag_of(encode)
+    assert tag is not None, f"{encode.name} does not say whose gradient it encodes"
+    return tag
