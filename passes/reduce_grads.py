@@ -21,7 +21,8 @@ only if they change something.
 With `encode`, every rank rounds its gradient to codes of one byte (zpasses.graph.encoding), sends
 each rank the codes of its rows, and sums what it decodes in fp32, in the order of ranks. The graph
 equals, bit for bit, the one whose `reduce_grad` has the argument `encoding`. A window of gradient
-accumulation adds up exact gradients, and encodes their sum.
+accumulation adds up exact gradients, and encodes their sum. With `feedback=on`, the text of the
+encoding says so, and the runtime adds residuals (zpasses.graph.error_feedback).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from zpasses.cost.time.target import current_target
 from zpasses.errors import OptionError
 from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, group_size, rows_per_rank
 from zpasses.graph.encoding import DECODE_MEAN, ENCODE, Encoding
+from zpasses.graph.error_feedback import residuals_of
 from zpasses.graph.queries import (
     Editor,
     calls,
@@ -51,6 +53,7 @@ from zpasses.graph.queries import (
     value_of,
 )
 from zpasses.graph.tags import Reduction, Tag, add_tag, retag, tag_of
+from zpasses.option_values import format_size
 from zpasses.passes.writers.encode_options import EncodeOptions, EncodingPass
 from zpasses.pipeline.events import note
 from zpasses.pipeline.passes import Level
@@ -80,6 +83,10 @@ class ReduceGrads(EncodingPass):
     """Most values that share one scale; `none` takes 128. Needs `encode`."""
     exact_below_kib: float = 16.0
     """Gradients that are smaller than this in full, in KiB, stay exact."""
+    feedback: Literal["off", "on"] = "off"
+    """`on` adds what encoding has lost of a gradient to the parameter's next gradient. On each
+    rank, this holds 4 bytes per value of the full parameters whose gradients are encoded. Needs
+    `encode`. See docs/encoding.md."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,6 +95,15 @@ class ReduceGrads(EncodingPass):
                 f"pass {self.name!r}: encode={self.encode} and form=all_reduce exclude each other, "
                 "because an all-reduce cannot add codes. Leave form out."
             )
+
+    def _encode_options(self) -> EncodeOptions | None:
+        return EncodeOptions.of(
+            self.name,
+            self.encode,
+            self.block,
+            self.exact_below_kib,
+            feedback=self.feedback == "on",
+        )
 
     def choose_encoding(self, node: fx.Node, options: EncodeOptions) -> None:
         grad, rows, _, _, reduce_dtype, group, encoding = arguments = _arguments(node)
@@ -105,6 +121,13 @@ class ReduceGrads(EncodingPass):
             _warn_once(f"{self.name}: {text}")
         for node in found:
             self._lower(graph, node)
+        residuals = residuals_of(graph)
+        if residuals:
+            held = format_size(sum(each.nbytes for each in residuals))
+            note(
+                f"error feedback holds residuals of {len(residuals)} parameters, {held} on each "
+                "rank, as long as the parameters live"
+            )
         return len(found)
 
     def _lower(self, graph: fx.Graph, node: fx.Node) -> None:

@@ -28,7 +28,13 @@ class EncodeOptions:
 
     @classmethod
     def of(
-        cls, name: str, encode: Format | None, block: int | None, exact_below_kib: float
+        cls,
+        name: str,
+        encode: Format | None,
+        block: int | None,
+        exact_below_kib: float,
+        *,
+        feedback: bool = False,
     ) -> EncodeOptions | None:
         """Returns what the options of a pass say; None if it encodes nothing.
 
@@ -45,12 +51,13 @@ class EncodeOptions:
                 "0 (0: every matrix is encoded)."
             )
         if encode is not None:
-            return cls(Encoding.of(encode, block), exact_below_kib * 1024)
-        if block is not None:
-            raise OptionError(
-                f"pass {name!r}: block={block} without 'encode' has no effect. Give a format, such "
-                "as encode=int8, or leave block out."
-            )
+            return cls(Encoding.of(encode, block, feedback=feedback), exact_below_kib * 1024)
+        for given, text in ((block is not None, f"block={block}"), (feedback, "feedback=on")):
+            if given:
+                raise OptionError(
+                    f"pass {name!r}: {text} without 'encode' has no effect. Give a format, such "
+                    f"as encode=int8, or leave {text.partition('=')[0]} out."
+                )
         return None
 
     def chosen(

@@ -23,6 +23,7 @@ from zpasses.cost.time.roofline import durations_us
 from zpasses.cost.time.step_time import host_copy_timing, step_time
 from zpasses.cost.time.target import Target
 from zpasses.errors import MemoryBudgetError
+from zpasses.graph.error_feedback import residual_inputs
 from zpasses.graph.hoisting import HoistedGraph, ReductionPart
 from zpasses.graph.host_copies import HostCopy
 from zpasses.graph.queries import collective_of, is_wait, nbytes, returned_values, value_of
@@ -149,6 +150,7 @@ def graph_cost(
         ),
         movable=tuple(_movable(nbytes(value_of(returned[at])), target) for at in movable),
         copies_compute=target.architecture == "cpu",
+        residual_bytes=nbytes([value_of(node) for node in residual_inputs(body)]),
     )
 
 

@@ -147,7 +147,7 @@ class _Partitioner:
         """With a budget: the fastest plan that fits."""
         plan = self._trials.fastest(self._trials.limit_bytes(budget))
         if not plan.fits:
-            raise MemoryBudgetError(too_little_memory(budget, plan))
+            raise MemoryBudgetError(too_little_memory(budget, plan, self._trials.residual_bytes))
         return plan
 
     def _adopted(
@@ -233,6 +233,8 @@ class _Partitioner:
                 f"predicted {plan.total_us / 1e3:.2f} ms, bound {plan.bound_us / 1e3:.2f} ms, peak "
                 f"{format_size(plan.peak_bytes)} of {format_size(plan.limit_bytes)}"
             )
+            if self._trials.residual_bytes:
+                parts[-1] += f" beside {format_size(self._trials.residual_bytes)} of residuals"
         return "; ".join(parts)
 
 
@@ -241,8 +243,12 @@ def _in_order(trials: StepTrials) -> list[SavedValue]:
     return sorted(trials.recomputable(), key=lambda each: (each.ready_slot, each.name))
 
 
-def too_little_memory(text: str, plan: StepPlan) -> str:
-    """Returns why the leanest plan of a step does not fit its budget."""
+def too_little_memory(text: str, plan: StepPlan, residual_bytes: int = 0) -> str:
+    """Returns why the leanest plan of a step does not fit its budget.
+
+    Args:
+        residual_bytes: what error feedback holds of the budget.
+    """
     peaks = [liveness(gm.graph) for gm in plan.trial.graphs]
     largest = max(peaks, key=lambda each: each.peak_bytes)
     holders = ", ".join(
@@ -252,14 +258,17 @@ def too_little_memory(text: str, plan: StepPlan) -> str:
     missing = plan.peak_bytes - plan.limit_bytes
     on_host = f", {format_size(plan.host_bytes)} of them on the host," if plan.host_bytes else ""
     graph = "forward" if largest is peaks[0] else "backward"
+    held = ""
+    if residual_bytes:
+        held = f" has beside {format_size(residual_bytes)} of residuals of error feedback"
     if plan.trial.chunks > 1:
         on_host += f", computes the loss in {plan.trial.chunks} chunks"
     return (
         f"memory_budget={text!r}: the leanest plan, which saves {100 * plan.activations:.0f} % of "
         f"the activations{on_host} and keeps no parameter, needs {format_size(plan.peak_bytes)} "
-        f"above what rests between steps, {format_size(missing)} more than the budget. At its "
-        f"peak, in {graph}, the largest values are: {holders}. Raise the budget, take a smaller "
-        "batch, or train on more ranks."
+        f"above what rests between steps, {format_size(missing)} more than the budget{held}. At "
+        f"its peak, in {graph}, the largest values are: {holders}. Raise the budget, take a "
+        "smaller batch, or train on more ranks."
     )
 
 

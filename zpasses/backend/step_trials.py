@@ -42,6 +42,7 @@ from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import single_plan
 from zpasses.cost.time.target import current_target
 from zpasses.graph.encoding import records_of
+from zpasses.graph.error_feedback import residual_bytes
 from zpasses.graph.host_copies import offload_saved, offloadable_values
 from zpasses.graph.queries import nbytes, saved_inputs, value_of
 from zpasses.graph.regathers import drop_unread_parts, remove_regathers
@@ -202,6 +203,11 @@ class StepTrials:
         self._relaxation: Relaxation | None = None
         saves_all = compat.reads_changed_inputs_at_once(gm.graph)
         self._fractions = (1.0,) if saves_all else _ACTIVATIONS
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes that error feedback of this graph holds."""
+        return residual_bytes(self.gm.graph)
 
     @property
     def user_outputs(self) -> int:
@@ -427,7 +433,9 @@ class StepTrials:
             yield StepPlan(plan.trial, kept, (), total, peak, plan.limit_bytes)
 
     def limit_bytes(self, budget: str) -> int:
-        """Returns the largest peak of this graph that the option `memory_budget` allows.
+        """Returns the largest peak of this graph that the option `memory_budget` allows, beside the
+        residuals of error feedback. They are held all the time, also by the step from which a
+        percentage counts.
 
         Raises:
             OptionError: if the text is no memory budget.
@@ -437,7 +445,9 @@ class StepTrials:
         most, least = parsed.most_bytes, step.peak_bytes(single_plan)
         if most is None:
             return parsed.limit_bytes(step.peak_bytes())
-        # The rest of the step needs its part of what this graph does not need.
+        # The rest of the step needs its part of what this graph does not need, and is taken to hold
+        # as many residuals for its parameters.
+        most -= int(self.residual_bytes / self.share) if self.share else 0
         return least + int(self.share * (most - least)) if most > least else most
 
     def least_bytes(self) -> int:

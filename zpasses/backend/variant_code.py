@@ -34,9 +34,10 @@ from zpasses.backend.split import inductor_patches
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.prefetch import GraphRun, StepCost
 from zpasses.graph.encoding import expand_encodings
+from zpasses.graph.error_feedback import Residual, add_residual_inputs, residual_inputs
 from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
 from zpasses.graph.host_copies import HostNeed, host_need
-from zpasses.graph.queries import returned_values
+from zpasses.graph.queries import returned_values, value_of
 from zpasses.pipeline.events import VariantBuilt
 from zpasses.ranks.agreement import (
     Sequences,
@@ -65,6 +66,7 @@ from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import always_reduced, grad_slots, returned_gradients
 from zpasses.runtime.hoisted import HoistedCode, Surroundings
 from zpasses.runtime.profiling import collective_names, with_part_range, with_profiler_range
+from zpasses.runtime.residuals import with_residuals
 from zpasses.runtime.run_checks import limited_run, with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering
 from zpasses.sdma.saved_arenas import SavedArenas, gradients, with_arenas
@@ -241,7 +243,7 @@ def _variant(
     loaded = _load(job, template, variant)
     if loaded is not None:
         return loaded
-    gm, extra = _built(template, variant, job.decided.output_strides)
+    gm, extra, residuals = _built(template, variant, job.decided.output_strides)
     sequences: Sequences = {}
     what = f"code of {template.kind}"
     if variant is not None:
@@ -269,8 +271,9 @@ def _variant(
     _keep_output_strides(job, template, strides)
     names = collective_names(gm.graph)
     if job.artifacts is not None:
-        job.artifacts.add_code(template.kind, variant, code, events, names, sequences)
-    return _checked(job, code, events, names, template.kind, hoisted)
+        job.artifacts.add_code(template.kind, variant, code, events, names, sequences, residuals)
+    code = _checked(job, code, events, names, template.kind, hoisted)
+    return _with_residuals(job, code, residuals)
 
 
 def _keep_output_strides(
@@ -313,9 +316,10 @@ def _load(
     }
     hoisted = None
     if job.options.prefetch:
-        gm, _ = _built(template, variant, job.decided.output_strides)
+        gm, *_ = _built(template, variant, job.decided.output_strides)
         hoisted = _hoist(job, gm, kind)
-    return _checked(job, code, events, stored.collectives, kind, hoisted)
+    code = _checked(job, code, events, stored.collectives, kind, hoisted)
+    return _with_residuals(job, code, stored.residuals)
 
 
 def _hoist(job: CompileJob, gm: fx.GraphModule, kind: str) -> HoistedGraph | None:
@@ -379,6 +383,10 @@ def _checked(
     return with_run_check(code, events, name, timeout_s, every_run=every_run, report=job.report)
 
 
+def _with_residuals(job: CompileJob, code: Compiled, residuals: Sequence[Residual]) -> Compiled:
+    return boxed(with_residuals(code, residuals, job.order)) if residuals else code
+
+
 def _part(job: CompileJob, gm: fx.GraphModule, names: Sequence[str], kind: str) -> Compiled:
     """Returns code of gathers before a graph, or of reductions after it."""
     code = eager_codegen(replace_gloo_collectives(gm), ())
@@ -393,7 +401,7 @@ def _plan_prefetch(job: CompileJob, runs: Sequence[GraphRun], groups: Sequence[s
         chosen = agreed_prefetch(
             step, options.memory_budget, job.free_bytes, groups, options.agreement_timeout_s
         )
-    note_planned_peak(job.captured.gm, chosen.peak_bytes)
+    note_planned_peak(job.captured.gm, chosen.peak_bytes - chosen.residual_bytes)
     return chosen
 
 
@@ -401,10 +409,14 @@ def _built(
     template: Template,
     variant: ForwardVariant | BackwardVariant | None,
     output_strides: OutputStrides,
-) -> tuple[fx.GraphModule, list[Any]]:
-    """Returns the graph of a variant (None: the graph itself), and its further fake inputs."""
-    if variant is None:
-        return template.graph(), []
+) -> tuple[fx.GraphModule, list[Any], list[Residual]]:
+    """Returns the graph of a variant (None: the graph itself), its further fake inputs, and the
+    residuals that are the last of them.
+    """
+    gm, extra = template.graph(), list[Any]()
     if isinstance(variant, ForwardVariant):
-        return build_forward_variant(template.graph(), variant, output_strides)
-    return build_backward_variant(template.graph(), variant)
+        gm, extra = build_forward_variant(gm, variant, output_strides)
+    elif variant is not None:
+        gm, extra = build_backward_variant(gm, variant)
+    gm, residuals = add_residual_inputs(gm)
+    return gm, [*extra, *map(value_of, residual_inputs(gm.graph))], residuals

@@ -47,6 +47,7 @@ from zpasses.checkpoint.random_states import packed_random_states, restore_rando
 from zpasses.errors import ShardingError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 from zpasses.runtime.offloaded import is_offloaded
+from zpasses.runtime.residuals import drop_residuals
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
 
 LIKE_PARAMETER, REPLICATED, PLAIN = "like the parameter", "replicated", "plain"
@@ -130,6 +131,7 @@ def load_training_state(
 
     If as many ranks read optimizers as wrote them, the default random generators of each rank are
     set to what they were: of torch, the current accelerator, Python and NumPy. Otherwise they stay.
+    Residuals of error feedback are dropped.
 
     Args:
         source: the folder, or a reader of DCP.
@@ -177,6 +179,7 @@ def load_training_state(
         model.load_state_dict({name: _unwrapped(tensors[key]) for name, key in parts.items()})
     for target in targets:
         target.apply({**settings, **tensors})
+    drop_residuals(model.parameters())
     with agreed(ranks, occasion, timeout_s):
         if listed and generators is not None:
             restore_random_states(settings[generators])

@@ -1,6 +1,7 @@
 """Encodings of values: a code of 8 or 4 bits per value, and one scale per block of values.
 
     zpasses::encode(value, count, parts, encoding) -> records, uint8[parts * record_bytes]
+    zpasses::encode_with_feedback(value, residual!, count, parts, encoding) -> the same
     zpasses::decode(records, shape, parts, dtype, encoding) -> tensor
     zpasses::decode_mean(records, shape, parts, dtype, encoding) -> tensor
 
@@ -23,6 +24,12 @@ What a block of values decodes to:
 `count` values are cut into ceil(count / block) blocks of equal width, the last of which is padded
 with zeros. So no block is wider than `block`, and a record has less than one code of padding per
 block, and less than 16 bytes at its end. Of two codes of 4 bits, the first has the higher bits.
+
+Error feedback (Seide et al. 2014; Karimireddy et al. 2019) encodes the sum of a value and a
+residual, and keeps what rounding has lost of the sum as the next residual. Residuals are fp32, as
+the arithmetic is, and have the shape of the blocks: then the sum, its codes and the next residual
+are one loop over the blocks, which writes the residual in place. Where a block is not finite, its
+next residual is zero.
 """
 
 from __future__ import annotations
@@ -87,6 +94,7 @@ _MOST: dict[str, float] = {"int8": 127.0, "fp8": 448.0, **dict.fromkeys(_TABLES,
 """The largest code."""
 _BLOCKS = {"mxfp8": 32, **dict.fromkeys(_TABLES, 64)}
 """Values per scale, if not 128."""
+_FEEDBACK = "feedback"
 _ALIGNMENT = 16
 """Bytes of which the size of a record is a multiple."""
 _INFINITY, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF
@@ -97,12 +105,16 @@ _FEW_PARTS = 16
 
 @dataclass(frozen=True)
 class Encoding:
-    """How values are encoded; as text "int8/128"."""
+    """How values are encoded; as text "int8/128", or "int8/128/feedback"."""
 
     format: str
     """A `Format`, or one of weights of torchao."""
     block: int
     """Most values per scale."""
+    feedback: bool = False
+    """Whether what rounding loses of a gradient is added to the next gradient of the parameter.
+    Until code generation, the residual is no argument, and counts as zero
+    (`zpasses.graph.error_feedback`)."""
 
     @classmethod
     def parse(cls, text: str) -> Encoding:
@@ -111,27 +123,34 @@ class Encoding:
         Raises:
             ValueError: for other text.
         """
-        name, _, block = text.partition("/")
-        if name not in {*get_args(Format), *_TABLES} or not block.isdecimal() or int(block) < 1:
+        name, _, rest = text.partition("/")
+        block, _, more = rest.partition("/")
+        known = name in {*get_args(Format), *_TABLES} and more in ("", _FEEDBACK)
+        if not known or not block.isdecimal() or int(block) < 1:
             raise ValueError(
                 f"got the encoding {text!r}; expected a format of {', '.join(get_args(Format))} "
                 "and the values per scale, such as 'int8/128'."
             )
-        return cls(name, int(block))
+        return cls(name, int(block), bool(more))
 
     @classmethod
-    def of(cls, name: Format, block: int | None) -> Encoding:
+    def of(cls, name: Format, block: int | None, *, feedback: bool = False) -> Encoding:
         """Returns the encoding of a format: None is 128 values per scale, 32 of mxfp8, or 64 of
         formats of 4 bits.
         """
-        return cls(name, block or _BLOCKS.get(name, 128))
+        return cls(name, block or _BLOCKS.get(name, 128), feedback)
 
     def __str__(self) -> str:
-        return f"{self.format}/{self.block}"
+        return f"{self.format}/{self.block}" + (f"/{_FEEDBACK}" if self.feedback else "")
 
     def record_bytes(self, count: Any) -> Any:
         """Returns the bytes of a record of `count` values, scales included."""
         return _Layout.of(self, count).record_bytes
+
+    def residual_shape(self, count: int, parts: int) -> tuple[int, int, int]:
+        """Returns the shape of the residual of `parts` records: [parts, blocks, values]."""
+        layout = _Layout.of(self, count)
+        return parts, layout.blocks, layout.width
 
 
 @dataclass(frozen=True)
@@ -168,11 +187,34 @@ class _Layout:
 
 # --- arithmetic -----------------------------------------------------------------------------------
 def _encoded(value: Tensor, count: int, parts: int, encoding: str) -> Tensor:
-    how = Encoding.parse(encoding)
-    layout = _Layout.of(how, count)
+    layout = _Layout.of(Encoding.parse(encoding), count)
+    return _records(layout, *_codes(layout.encoding, _blocks(value, count, parts, layout)))
+
+
+def _encoded_with_feedback(
+    value: Tensor, residual: Tensor, count: int, parts: int, encoding: str
+) -> Tensor:
+    layout = _Layout.of(Encoding.parse(encoding), count)
+    # The sum is not written to the residual first: Inductor fuses the second write of a buffer with
+    # earlier reads of other elements of it (`fusable_weak_dep`, torch 2.13).
+    total = residual + _blocks(value, count, parts, layout)
+    scales, codes = _codes(layout.encoding, total)
+    rest = total - codes.to(torch.float32) * scales[:, :, None]
+    residual.copy_(torch.where(rest.isfinite(), rest, 0.0))
+    return _records(layout, scales, codes)
+
+
+def _blocks(value: Tensor, count: int, parts: int, layout: _Layout) -> Tensor:
+    """Returns values in fp32, padded with zeros, as [parts, blocks, width]."""
     flat = value.reshape(-1).to(torch.float32)
     flat = _padded(flat, parts * count).view(parts, count)
-    blocks = _padded(flat, layout.codes).view(parts, layout.blocks, layout.width)
+    return _padded(flat, layout.codes).view(parts, layout.blocks, layout.width)
+
+
+def _codes(how: Encoding, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the scales, [parts, blocks], of fp32 (mxfp8: exponents, uint8), and the codes,
+    [parts, blocks, width].
+    """
     largest = (blocks.view(torch.int32) & _MAGNITUDE).amax(2)
     lost = largest >= _INFINITY
     scales, scaled = (_scaled_by_powers if how.format == "mxfp8" else _scaled)(
@@ -180,12 +222,18 @@ def _encoded(value: Tensor, count: int, parts: int, encoding: str) -> Tensor:
     )
     scaled = torch.where(lost[:, :, None], 0.0, scaled)
     if how.format in _TABLES:
-        codes = _packed(_nearest(scaled, _TABLES[how.format]).view(parts, layout.codes))
-    elif how.format == "int8":
-        codes = scaled.round().to(torch.int8)
-    else:
-        codes = scaled.to(torch.float8_e4m3fn)
-    record = torch.cat([scales, codes.view(torch.uint8).view(parts, layout.code_bytes)], 1)
+        return scales, _nearest(scaled, _TABLES[how.format])
+    if how.format == "int8":
+        return scales, scaled.round().to(torch.int8)
+    return scales, scaled.to(torch.float8_e4m3fn)
+
+
+def _records(layout: _Layout, scales: Tensor, codes: Tensor) -> Tensor:
+    parts, how = codes.shape[0], layout.encoding
+    if how.format in _TABLES:
+        codes = _packed(codes.view(parts, layout.codes))
+    as_bytes = scales if how.format == "mxfp8" else _as_bytes(scales)
+    record = torch.cat([as_bytes, codes.view(torch.uint8).view(parts, layout.code_bytes)], 1)
     return _padded(record, layout.record_bytes).reshape(-1)
 
 
@@ -233,13 +281,13 @@ def _padded(values: Tensor, size: int) -> Tensor:
 
 
 def _scaled(how: Encoding, blocks: Tensor, largest: Tensor, lost: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the scales as bytes, uint8[parts, bytes], and the values as multiples of them."""
+    """Returns the scales, and the values as multiples of them."""
     most = _MOST[how.format]
     scale = largest.view(torch.float32) / most
     usable = torch.where(lost | (scale == 0), 1.0, scale)
     scale = torch.where(lost, torch.nan, scale)
     # A quotient exceeds the largest code by its rounding, or where the scale is denormal.
-    return _as_bytes(scale), (blocks / usable[:, :, None]).clamp(-most, most)
+    return scale, (blocks / usable[:, :, None]).clamp(-most, most)
 
 
 # Inductor fuses this arithmetic. It runs a view in a dtype of another size as a call of its own.
@@ -338,6 +386,8 @@ def _decoded_mean(
 _library = torch.library.Library("zpasses", "FRAGMENT")
 for _schema in (
     "encode(Tensor value, SymInt count, SymInt parts, str encoding) -> Tensor",
+    "encode_with_feedback(Tensor value, Tensor(a!) residual, SymInt count, SymInt parts, "
+    "str encoding) -> Tensor",
     "decode(Tensor records, SymInt[] shape, SymInt parts, ScalarType dtype, str encoding)"
     " -> Tensor",
     "decode_mean(Tensor records, SymInt[] shape, SymInt count, SymInt parts, ScalarType dtype, "
@@ -346,6 +396,7 @@ for _schema in (
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 ENCODE: compat.OpOverload = torch.ops.zpasses.encode.default
+ENCODE_WITH_FEEDBACK: compat.OpOverload = torch.ops.zpasses.encode_with_feedback.default
 DECODE: compat.OpOverload = torch.ops.zpasses.decode.default
 DECODE_MEAN: compat.OpOverload = torch.ops.zpasses.decode_mean.default
 
@@ -353,6 +404,12 @@ DECODE_MEAN: compat.OpOverload = torch.ops.zpasses.decode_mean.default
 def _encode_fake(value: Tensor, count: int, parts: int, encoding: str) -> Tensor:
     size = parts * Encoding.parse(encoding).record_bytes(count)
     return value.new_empty((size,), dtype=torch.uint8)
+
+
+def _encode_with_feedback_fake(
+    value: Tensor, residual: Tensor, count: int, parts: int, encoding: str
+) -> Tensor:
+    return _encode_fake(value, count, parts, encoding)
 
 
 def _decode_fake(
@@ -369,10 +426,16 @@ def _decode_mean_fake(
 
 _REFERENCES: dict[compat.OpOverload, Callable[..., Tensor]] = {
     ENCODE: _encoded,
+    ENCODE_WITH_FEEDBACK: _encoded_with_feedback,
     DECODE: _decoded,
     DECODE_MEAN: _decoded_mean,
 }
-_FAKES: tuple[Callable[..., Tensor], ...] = (_encode_fake, _decode_fake, _decode_mean_fake)
+_FAKES: tuple[Callable[..., Tensor], ...] = (
+    _encode_fake,
+    _encode_with_feedback_fake,
+    _decode_fake,
+    _decode_mean_fake,
+)
 for (_op, _reference), _fake in zip(_REFERENCES.items(), _FAKES, strict=True):
     _library.impl(_op, _reference, "CompositeExplicitAutograd")
     torch.library.register_fake(_op, _fake, lib=_library)
@@ -390,6 +453,21 @@ def encode(value: Tensor, count: int, parts: int, encoding: Encoding) -> Tensor:
         uint8[parts * encoding.record_bytes(count)].
     """
     records: Tensor = ENCODE(value, count, parts, str(encoding))
+    return records
+
+
+def encode_with_feedback(
+    value: Tensor, residual: Tensor, count: int, parts: int, encoding: Encoding
+) -> Tensor:
+    """Encodes the sum of a tensor and a residual, and writes what rounding loses of it to the
+    residual.
+
+    Args:
+        value, count, parts: as for `encode`.
+        residual: fp32, of `encoding.residual_shape(count, parts)`; zeros at first.
+        encoding: int8 or fp8.
+    """
+    records: Tensor = ENCODE_WITH_FEEDBACK(value, residual, count, parts, str(encoding))
     return records
 
 
@@ -477,16 +555,17 @@ def _parts_of(decode_mean: fx.Node) -> int:
 
 
 def _expand(node: fx.Node) -> None:
-    source, *rest = node.args
-    assert isinstance(source, fx.Node)
-    fake = source.meta["val"]
-    run = functools.partial(_apply, _REFERENCES[node.target], rest)  # type: ignore[index]
-    with compat.fake_mode_of([fake]) or contextlib.nullcontext():
-        traced = make_fx(run, dict(compat.inductor_decompositions()))(fake).graph
+    sources = [each for each in node.args if isinstance(each, fx.Node)]
+    fakes = [each.meta["val"] for each in sources]
+    reference: Callable[..., Tensor] = _REFERENCES[node.target]  # type: ignore[index]
+    run = functools.partial(_apply, reference, node.args[len(sources) :])
+    with compat.fake_mode_of(fakes) or contextlib.nullcontext():
+        traced = make_fx(run, dict(compat.inductor_decompositions()))(*fakes).graph
+    given = iter(sources)
     made: dict[fx.Node, fx.Node] = {}
     for each in traced.nodes:
         if each.op == "placeholder":
-            made[each] = source
+            made[each] = next(given)
         elif each.op == "output":
             (result,) = each.all_input_nodes
             node.replace_all_uses_with(made[result])
@@ -497,5 +576,5 @@ def _expand(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def _apply(reference: Callable[..., Tensor], rest: Sequence[Any], value: Tensor) -> Tensor:
-    return reference(value, *rest)
+def _apply(reference: Callable[..., Tensor], rest: Sequence[Any], *values: Tensor) -> Tensor:
+    return reference(*values, *rest)

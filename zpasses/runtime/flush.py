@@ -22,7 +22,8 @@ from zpasses import compat
 from zpasses.errors import AgreementError, OptionError, ZpassesError
 from zpasses.graph.dialect import reduction_calls
 from zpasses.graph.encoding import expand_encodings
-from zpasses.graph.queries import nbytes
+from zpasses.graph.error_feedback import Residual, add_residual_inputs, residual_inputs
+from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.tags import Reduction, Tag, add_tag
 from zpasses.pipeline.events import Events, run_reported_passes
 from zpasses.pipeline.passes import Level
@@ -37,6 +38,7 @@ from zpasses.runtime.grad_slots import pending_key
 from zpasses.runtime.layout import layout_of, rows_of
 from zpasses.runtime.local_shards import accumulate_grads
 from zpasses.runtime.profiling import collective_names, with_profiler_range
+from zpasses.runtime.residuals import residual_of
 from zpasses.runtime.run_checks import limited_collectives, timeout_of
 from zpasses.runtime.windows import Lowering, Window, grad_state_of
 
@@ -129,7 +131,7 @@ class GraphLowering:
     ) -> None:
         self._pipeline, self._codegen, self._events = pipeline, codegen, events or Events()
         self._verify: Verify = verify
-        self._code: dict[Any, Callable[[list[Any]], Any]] = {}
+        self._code: dict[Any, tuple[Callable[[list[Any]], Any], list[Residual]]] = {}
         try:
             self.text = str(pipeline) if Pipeline.parse(str(pipeline)) == pipeline else ""
         except OptionError:
@@ -141,6 +143,7 @@ class GraphLowering:
         totals: Sequence[Tensor],
         shard_rows: Sequence[int],
         timeout_s: float | None,
+        params: Sequence[Any],
     ) -> Callable[[list[Any]], Any]:
         """Compile the reduction of these gradients, or return it from the cache.
 
@@ -161,13 +164,28 @@ class GraphLowering:
                     verify=self._verify,
                 )
             gm.recompile()
-            code = self._codegen(expand_encodings(replace_gloo_collectives(gm)), fakes)
+            whole, residuals = add_residual_inputs(gm)
+            fakes += map(value_of, residual_inputs(whole.graph))
+            code = self._codegen(expand_encodings(replace_gloo_collectives(whole)), fakes)
             code = with_profiler_range(code, collective_names(gm.graph), "", "flush")
             if timeout_s is not None:
                 compare_collectives(gm.graph, "of the end of a window", timeout_s)
             self._events.collectives_compared("flush", gm.graph, timeout_s is not None)
-            self._code[key] = code
-        return self._code[key]
+            self._code[key] = code, residuals
+        code, residuals = self._code[key]
+        owners = {_input_name(entry.param_index): params[entry.param_index] for entry in entries}
+        held = [residual_of(owners[each.param], each) for each in residuals]
+
+        def run(inputs: list[Any]) -> Any:
+            inputs += held  # the code clears the list, so that totals are freed early
+            return code(inputs)
+
+        return run if held else code
+
+
+def _input_name(param_index: int) -> str:
+    """Returns the name that a parameter of a window has in the tags of a flush graph."""
+    return f"pending_{param_index}"
 
 
 def flush(window: Window, timeout_s: float | None, failure: str | None = None) -> None:
@@ -313,7 +331,7 @@ def _reduce(
         if lowering is None:
             code = functools.partial(_reduce_with_dialect, entries, shard_rows)
         else:
-            code = _lowered(lowering, groups, entries, totals, shard_rows, timeout_s)
+            code = _lowered(lowering, groups, entries, totals, shard_rows, timeout_s, params)
         if timeout_s is None:
             grads = code(totals)
         else:
@@ -331,9 +349,10 @@ def _lowered(
     totals: Sequence[Tensor],
     shard_rows: Sequence[int],
     timeout_s: float | None,
+    params: Sequence[Any],
 ) -> Callable[[list[Any]], Any]:
     try:
-        return lowering.code(entries, totals, shard_rows, timeout_s)
+        return lowering.code(entries, totals, shard_rows, timeout_s, params)
     except Exception as error:
         if timeout_s is not None and not is_reported(error):
             report_failure(groups, "of the end of a window", error, recoverable=False)
@@ -395,7 +414,7 @@ def flush_graph(
         inputs[-1].meta["val"] = fake
     outputs = []
     for node, fake, entry, rows in zip(inputs, fakes, entries, shard_rows, strict=True):
-        reduced, name = node, f"pending_{entry.param_index}"
+        reduced, name = node, _input_name(entry.param_index)
         for operator, arguments in entry.calls(rows):
             sent = fake
             with mode:

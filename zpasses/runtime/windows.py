@@ -60,8 +60,13 @@ class Lowering(Protocol):
         totals: Sequence[Tensor],
         shard_rows: Sequence[int],
         timeout_s: float | None,
+        params: Sequence[Any],
     ) -> Callable[[list[Any]], Any]:
-        """Compile a graph that reduces these pending gradients. It takes one list, `totals`."""
+        """Compile a graph that reduces these pending gradients. It takes one list, `totals`.
+
+        Args:
+            params: all parameters of the window.
+        """
 
 
 @dataclass
@@ -79,11 +84,14 @@ class PendingGrad:
 class ParamGradState:
     """The pending gradients of one parameter, and its windows."""
 
-    __slots__ = ("explicit_window", "pending", "step_window", "values_compared")
+    __slots__ = ("explicit_window", "pending", "residuals", "step_window", "values_compared")
 
     def __init__(self) -> None:
         self.pending: dict[PendingKey, PendingGrad] = {}
         """Pending gradients, full ones and those of the shard apart."""
+        self.residuals: dict[tuple[tuple[int, ...], int], Tensor] = {}
+        """What encoded reductions have lost of the gradient, by its shape and number
+        (zpasses.graph.error_feedback). No window reduces or discards it."""
         self.explicit_window: Window | None = None
         """The open window of a `coalesce_grad_reduction` block."""
         self.step_window: StepWindow | None = None

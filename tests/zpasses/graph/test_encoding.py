@@ -10,17 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 
 from tests.cases import some_quick
 from tests.graphs import drawn_examples
+from zpasses import compat
 from zpasses.graph.encoding import (
     DECODE,
     DECODE_MEAN,
     ENCODE,
+    ENCODE_WITH_FEEDBACK,
     Encoding,
     decode,
     decode_mean,
     encode,
+    encode_with_feedback,
     expand_encodings,
 )
 from zpasses.graph.queries import Editor
@@ -188,20 +192,80 @@ def test_parts_of_one_tensor_are_records_in_order():
     )
 
 
-@pytest.mark.parametrize("text", ["int4/128", "int8", "int8/0", "int8/x", ""])
+@pytest.mark.parametrize("text", ["int4/128", "int8", "int8/0", "int8/x", "", "int8/8/x"])
 def test_other_text_is_no_encoding(text):
     with pytest.raises(ValueError, match="expected a format of int8, fp8, mxfp8"):
         Encoding.parse(text)
 
 
+# --- error feedback -------------------------------------------------------------------------------
+def plain_rounding(block, name):
+    """What a block decodes to, written out; NaN if it is not finite."""
+    if not block.isfinite().all():
+        return torch.full_like(block, math.nan)
+    most = 127.0 if name == "int8" else 448.0
+    scale = block.abs().max() / most
+    scaled = (block / (scale if scale > 0 else 1.0)).clamp(-most, most)
+    codes = scaled.round() if name == "int8" else scaled.to(torch.float8_e4m3fn).to(F32)
+    return codes * scale
+
+
+values_and_losses = st.one_of(floats, st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan]))
+
+
+@examples
+@given(
+    st.lists(rows(values_and_losses), min_size=1, max_size=4),
+    st.sampled_from(["int8", "fp8"]),
+    st.integers(1, 40),
+    st.integers(1, 7),
+)
+def test_feedback_keeps_what_rounding_loses(values, name, block, parts):
+    """Of any gradients one after another: odd blocks, one row, ranks without rows."""
+    shape, how = values[0].shape, Encoding(name, block)
+    count = -(-shape[0] // parts) * shape[1]
+    residual = torch.zeros(how.residual_shape(count, parts))
+    lost = residual.clone()
+    for each in values:
+        value = torch.zeros(shape)  # of the first one's shape
+        value.view(-1)[: each.numel()] = each.reshape(-1)[: value.numel()]
+        padded = torch.nn.functional.pad(value.reshape(-1), (0, parts * count - value.numel()))
+        total = lost + torch.stack([blocks_of(part, how) for part in padded.view(parts, count)])
+        records = encode_with_feedback(value, residual, count, parts, how)
+        sent = torch.stack([plain_rounding(row, name) for row in total.flatten(0, 1)])
+        sent = sent.view(total.shape)
+        lost = torch.where((total - sent).isfinite(), total - sent, 0.0)
+        assert torch.equal(residual, lost)
+        got = decode(records, [parts, count], parts, F32, how)
+        wanted = sent.reshape(parts, -1)[:, :count]
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_without_a_residual_feedback_changes_nothing(name):
+    how, value = Encoding(name, 8), torch.randn(5, 4)
+    zeros = torch.zeros(how.residual_shape(12, 2))
+    expected = encode(value, 12, 2, how)
+    assert torch.equal(encode_with_feedback(value, zeros, 12, 2, how), expected)
+    assert torch.equal(encode(value, 12, 2, Encoding(name, 8, feedback=True)), expected)
+    assert not torch.equal(encode_with_feedback(value, zeros, 12, 2, how), expected)
+
+
+@pytest.mark.parametrize("text", ["int8/128", "fp8/16/feedback"])
+def test_text_of_an_encoding(text):
+    assert str(Encoding.parse(text)) == text
+    assert Encoding.parse(text).feedback == text.endswith("feedback")
+
+
 # --- generated code -------------------------------------------------------------------------------
-def graph_of(make, source):
+def graph_of(make, *sources):
     """A graph that returns what `make` inserts."""
-    graph = fx.Graph()
-    place = graph.placeholder("source")
-    place.meta["val"] = FakeTensorMode().from_tensor(source)
-    output = graph.output(place)
-    output.args = ((make(Editor(graph, before=output), place),),)
+    graph, mode = fx.Graph(), FakeTensorMode()
+    places = [graph.placeholder(f"source_{number}") for number, _ in enumerate(sources)]
+    for place, source in zip(places, sources, strict=True):
+        place.meta["val"] = mode.from_tensor(source)
+    output = graph.output(places[0])
+    output.args = ((make(Editor(graph, before=output), *places),),)
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
@@ -234,6 +298,40 @@ def test_generated_code_has_the_same_bits(name, high, wide, parts, block):
         assert not any("zpasses" in str(node.target) for node in expanded.graph.nodes)
         (ours,), (theirs,) = torch.compile(expanded)(source), gm(source)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.slow(quick="test_feedback_keeps_what_rounding_loses")
+@pytest.mark.parametrize(
+    ("name", "high", "wide", "parts", "block"), [("int8", 64, 64, 2, 128), ("fp8", 7, 5, 3, 4)]
+)
+def test_generated_code_writes_residuals_in_place(name, high, wide, parts, block):
+    how, size = Encoding(name, block), -(-high // parts)
+    generator = torch.Generator().manual_seed(high)
+    residual = torch.zeros(how.residual_shape(size * wide, parts))
+    values = torch.randn(3, high, wide, generator=generator, dtype=torch.bfloat16)
+    values *= torch.logspace(-40, 30, high)[:, None]
+    values[1, 0, 0] = math.inf
+
+    def encodes(edit, at, kept):
+        return edit.call(ENCODE_WITH_FEEDBACK, at, kept, size * wide, parts, str(how))
+
+    gm = graph_of(encodes, values[0], residual)
+    expanded, ours = expand_encodings(gm), residual.clone()
+    assert not any("zpasses" in str(node.target) for node in expanded.graph.nodes)
+    inputs = [node.meta["val"] for node in expanded.graph.find_nodes(op="placeholder")]
+    code = compat.inductor_codegen_standalone(expanded, inputs, {})
+    for value in values:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            records = code([value, ours])[0]
+        assert torch.equal(records, gm(value, residual)[0])
+        assert torch.equal(ours, residual)
+    assert ours.any()
+    events = profiled.profiler.kineto_results.events()
+    allocated = [each.nbytes() for each in events if each.name() == "[memory]"]
+    total = sum(each for each in allocated if each > 0)
+    assert total > 0
+    if block == 128:
+        assert total < residual.nbytes
 
 
 def test_graphs_without_encodings_are_left_alone():

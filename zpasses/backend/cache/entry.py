@@ -21,6 +21,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.backend.cache.store import CacheFiles
+from zpasses.graph.error_feedback import Residual
 from zpasses.graph.host_copies import HostNeed
 from zpasses.ranks.agree import Answers
 from zpasses.ranks.agreement import Sequences
@@ -91,6 +92,8 @@ class StoredVariant:
     """Names of the collectives of its graph."""
     sequences: Sequences
     """Of a variant of a backward graph."""
+    residuals: Sequence[Residual]
+    """What its code takes as last inputs."""
 
 
 @dataclass
@@ -210,13 +213,14 @@ class GraphArtifacts:
         events: dict[str, RunEvent],
         collectives: tuple[str, ...],
         sequences: Sequences,
+        residuals: Sequence[Residual],
     ) -> None:
         """Stores what Inductor generated for a variant (None: for the graph itself)."""
         data = compat.pack_code(code)
         if data is None:
             self.give_up("Inductor's code of it cannot be stored")
             return
-        stored = StoredVariant(data, events, collectives, sequences)
+        stored = StoredVariant(data, events, collectives, sequences, residuals)
         self._add(self._variant_name(kind, variant), pickle.dumps(stored))
 
     def write_if_complete(self) -> None:

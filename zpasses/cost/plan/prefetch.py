@@ -67,6 +67,8 @@ class GraphRun:
     """What may rest on the host, in the order in which values are chosen."""
     copies_compute: bool = False
     """Whether no kernel runs beside a copy to or from the host, as on CPUs."""
+    residual_bytes: int = 0
+    """What error feedback holds for its gradients, all the time."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,14 @@ class StepCost:
     waited_us: float
     """Time in which no kernel runs because a collective or a copy is awaited."""
     peak_bytes: int
-    """Most that the graphs hold, without parameters, gradients and what runs between graphs."""
+    """Most that the graphs hold, residuals included, without parameters, gradients and what runs
+    between graphs."""
     moved: tuple[int, ...] = ()
     """How many values each graph moves to the host; () if none does."""
     host_bytes: int = 0
     """Bytes of these."""
+    residual_bytes: int = 0
+    """What error feedback holds of the peak, between steps as well."""
 
 
 def plan_prefetch(
@@ -258,7 +263,11 @@ class _Step:
             self._run(number, run)
         self._reduce(0)
         moved = sum(value.nbytes for values in self._values for value in values)
-        return StepCost(self._ahead, self._now, self._waited, self._peak, self._moved, moved)
+        # A graph that runs again has the same residuals.
+        held = sum({run.name: run.residual_bytes for run in self._runs}.values())
+        return StepCost(
+            self._ahead, self._now, self._waited, self._peak + held, self._moved, moved, held
+        )
 
     def _run(self, number: int, run: GraphRun) -> None:
         turn_us = 0.0

@@ -173,6 +173,8 @@ def like_a_head():
     Net.forward = lambda self, x: self.down(self.activation(self.up(x))).logsumexp(1).mean()
 
 
+_ENCODED = {"encode": "int8", "block": "8", "exact_below_kib": "0", "feedback": "on"}
+FEEDBACK = f"zero3{{{','.join(f'reduce-grads.{key}={to}' for key, to in _ENCODED.items())}}}"
 CONFIGURATIONS = {
     "chunks": ({"pipeline": "chunk-loss{chunks=2},zero3"}, {"patch": like_a_head}),
     "stage 1": ({"zero_stage": 1}, {}),
@@ -188,6 +190,8 @@ CONFIGURATIONS = {
     "memory budget": ({"memory_budget": "1MiB"}, {}),
     "prefetch": ({"prefetch": 1}, {}),
     "prefetch, windows": ({"prefetch": "auto", "backwards_per_step": 2}, {"lengths": (4,) * 6}),
+    "error feedback": ({"pipeline": FEEDBACK}, {}),
+    "error feedback, prefetch": ({"pipeline": FEEDBACK, "prefetch": "auto"}, {}),
     "shapes": ({}, {"lengths": (4, 5, 6, 4)}),
     "dynamic": ({}, {"lengths": (4, 5, 6, 4), "dynamic": True}),
 }

@@ -121,6 +121,16 @@ def test_chosen_steps_are_never_slower_than_without_prefetching(forwards, limit)
         assert chosen.total_us <= costs[0].total_us * 1.004 or chosen.total_us == pytest.approx(0)
 
 
+def test_residuals_are_held_all_the_time_and_once_for_each_graph():
+    runs = [FORWARD, replace(BACKWARD, residual_bytes=6)]
+    again = [*runs, *runs, replace(BACKWARD, name="another", residual_bytes=5)]
+    for steps, held in ((runs, 6), (again, 11)):
+        plain = [replace(each, residual_bytes=0) for each in steps]
+        cost = step_cost(steps, 1)
+        assert cost.residual_bytes == held
+        assert cost.peak_bytes == step_cost(plain, 1).peak_bytes + held
+
+
 # --- values on the host ---------------------------------------------------------------------------
 SAVING = replace(
     FORWARD,
