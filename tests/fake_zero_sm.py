@@ -86,7 +86,10 @@ class _Gathers:
 
     def __init__(self, settings: Settings, group: str, name: str, limit_s: float) -> None:
         ranks, limit = compat.group_ranks(group), timedelta(seconds=limit_s)
-        compat.make_group(group, name, ranks, "zero", limit)
+        # NCCL registers over sockets of its own, beside the gathers that are under way.
+        self._bootstrap = f"{name}.bootstrap"
+        for each in (name, self._bootstrap):
+            compat.make_group(group, each, ranks, "zero", limit)
         if settings.fail == "connect":
             raise RuntimeError("ncclCommInitRankConfig: unhandled system error")
         self._settings, self._name, self._ranks = settings, name, len(ranks)
@@ -103,14 +106,16 @@ class _Gathers:
         if self._settings.fail == "register":
             raise RuntimeError("ncclCommWindowRegister: invalid usage")
         assert self._allocated is not None, "registered twice"
-        (sizes,) = self._exchanged(torch.tensor([self._allocated.nbytes])).unbind(1)
+        (sizes,) = self._exchanged(torch.tensor([self._allocated.nbytes]), self._bootstrap).unbind(
+            1
+        )
         if len(set(sizes.tolist())) > 1:
             raise RuntimeError(f"ranks register memory of different sizes: {sizes.tolist()}")
         self._settings.registered.append(self._allocated)
         self._allocated = None
 
     def deregister(self) -> None:
-        self._exchanged(torch.tensor([len(self._settings.registered)]))
+        self._exchanged(torch.tensor([len(self._settings.registered)]), self._bootstrap)
         self._settings.registered.clear()
 
     def start(self, source: Tensor, out: Tensor) -> Any:
@@ -132,14 +137,14 @@ class _Gathers:
         sent = torch.frombuffer(bytearray(ctypes.string_at(address, nbytes)), dtype=torch.uint8)
         if self._settings.fail == "wrong_bytes":
             sent = sent + 1
-        places, parts = self._exchanged(torch.tensor(place)), self._exchanged(sent)
+        places, parts = (self._exchanged(each, self._name) for each in (torch.tensor(place), sent))
         for rank, (window, offset) in enumerate(places.tolist()):
             memory = self._settings.registered[window]
             at = offset + rank * nbytes
             memory[at : at + nbytes] = parts[rank]
 
-    def _exchanged(self, mine: Tensor) -> Tensor:
+    def _exchanged(self, mine: Tensor, group: str) -> Tensor:
         """The tensors of all ranks, [ranks, ...]."""
         full = mine.new_empty((self._ranks * mine.numel(),))
-        compat.start_all_gather(mine, full, self._name).wait()
+        compat.start_all_gather(mine, full, group).wait()
         return full.view(self._ranks, -1)

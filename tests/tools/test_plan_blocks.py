@@ -153,7 +153,7 @@ def test_the_command_prints_the_call_and_what_it_does_not_count(tmp_path):
     assert done.exit_code == 1
     found = json.loads(done.stdout)
     assert (found["compile_blocks"], found["uncompiled"]) == ("layers.*,head", {})
-    assert (found["options"], "MiB are missing" in found["reason"]) == (None, True)
+    assert (found["options"], " are missing" in found["reason"]) == (None, True)
     assert [each["name"] for each in found["stages"]] == ["zero2", "zero3"]
     assert {"ahead", "step"} <= set(found["plans"][0])
 

@@ -118,5 +118,5 @@ def test_steps_of_which_nothing_fits_say_what_rests_on_the_host():
     runs = [replace(forward, name=str(at), movable=(value,)) for at in range(4)]
     runs += [replace(forward, is_backward=True, saved_bytes=0)] * 4
     step = BlockStep(runs, host_bytes=1 << 30)
-    assert "gathered ahead and 1.0 MiB rest on the host, and" in step.too_little_memory("1KiB", 1)
+    assert "gathered ahead and 1 MiB rest on the host, and" in step.too_little_memory("1KiB", 1)
     assert "rest on the host" not in BlockStep(runs).too_little_memory("1KiB", 1)

@@ -127,7 +127,7 @@ def test_too_small_budget_says_what_is_missing_and_what_holds_the_memory():
         captured("40KiB")
     text = str(caught.value)
     assert "memory_budget='40KiB': the leanest plan" in text
-    assert "MiB more than the budget" in text
+    assert " more than the budget. At its peak, in " in text
     assert "the largest values are: " in text
     assert MemoryBudgetError.__name__ in text
 

@@ -118,7 +118,11 @@ KINDS = [MergeReads, GatherParams, ReduceGrads, ReshardAfterForward, CacheParams
 
 ALONE = {
     GatherParams: {"block": st.none()},
-    ReduceGrads: {"block": st.none(), "form": st.just("reduce_scatter")},
+    ReduceGrads: {
+        "block": st.none(),
+        "form": st.just("reduce_scatter"),
+        "feedback": st.just("off"),
+    },
     Schedule: {"cap_mb": st.none()},
 }
 """Values of options that others exclude."""
@@ -204,6 +208,7 @@ CHANGED = {
     "part": "average",
     "gathers": "all",
     "rows": "on",
+    "feedback": "on",
 }
 
 
@@ -214,7 +219,9 @@ CHANGED = {
 )
 def test_uuid_changes_with_every_option(cls):
     for option in field_types(cls):
-        needs = {"block": {"encode": "int8"}, "cap_mb": {"plan": "single"}}.get(option, {})
+        encodes = {"encode": "int8"}
+        needs = {"block": encodes, "feedback": encodes, "cap_mb": {"plan": "single"}}
+        needs = needs.get(option, {})
         changed = dataclasses.replace(cls(), **{option: CHANGED[option], **needs})
         assert cls(**needs).uuid() != changed.uuid(), option
 
