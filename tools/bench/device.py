@@ -2,7 +2,8 @@
 
 The group is a fake one, whose collectives move nothing. So times are those of compute, of the
 copies around collectives and of launches, and memory is that of a real rank. Losses mean nothing:
-gathered parameters hold what memory held.
+gathered parameters hold what memory held. The cost model's prediction for links that take no time
+stands beside them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import gc
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from zpasses import compat
+from zpasses.cost.time.step_time import step_time
+from zpasses.cost.time.target import Target
+from zpasses.pipeline.events import ObservedGraph, observe_graphs
 from zpasses.tools.bench.launch import RankError, rank_main, run_ranks
 from zpasses.tools.bench.model import GPT, ModelSize
 from zpasses.tools.bench.peers import check_peers, peer_of
@@ -66,6 +70,10 @@ class DeviceResult:
     """Allocated on the device between steps."""
     peak_bytes: int | None = None
     """Peak of a forward and a backward above that; None without an accelerator."""
+    backward_s: float = 0.0
+    """Median time of a forward and its backward in the first round, seconds."""
+    predicted_s: float | None = None
+    """What the cost model says of them, seconds; None for other peers than zpasses."""
 
     @property
     def step_s(self) -> float:
@@ -119,6 +127,7 @@ def _add(result: DeviceResult, found: dict[str, Any], *, first: bool) -> None:
     if first:
         result.compile_s = found["compile_s"]
         result.resting_bytes, result.peak_bytes = found["resting_bytes"], found["peak_bytes"]
+        result.backward_s, result.predicted_s = found["backward_s"], found["predicted_s"]
 
 
 def device_table(report: DeviceReport) -> str:
@@ -130,6 +139,8 @@ def device_table(report: DeviceReport) -> str:
             "step ms": result.step_s * 1e3,
             "spread": f"{min(result.rounds_s) * 1e3:.1f} to {max(result.rounds_s) * 1e3:.1f}",
             "ratio": two_decimals(result.ratio(report.results[0])),
+            "backward ms": result.backward_s * 1e3,
+            "predicted": None if result.predicted_s is None else result.predicted_s * 1e3,
             "at rest MiB": f"{result.resting_bytes / MIB:.0f}",
             "peak MiB": None if result.peak_bytes is None else f"{result.peak_bytes / MIB:.0f}",
             "first step s": result.compile_s,
@@ -144,6 +155,16 @@ def device_table(report: DeviceReport) -> str:
 
 
 # --- in the measured process ----------------------------------------------------------------------
+_FAST_LINKS: dict[str, Any] = {
+    "link_gb_s": 1e9,
+    "network_gb_s": 1e9,
+    "launch_us": 1e-3,
+    "hop_us": 1e-3,
+    "network_hop_us": 1e-3,
+}
+"""Figures of a target whose collectives take no time."""
+
+
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Train one peer in bf16 on this process's device."""
     dist.init_process_group("fake", store=compat.fake_store(), rank=0, world_size=job["ranks"])
@@ -155,20 +176,31 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         model = GPT(size).to(torch.bfloat16)
         batch = torch.randint(size.vocab, (size.batch, size.seq))
     trainer = peer_of(job["peer"]).build(model, mesh)
+    target, predicted = replace(Target.detect(), **_FAST_LINKS), list[float]()
+
+    def predict(event: ObservedGraph) -> None:
+        if event.kind in ("forward", "backward"):
+            predicted.append(step_time([event.graph], target).total_us / 1e6)
 
     def wait() -> None:
         if memory is not None:
             memory.synchronize()
 
-    def step() -> float:
+    def step(*, updates: bool = True) -> float:
+        """Returns the duration of a step; without the update, if that is not asked for."""
         wait()
         started = time.perf_counter()
         trainer.backward(batch, batch)
-        trainer.update()
+        if updates:
+            trainer.update()
         wait()
-        return time.perf_counter() - started
+        took = time.perf_counter() - started
+        if not updates:
+            trainer.update()
+        return took
 
-    warmup = [step() for _ in range(job["warmup"])]
+    with observe_graphs(predict):
+        warmup = [step() for _ in range(job["warmup"])]
     gc.collect()  # compiling leaves reference cycles that hold tensors
     resting, peak = 0, None
     if memory is not None:
@@ -183,6 +215,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "compile_s": warmup[0],
         "resting_bytes": resting,
         "peak_bytes": peak,
+        "backward_s": statistics.median(step(updates=False) for _ in range(job["steps"])),
+        "predicted_s": sum(predicted) if predicted else None,
         "device_name": "the CPU" if memory is None else memory.get_device_name(),
     }
 

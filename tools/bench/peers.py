@@ -313,7 +313,8 @@ PEERS: dict[str, Peer] = {peer.name: peer for peer in _all_peers()}
 
 def peer_of(name: str) -> Peer:
     """Return the peer of a name: one of `PEERS`, or zpasses with other options, given as
-    "zpasses:OPTION=VALUE:OPTION=VALUE", such as "zpasses:memory_budget=+8MiB".
+    "zpasses:OPTION=VALUE:OPTION=VALUE", such as "zpasses:memory_budget=+8MiB". In a value, ";"
+    stands for ",", which separates peers.
 
     Raises:
         OptionError: for an unknown name, or a wrong option.
@@ -321,7 +322,7 @@ def peer_of(name: str) -> Peer:
     if name in PEERS:
         return PEERS[name]
     kind, *texts = name.split(":")
-    given = dict(text.partition("=")[::2] for text in texts)
+    given = dict(text.replace(";", ",").partition("=")[::2] for text in texts)
     if kind != "zpasses" or not given or not all(given.values()):
         raise OptionError(
             f"got the peer {name!r}; expected zpasses:OPTION=VALUE, or one of "

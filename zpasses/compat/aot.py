@@ -162,7 +162,7 @@ def partition(
     settings: dict[str, Any] = {"ban_recompute_materialized_backward": materialized}
     if activation_budget < 1.0:
         settings["activation_memory_budget"] = activation_budget
-        if _hold_no_tensors(gm.graph):
+        if hasattr(functorch_config, _SCRIPT_OBJECT_SIZE) and _hold_no_tensors(gm.graph):
             settings[_SCRIPT_OBJECT_SIZE] = True
     _save_readers_of_changed_inputs(gm.graph)
     with functorch_config.patch(cse=False, **settings):

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost.memory.liveness import Liveness, liveness
+from zpasses.cost.time.fused_kernels import FusedKernels
 from zpasses.cost.time.roofline import compute_us
 from zpasses.cost.time.route_figures import engine_route
 from zpasses.cost.time.step_time import (
@@ -68,8 +69,8 @@ class Describer:
         self._next = 0
         self._numbers: dict[str, dict[str, int]] = {}
         self._group_ranks: dict[str, tuple[int, ...]] = {}
-        self._compute_us: dict[tuple[Any, int], tuple[Any, float]] = {}
-        """Target and id of the value -> the value, and the time of the call."""
+        self._compute_us: dict[tuple[Any, ...], tuple[Any, float]] = {}
+        """Target, id of the value and bytes moved -> the value, and the time of the call."""
         self._param_sources: dict[str, data.Source | None] = {}
         """Parameter -> source of the line that reads it."""
         self.saved: dict[str, Contents] = {}
@@ -116,14 +117,14 @@ class Describer:
             self._param_sources.setdefault(name, found)
         return found
 
-    def compute_us(self, node: fx.Node) -> float:
+    def compute_us(self, node: fx.Node, kernels: FusedKernels) -> float:
         """Time of a call that does not communicate. Copies of a node in other graphs share its
-        value, so their time is known.
+        value, so their time is known if they are fused likewise.
         """
         value = value_of(node)
-        key = node.target, id(value)
+        key = node.target, id(value), kernels.moved_bytes(node)
         if key not in self._compute_us:
-            self._compute_us[key] = value, round(compute_us(node, self.target), 3)
+            self._compute_us[key] = value, round(compute_us(node, self.target, kernels), 3)
         return self._compute_us[key][1]
 
     def group_ranks(self, name: str) -> tuple[int, ...]:
@@ -158,6 +159,7 @@ class GraphDescriber:
         self._marked = not graph.startswith(_PARTITIONED)
         self._numbers: dict[fx.Node, int] = {}
         self._known: dict[fx.Node, tuple[tuple[Any, ...], data.Node]] = {}
+        self._kernels = FusedKernels()
 
     def snapshot(self, graph: fx.Graph, number: int) -> data.Snapshot:
         """The graph in its current state. `number` becomes the number of the snapshot."""
@@ -173,6 +175,7 @@ class GraphDescriber:
                 )
                 self._numbers[node] = fresh
         self._describer.remember(self._graph, {node.name: self._numbers[node] for node in nodes})
+        self._kernels = FusedKernels()
         memory = liveness(graph) if self._modelled else Liveness(nodes, (0,) * len(nodes), ())
         buffers = self._buffers(nodes, memory)
         kind, _, part = self._graph.partition(".")
@@ -228,6 +231,7 @@ class GraphDescriber:
             mark,
             waits,
             buffers,
+            self._kernels.moved_bytes(node) if self._modelled else None,
         )
         known = self._known.get(node)
         if known is not None and known[0] == key:
@@ -307,7 +311,7 @@ class GraphDescriber:
         if copy is not None:
             timing = host_copy_timing(copy, self._describer.target)
             return round(timing.duration_us + timing.issue_us, 3), "communication"
-        cost_us = self._describer.compute_us(node)
+        cost_us = self._describer.compute_us(node, self._kernels)
         return cost_us, "compute" if cost_us else None
 
     def _argument(self, value: Any) -> data.Argument:

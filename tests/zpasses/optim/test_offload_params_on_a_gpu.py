@@ -1,8 +1,9 @@
-"""Tests that need a GPU: frozen shards in locked host memory. They have not run yet."""
+"""Tests that need a GPU: frozen shards in locked host memory."""
 
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -56,6 +57,10 @@ def test_a_gpu_trains_with_the_same_bits(mesh, compiled):
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.13"),
+    reason="torch before 2.13 does not tell subclasses of DTensor about writes",
+)
 def test_a_write_waits_until_the_device_has_read_the_shard(mesh):
     net = tuned(mesh, offloads=True)
     step = torch.compile(net, backend="zpasses", options={"zero_stage": 3})

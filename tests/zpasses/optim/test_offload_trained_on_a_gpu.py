@@ -1,4 +1,4 @@
-"""Tests that need a GPU: trained shards and gradients in locked memory. They have not run yet."""
+"""Tests that need a GPU: trained shards and gradients in locked memory."""
 
 import pytest
 import torch

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.cost.time.fused_kernels import FusedKernels
 from zpasses.cost.time.route_figures import MAX_CHUNK_BYTES, RouteFigures
 from zpasses.cost.time.target import Target
 from zpasses.graph.aliases import is_view
@@ -128,10 +129,16 @@ def copy_us(copied_bytes: int, target: Target) -> float:
     return target.kernel_us + 2 * copied_bytes / (target.memory_gb_s * 1e3) if copied_bytes else 0.0
 
 
-def compute_us(node: fx.Node, target: Target) -> float:
-    """Returns the duration of one call; 0 for views, graph inputs and communication.
+def compute_us(node: fx.Node, target: Target, kernels: FusedKernels | None = None) -> float:
+    """Returns the duration of one call; 0 for views, graph inputs, communication, and calls that
+    are fused into the kernels of their readers.
 
     The call of a subgraph takes as long as all calls in it.
+
+    Args:
+        node: the call.
+        target: hardware that the graph runs on.
+        kernels: those of the node's graph, to look them up once for many calls.
     """
     call: Any = compat.operator_call(node)[0]
     body = compat.subgraph_of(node)
@@ -151,7 +158,11 @@ def compute_us(node: fx.Node, target: Target) -> float:
     if call in (FROM_HOST, TO_HOST):
         speed = target.host_in_gb_s if call is FROM_HOST else target.host_out_gb_s
         return target.kernel_us + nbytes(value_of(node)) / (speed * 1e3)
-    moved = nbytes(value_of(node)) + sum(nbytes(value_of(item)) for item in node.all_input_nodes)
+    moved = (kernels or FusedKernels()).moved_bytes(node)
+    return 0.0 if moved is None else _kernel_us(node, moved, target)
+
+
+def _kernel_us(node: fx.Node, moved: int, target: Target) -> float:
     return max(
         target.kernel_us, moved / (target.memory_gb_s * 1e3), _flops(node) / (target.tflops * 1e6)
     )
@@ -160,6 +171,7 @@ def compute_us(node: fx.Node, target: Target) -> float:
 def durations_us(nodes: Iterable[fx.Node], target: Target) -> list[float]:
     """Returns the duration of each call. Calls of equal shapes are computed once."""
     known: dict[Any, float] = {}
+    kernels = FusedKernels()
     found = []
     for node in nodes:
         if node.op != "call_function":
@@ -167,9 +179,9 @@ def durations_us(nodes: Iterable[fx.Node], target: Target) -> list[float]:
             continue
         values = [value_of(each) for each in (node, *node.all_input_nodes)]
         constants = [each for each in node.args if not isinstance(each, fx.Node)]
-        key = node.target, repr(constants), *map(_shape, values)
+        key = node.target, repr(constants), kernels.moved_bytes(node), *map(_shape, values)
         if key not in known:
-            known[key] = compute_us(node, target)
+            known[key] = compute_us(node, target, kernels)
         found.append(known[key])
     return found
 

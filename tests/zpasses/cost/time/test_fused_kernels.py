@@ -1,0 +1,107 @@
+"""Which values the cost model takes to be written to memory."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from zpasses import compat
+from zpasses.cost.time.fused_kernels import FusedKernels
+from zpasses.cost.time.roofline import compute_us, durations_us
+from zpasses.cost.time.target import Target
+
+aten = torch.ops.aten
+T = Target.parse("h100,memory_gb_s=1,tflops=1e9,kernel_us=1e-6")
+KIB = 1024
+
+
+def traced(function, *shapes, dtype=torch.float32, decomposed=True):
+    table = dict(compat.inductor_decompositions()) if decomposed else {}
+    with compat.FakeTensorMode():
+        given = [torch.empty(shape, dtype=dtype) for shape in shapes]
+        return make_fx(function, table, tracing_mode="fake")(*given).graph
+
+
+def moved(graph):
+    """Name of each operator -> bytes that its kernel moves."""
+    kernels = FusedKernels()
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    return {node.name: kernels.moved_bytes(node) for node in calls}
+
+
+def test_an_elementwise_result_between_elementwise_operators_is_never_written():
+    graph = traced(lambda x, y: ((x + y).relu() * 2).sum(1), (KIB, 4), (KIB, 4))
+    found = moved(graph)
+    assert [found.pop(name) for name in ("add", "relu", "mul")] == [None] * 3
+    assert list(found.values()) == [2 * 16 * KIB + 4 * KIB]  # both inputs, and the sums
+
+
+def test_what_others_read_is_written_once_and_read_by_each():
+    def function(x, w):
+        y = x.exp()
+        return y @ w, y + 1
+
+    found = moved(traced(function, (32, 32), (32, 32)))
+    assert found == {"exp": 2 * 4 * KIB, "mm": 3 * 4 * KIB, "add": 2 * 4 * KIB}
+
+
+def test_a_value_that_nobody_reads_is_written():
+    assert moved(traced(lambda x, y: x.copy_(y), (KIB,), (KIB,)))["copy_"] == 3 * 4 * KIB
+
+
+def test_an_input_that_an_expression_reads_twice_is_loaded_once():
+    found = moved(traced(lambda x: (x.exp() * x.sin()).sum(), (KIB,)))
+    assert found["sum_1"] == 4 * KIB + 4
+
+
+def test_expressions_of_many_tensors_become_kernels():
+    def function(*values):
+        return math.prod(values[1:], start=values[0]).relu()
+
+    found = moved(traced(function, *[(KIB,)] * 7))
+    written = [name for name, each in found.items() if each is not None]
+    assert len(written) == 2
+    assert found["relu"] == 4 * 4 * KIB  # the value of the first kernel, two inputs, the result
+
+
+def test_views_pass_on_what_is_read():
+    def function(x, row):
+        return (x.exp() * row.exp()[:, None].expand(64, 64)).sum(0)
+
+    found = moved(traced(function, (64, 64), (64,)))
+    kernels = {name: each for name, each in found.items() if each is not None and "sum" in name}
+    assert list(kernels.values()) == [64 * 64 * 4 + 64 * 4 + 64 * 4]
+
+
+def test_long_chains_are_followed():
+    def function(x):
+        for _ in range(1500):
+            x = x + 1
+        return x
+
+    graph = traced(function, (KIB,))
+    last = list(graph.nodes)[-2]
+    assert FusedKernels().moved_bytes(last) == 2 * 4 * KIB
+    assert compute_us(last, T) == pytest.approx(8.192)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.gelu(x) @ x,
+        lambda x: F.layer_norm(x, x.shape[1:]) @ x,
+        lambda x: torch.softmax(x, -1) @ x,
+        lambda x: F.log_softmax(x.float(), -1).sum(),
+    ],
+)
+def test_decomposed_operators_take_about_as_long_as_whole_ones(function):
+    whole, parts = (
+        sum(durations_us(graph.nodes, T))
+        for graph in (
+            traced(function, (256, 256), decomposed=False),
+            traced(function, (256, 256)),
+        )
+    )
+    assert parts == pytest.approx(whole, rel=0.45)  # each of them alone: 2.5 and more
