@@ -13,6 +13,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.backend.cache.entry import GraphArtifacts, StoredVariant
 from zpasses.backend.captured import Capture, describe_inputs
+from zpasses.cost.memory.liveness import use_fusion
 from zpasses.cost.time.target import Target, use_target
 from zpasses.dumps.listeners import events_for
 from zpasses.errors import AgreementError
@@ -147,7 +148,11 @@ class CompileJob:
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
         """Context of passes. torch may compile a backward late, outside of the backend's call."""
-        with use_target(self.target), vote_timeout(self.options.agreement_timeout_s):
+        with (
+            use_target(self.target),
+            use_fusion(self.options.codegen == "inductor"),
+            vote_timeout(self.options.agreement_timeout_s),
+        ):
             yield
 
     @contextlib.contextmanager

@@ -6,13 +6,19 @@ collective live until its wait, and so does the scratch memory of its backend. A
 from the host takes memory from the start of its copy on; on the host it takes none. All inputs and
 outputs of a subgraph live during its call. Memory that the caller holds (parameters, the batch) is
 not counted: all figures are bytes above the state before the call.
+
+Inductor's code does not compute a graph operator by operator. Inside `use_fusion`, a value that is
+inlined in its readers (zpasses.cost.time.fused_kernels) takes no memory and keeps alive what it is
+computed from, and an elementwise kernel writes over an input of its size that nothing needs later.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +26,8 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.graph.aliases import buffer_readers, is_alias, memory_base
+from zpasses.cost.time.fused_kernels import FusedKernels
+from zpasses.graph.aliases import buffer_readers, is_alias, is_view, memory_base, view_base
 from zpasses.graph.host_copies import RELOAD, RELOAD_WAIT, host_copy_of, is_on_host
 from zpasses.graph.queries import (
     Collective,
@@ -36,6 +43,21 @@ from zpasses.graph.tags import tag_of
 
 NOTABLE_BYTES = 1 << 20
 """The least excess over a memory budget that is worth a warning."""
+
+
+_fusion: contextvars.ContextVar[bool] = contextvars.ContextVar("zpasses.fusion", default=False)
+
+
+@contextlib.contextmanager
+def use_fusion(fuses: bool) -> Iterator[None]:
+    """Context manager in which `liveness` counts what Inductor's code allocates, or what operators
+    do that run one by one.
+    """
+    token = _fusion.set(fuses)
+    try:
+        yield
+    finally:
+        _fusion.reset(token)
 
 
 @dataclass(eq=False)
@@ -102,6 +124,7 @@ def liveness(
     tracker = _Tracker(saved_inputs(nodes), reinplaceable_all_reduces(graph), bytes_of, is_view)
     for index, node in enumerate(nodes):
         tracker.visit(index, node)
+    tracker.write_in_place()
     changes = [0] * (len(nodes) + 1)
     for buffer in tracker.buffers:
         changes[buffer.first] += buffer.nbytes
@@ -167,6 +190,9 @@ class _Tracker:
         """Full parameters that outlive the call, even if the graph does not return them yet."""
         self._saved_inputs, self._reinplaceable = saved_inputs, reinplaceable
         self._bytes_of, self._is_view = bytes_of, is_view
+        self._kernels = FusedKernels() if _fusion.get() else None
+        self._elementwise: list[tuple[fx.Node, frozenset[fx.Node]]] = []
+        """Kernels that may write over an input, and their inputs."""
 
     def visit(self, index: int, node: fx.Node) -> None:
         for item in (*node.all_input_nodes, *(self._cached if node.op == "output" else ())):
@@ -178,7 +204,9 @@ class _Tracker:
         elif node.op == "placeholder":
             self._memory_of[node] = [self._saved(node)] if node in self._saved_inputs else [None]
         elif node.op == "call_function":
-            self._memory_of[node] = self._aliased(node) or self._allocate(index, node)
+            self._memory_of[node] = (
+                self._inlined(node) or self._aliased(node) or self._allocate(index, node)
+            )
             self._communicate(index, node)
             within = subgraph_bytes(node)
             if within:
@@ -186,6 +214,16 @@ class _Tracker:
         tag = tag_of(node)
         if tag is not None and tag.cached:
             self._cached.append(node)
+
+    def write_in_place(self) -> None:
+        """Ends the life of what elementwise kernels write over right before them."""
+        for node, sources in self._elementwise:
+            made = self._memory_of[node][0]
+            for source in sources:
+                dying = next(iter(self._memory_of.get(source, ())), None)
+                if made is not None and dying is not None and _takes_over(made, dying):
+                    dying.last = made.first - 1
+                    break
 
     def _saved(self, node: fx.Node) -> Buffer | None:
         """Returns the buffer of a saved value. Saved views of one tensor share one buffer."""
@@ -199,6 +237,20 @@ class _Tracker:
             )
             self.buffers.append(self._storages[key])
         return self._storages[key]
+
+    def _inlined(self, node: fx.Node) -> list[Buffer | None] | None:
+        """Returns the memory of what a value is computed from, if that happens where it is read."""
+        kernels = self._kernels
+        if kernels is None:
+            return None
+        if is_view(node) and kernels.is_inlined(view_base(node)):
+            return self._memory_of[node.all_input_nodes[0]]
+        if not kernels.is_inlined(node):
+            if kernels.has_kernel(node):
+                self._elementwise.append((node, kernels.inputs(node)))
+            return None
+        held = [each for item in node.all_input_nodes for each in self._memory_of.get(item, ())]
+        return list(dict.fromkeys(held)) or [None]
 
     def _aliased(self, node: fx.Node) -> list[Buffer | None] | None:
         inputs = node.all_input_nodes
@@ -250,6 +302,19 @@ class _Tracker:
                 buffer.last = max(buffer.last, index)
 
 
+def _takes_over(made: Buffer, dying: Buffer) -> bool:
+    """Whether a kernel writes its result over a buffer that is needed no longer."""
+    ours, theirs = value_of(made.node), value_of(dying.node)
+    return (
+        dying.last == made.first > dying.first
+        and isinstance(ours, Tensor)
+        and isinstance(theirs, Tensor)
+        and (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+        and made.nbytes == dying.nbytes
+        and collective_of(dying.node) is None
+    )
+
+
 _subgraph_bytes: weakref.WeakKeyDictionary[fx.GraphModule, int] = weakref.WeakKeyDictionary()
 
 
@@ -261,7 +326,8 @@ def subgraph_bytes(node: fx.Node) -> int:
     if body is None:
         return 0
     if body not in _subgraph_bytes:
-        peak, returned = liveness(body.graph).peak_bytes, nbytes(value_of(node))
+        with use_fusion(False):  # chunks of a loss took most of it on a GPU (docs/measurements.md)
+            peak, returned = liveness(body.graph).peak_bytes, nbytes(value_of(node))
         _subgraph_bytes[body] = max(0, peak - returned)
     return _subgraph_bytes[body]
 

@@ -3,8 +3,9 @@ written to memory.
 
 An elementwise operator has no kernel of its own if all of its readers are elementwise operators or
 reductions. What it would read is then read where its own result would be. Inductor gives up on
-expressions that read many tensors (`config.realize_reads_threshold`), and so does this model. Two
-kernels that read the same values count them twice, although Inductor fuses some of these, too.
+expressions that read many tensors (`config.realize_reads_threshold` for those with several readers,
+`realize_acc_reads_threshold` for all), and so does this model. Two kernels that read the same
+values count them twice, although Inductor fuses some of these, too.
 
 Without this, a graph with Inductor's decompositions would count each of them as a pass over memory:
 on an H200, 73 ms for a step that takes 43, and 149 for a loss that takes 40 (docs/measurements.md).
@@ -13,19 +14,20 @@ on an H200, 73 ms for a step that takes 43, and 149 for a loss that takes 40 (do
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph.aliases import is_view
+from zpasses.graph.aliases import is_view, view_base
 from zpasses.graph.queries import nbytes, value_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-_MOST_READS = 4
+_MOST_READS = 8
 """Tensors that an expression reads at most before it becomes a kernel."""
+_MOST_SHARED_READS = 4
+"""The same for an expression with several readers."""
 
 _ELEMENTWISE = frozenset(
     {
@@ -35,6 +37,7 @@ _ELEMENTWISE = frozenset(
         aten.clone.default,
         aten.full.default,
         aten.full_like.default,
+        aten.gather.default,
         aten.scalar_tensor.default,
     }
 )
@@ -54,7 +57,9 @@ _REDUCTIONS = frozenset(
 
 
 class FusedKernels:
-    """What the kernels of a graph read and write. It holds while the graph does not change."""
+    """What the kernels of a graph read and write. It holds while the graph does not change, and is
+    equal on ranks that hold parts of other sizes.
+    """
 
     def __init__(self) -> None:
         self._leaves: dict[fx.Node, frozenset[fx.Node]] = {}
@@ -64,26 +69,35 @@ class FusedKernels:
         """Returns the bytes that the kernel of a call reads and writes; None if it has none of its
         own.
         """
+        written = nbytes(value_of(node))
         if not _is_fusible(node):
-            return nbytes(value_of(node)) + _bytes(node.all_input_nodes)
-        leaves = self._leaves_of(node)
-        if node not in leaves:
+            return written + sum(nbytes(value_of(each)) for each in node.all_input_nodes)
+        if self.is_inlined(node):
             return None
-        return nbytes(value_of(node)) + _bytes(self._inputs(node))
+        return written + sum(map(_loaded_bytes, self.inputs(node)))
 
-    def _inputs(self, node: fx.Node) -> frozenset[fx.Node]:
+    def is_inlined(self, node: fx.Node) -> bool:
+        """Whether a call is computed where it is read, so that its value is in no memory."""
+        return _is_elementwise(node) and node not in self._leaves_of(node)
+
+    def has_kernel(self, node: fx.Node) -> bool:
+        """Whether a call is an elementwise operator, or a reduction, that is not inlined."""
+        return _is_fusible(node) and not self.is_inlined(node)
+
+    def inputs(self, node: fx.Node) -> frozenset[fx.Node]:
+        """Returns the values that a call loads, through those that are inlined in it."""
         return frozenset().union(*map(self._leaves_of, node.all_input_nodes))
 
     def _leaves_of(self, node: fx.Node) -> frozenset[fx.Node]:
         pending = [node]  # no recursion, because chains may be long
         while pending:
             each = pending[-1]
-            passes = each.all_input_nodes if is_view(each) or _is_fusible(each) else ()
-            missing = [source for source in passes if source not in self._leaves]
-            if missing and each not in self._leaves:
-                pending += missing
-                continue
             if each not in self._leaves:
+                passes = each.all_input_nodes if is_view(each) or _is_fusible(each) else ()
+                missing = [source for source in passes if source not in self._leaves]
+                if missing:
+                    pending += missing
+                    continue
                 self._leaves[each] = self._found(each)
             pending.pop()
         return self._leaves[node]
@@ -92,18 +106,17 @@ class FusedKernels:
         itself = frozenset({node})
         if is_view(node):
             base = node.all_input_nodes[0]
-            leaves = self._leaves[base]
-            # A part of a tensor is less than it, and an expanded one more.
-            smaller = nbytes(value_of(node)) <= nbytes(value_of(base))
-            return itself if base in leaves and smaller else leaves
+            return itself if base in self._leaves[base] else self._leaves[base]
         if not _is_elementwise(node) or not node.users or not all(map(_is_fusible, _readers(node))):
             return itself
-        leaves = self._inputs(node)
-        return leaves if len(leaves) <= _MOST_READS else itself
+        leaves = self.inputs(node)
+        most = _MOST_SHARED_READS if len(node.users) > 1 else _MOST_READS
+        return leaves if len(leaves) <= most else itself
 
 
-def _bytes(nodes: Any) -> int:
-    return sum(nbytes(value_of(each)) for each in nodes)
+def _loaded_bytes(node: fx.Node) -> int:
+    """A kernel loads a part of a tensor alone, and what is expanded once."""
+    return min(nbytes(value_of(node)), nbytes(value_of(view_base(node))))
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

@@ -2,10 +2,12 @@
 
 import gc
 import operator
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zpasses
@@ -16,6 +18,7 @@ from zpasses.cost.memory.liveness import (
     liveness,
     reinplaceable_all_reduces,
     scratch_bytes,
+    use_fusion,
 )
 from zpasses.graph.aliases import memory_root, root_output
 from zpasses.graph.queries import collective_of, is_wait, saved_inputs
@@ -240,26 +243,18 @@ SIZE = ModelSize(width=128, layers=2, heads=4, vocab=256, seq=64, batch=4)
 RESHARDED = "reshard-after-forward,schedule{plan=one-ahead,cap_mb=1,memory_budget=1GiB}"
 
 
-@pytest.mark.parametrize("last", ["cache-params", RESHARDED], ids=["cached", "resharded"])
-@pytest.mark.slow(
-    quick="test_plans_keep_the_bits_and_the_budget_and_are_never_slower_than_one_ahead"
-)
-def test_modelled_peaks_are_what_a_step_allocates(last):
+def measured_step(size, **options):
+    """Returns the graphs of a step, and the bytes that its forward and its backward allocate."""
     graphs = {}
-    options = {
-        "pipeline": f"merge-reads,gather-params,reduce-grads,{last}",
-        "codegen": "eager",
-        "agreement": False,
-    }
     # Entered first: the profiler misses the release of memory whose allocation it has not seen.
     with (
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
         fake_world(2) as mesh,
     ):
-        model = build_model(SIZE)
+        model = build_model(size)
         zpasses.shard(model, mesh=mesh)
         step = torch.compile(model, backend="zpasses", fullgraph=True, options=options)
-        warmup, measured = batches(SIZE, 2, 0)
+        warmup, measured = batches(size, 2, 0)
         with observe_graphs(lambda log: graphs.setdefault(log.kind, log.graph)):
             step(*warmup).backward()
         step(*warmup).backward()
@@ -272,13 +267,84 @@ def test_modelled_peaks_are_what_a_step_allocates(last):
             loss.backward()
     resting, forward = allocated(profiled, "measured forward")
     before_backward, backward = allocated(profiled, "measured backward")
-    backward += before_backward - resting  # memory that outlives forward
+    return graphs, forward, backward + before_backward - resting  # with what outlives forward
+
+
+@pytest.mark.parametrize("last", ["cache-params", RESHARDED], ids=["cached", "resharded"])
+@pytest.mark.slow(
+    quick="test_plans_keep_the_bits_and_the_budget_and_are_never_slower_than_one_ahead"
+)
+def test_modelled_peaks_are_what_a_step_allocates(last):
+    pipeline = f"merge-reads,gather-params,reduce-grads,{last}"
+    graphs, forward, backward = measured_step(
+        SIZE, pipeline=pipeline, codegen="eager", agreement=False
+    )
     ahead, back = liveness(graphs["forward"]), liveness(graphs["backward"])
     assert ahead.peak_bytes == pytest.approx(forward, rel=0.02)
     # Cached parameters outlive forward. Backward does not need them, so they count as its caller's.
     assert back.peak_bytes + ahead.live_bytes[-1] - back.live_bytes[0] == pytest.approx(
         backward, rel=0.02
     )
+
+
+# --- what Inductor's code allocates -------------------------------------------------------------
+def decomposed(function, *shapes):
+    table = dict(compat.inductor_decompositions())
+    with compat.FakeTensorMode():
+        return make_fx(function, table)(*(torch.empty(shape) for shape in shapes)).graph
+
+
+def peaks(graph):
+    """The peak of fused kernels, and that of operators one by one."""
+    with use_fusion(True):
+        fused = liveness(graph).peak_bytes
+    return fused // UNIT, liveness(graph).peak_bytes // UNIT
+
+
+def test_a_value_that_is_inlined_takes_no_memory():
+    graph = decomposed(lambda x: (x.exp() * x.sin()).sum(1), (32, 32))
+    assert peaks(graph) == (0, 3)
+
+
+def test_an_inlined_value_keeps_alive_what_it_is_computed_from():
+    def function(x, y):
+        product = x @ y
+        late = product.exp()
+        other = x @ x
+        return late + other
+
+    assert peaks(decomposed(function, (32, 32), (32, 32))) == (2, 3)
+
+
+def test_a_kernel_writes_over_an_input_that_nothing_needs():
+    def function(x, *, then):
+        product = x @ x
+        shifted = product + 1
+        return shifted, then(x, product)
+
+    nothing, later = (lambda x, product: x), (lambda x, product: x @ product)
+    assert peaks(decomposed(partial(function, then=nothing), (32, 32))) == (1, 2)
+    assert peaks(decomposed(partial(function, then=later), (32, 32))) == (3, 3)
+
+
+def test_a_kernel_does_not_write_over_another_layout():
+    graph = decomposed(lambda x: ((x @ x) + 1).t().contiguous() @ x, (32, 32))
+    assert peaks(graph)[0] == 2
+
+
+@pytest.mark.inductor
+@pytest.mark.slow(quick="test_a_kernel_writes_over_an_input_that_nothing_needs")
+@pytest.mark.parametrize("vocab", [512, 8192])
+def test_modelled_peaks_are_those_of_generated_code(vocab):
+    """Also where the logits are most of the memory. Inductor orders a backward otherwise."""
+    graphs, forward, backward = measured_step(replace(SIZE, vocab=vocab), cache=False)
+    with use_fusion(True):
+        ahead, back = liveness(graphs["forward"]), liveness(graphs["backward"])
+    assert ahead.peak_bytes == pytest.approx(forward, rel=0.02)
+    assert 0.95 * backward < back.peak_bytes < 1.25 * backward
+    if vocab == 8192:  # the logits count once
+        assert ahead.peak_bytes < 0.5 * liveness(graphs["forward"]).peak_bytes
+        assert back.peak_bytes < 0.7 * liveness(graphs["backward"]).peak_bytes
 
 
 def test_each_output_of_a_call_has_memory_of_its_own():

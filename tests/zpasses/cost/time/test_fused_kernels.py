@@ -60,10 +60,20 @@ def test_expressions_of_many_tensors_become_kernels():
     def function(*values):
         return math.prod(values[1:], start=values[0]).relu()
 
-    found = moved(traced(function, *[(KIB,)] * 7))
-    written = [name for name, each in found.items() if each is not None]
-    assert len(written) == 2
-    assert found["relu"] == 4 * 4 * KIB  # the value of the first kernel, two inputs, the result
+    found = moved(traced(function, *[(KIB,)] * 12))
+    assert [name for name, each in found.items() if each is not None] == ["mul_7", "relu"]
+    assert found["mul_7"] == (9 + 1) * 4 * KIB
+    assert found["relu"] == (1 + 3 + 1) * 4 * KIB  # the value of the first kernel, three inputs
+
+
+def test_shared_expressions_become_kernels_sooner():
+    def function(*values):
+        shared = math.prod(values[1:], start=values[0])
+        return shared.exp() + 1, shared.sin() + 1
+
+    for count, kernels in ((4, 2), (5, 3)):
+        found = moved(traced(function, *[(KIB,)] * count))
+        assert sum(each is not None for each in found.values()) == kernels
 
 
 def test_views_pass_on_what_is_read():
