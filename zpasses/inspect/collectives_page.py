@@ -57,7 +57,15 @@ _YIELDS = (
 """Columns that a narrow terminal has no room for, least telling first."""
 
 
-SORTS = ("order", "exposed", "queueing", "time", "bytes", "distance", "compute")
+_SORT_FIELDS = {
+    "exposed": "exposed_us",
+    "queueing": "queued_us",
+    "time": "time_us",
+    "bytes": "nbytes",
+    "distance": "distance",
+    "compute": "compute_us",
+}
+SORTS = ("order", *_SORT_FIELDS)
 """What rows may be sorted by: the order of their start, or a figure, largest first."""
 
 
@@ -81,16 +89,6 @@ class CollectiveRows:
         found = [row for row in rows if row.exposed_us or not self.exposed]
         key = _SORT_FIELDS.get(self.sort)
         return found if key is None else sorted(found, key=lambda row: -getattr(row, key))
-
-
-_SORT_FIELDS = {
-    "exposed": "exposed_us",
-    "queueing": "queued_us",
-    "time": "time_us",
-    "bytes": "nbytes",
-    "distance": "distance",
-    "compute": "compute_us",
-}
 
 
 def collectives_view(

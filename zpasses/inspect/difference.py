@@ -114,16 +114,10 @@ def compare(
     if pairs is None:
         pairs = {key: key for key in before.by_id if key in after.by_id}
     backward = {new: old for old, new in pairs.items()}
-    found = [
-        Change("inserted", None, node, _place(after, node))
-        for node in after.nodes
-        if node.id not in backward
-    ]
-    found += [
-        Change("removed", node, None, _use(before, node))
-        for node in before.nodes
-        if node.id not in pairs
-    ]
+    fresh = [node for node in after.nodes if node.id not in backward]
+    gone = [node for node in before.nodes if node.id not in pairs]
+    found = [Change("inserted", None, node, _place(after, node)) for node in fresh]
+    found += [Change("removed", node, None, _use(before, node)) for node in gone]
     common = [
         (before.by_id[backward[node.id]], node) for node in after.nodes if node.id in backward
     ]
@@ -189,13 +183,9 @@ def _arguments(old: Node, new: Node) -> Iterator[tuple[str, Argument, Argument]]
     """(name, before, after) of every argument of either node. The arguments of an output are listed
     one by one.
     """
-    before, after = _spread(old), _spread(new)
-    for at in range(max(len(before), len(after))):
-        yield (
-            f"args[{at}]",
-            before[at] if at < len(before) else _MISSING,
-            after[at] if at < len(after) else _MISSING,
-        )
+    both = itertools.zip_longest(_spread(old), _spread(new), fillvalue=_MISSING)
+    for at, (before, after) in enumerate(both):
+        yield f"args[{at}]", before, after
     for key in dict.fromkeys((*old.kwargs, *new.kwargs)):
         yield key, old.kwargs.get(key, _MISSING), new.kwargs.get(key, _MISSING)
 
@@ -220,9 +210,8 @@ def _same(before: Argument, after: Argument, pairs: Mapping[int, int]) -> bool:
             and before.items.keys() == after.items.keys()
             and all(_same(before.items[key], after.items[key], pairs) for key in before.items)
         )
-    return type(before) is type(after) and (
-        before == after or before != before
-    )  # two NaNs count as equal
+    # Two NaNs count as equal.
+    return type(before) is type(after) and (before == after or before != before)
 
 
 def _tag_change(old: Node, new: Node) -> str:
@@ -321,14 +310,8 @@ def _moves(before: Snapshot, after: Snapshot, common: Sequence[tuple[Node, Node]
     for at, (old, new) in enumerate(common):
         if at not in stayed:
             steps = after.position[new.id] - before.position[old.id]
-            moved.append(
-                Change(
-                    "moved",
-                    old,
-                    new,
-                    f"{_place(after, new)} ({steps:+,d})" if steps else _place(after, new),
-                )
-            )
+            far = f" ({steps:+,d})" if steps else ""
+            moved.append(Change("moved", old, new, f"{_place(after, new)}{far}"))
     return moved
 
 
@@ -348,9 +331,8 @@ def _longest_rising(places: Sequence[int], preference: Sequence[int]) -> set[int
         return set(range(len(places)))
     rank = {place: at + 1 for at, place in enumerate(sorted(places))}
     size = len(places)
-    tree: list[tuple[int, int]] = [(0, -1)] * (
-        size + 1
-    )  # a Fenwick tree of (best score of a prefix, index that it ends with)
+    # A Fenwick tree of (best score of a prefix, index that it ends with).
+    tree: list[tuple[int, int]] = [(0, -1)] * (size + 1)
     link = []
     for at, place in enumerate(places):
         best, key = (0, -1), rank[place] - 1
@@ -360,7 +342,7 @@ def _longest_rising(places: Sequence[int], preference: Sequence[int]) -> set[int
         entry, key = (best[0] + size + 1 + preference[at], at), rank[place]
         while key <= size:
             tree[key], key = max(tree[key], entry), key + (key & -key)
-    end, kept = -1, set()
+    kept: set[int] = set()
     best, key = (0, -1), size
     while key:
         best, key = max(best, tree[key]), key & (key - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from zpasses.dumps.format import Dump
@@ -97,19 +97,12 @@ def _nothing(last: Sequence[_Last]) -> list[Table | Text | str]:
 def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
     order = {"waits": 0, "missing": 1, "unknown": 2}
     ranks = sorted(hang.ranks, key=lambda each: (order.get(each.state, 3), each.rank))
-    headers = (
-        "rank",
-        "",
-        "collective",
-        *_ABOUT,
-        "at (UTC)",
-    )
     rows = [_row(each) for each in ranks[:_RANKS]]
     left = len(ranks) - len(rows)
     return [
         Text(tuple(_summary(hang))),
         table(
-            headers,
+            ("rank", "", "collective", *_ABOUT, "at (UTC)"),
             rows,
             yields=("at (UTC)", "pass", "module", "source", "parameters"),
             below=("source", "parameters", "pass", "module"),
@@ -207,11 +200,8 @@ def _group_data(hang: GroupHang) -> dict[str, Any]:
 
 
 def _rank_data(each: RankHang) -> dict[str, Any]:
-    return {
-        "rank": each.rank,
-        "state": each.state,
-        **_place_data(each.collective, each.places),
-    }
+    about = {"rank": each.rank, "state": each.state}
+    return {**about, **_place_data(each.collective, each.places)}
 
 
 def _last_data(each: _Last) -> dict[str, Any]:
@@ -221,14 +211,6 @@ def _last_data(each: _Last) -> dict[str, Any]:
 
 def _place_data(last: LastCollective | None, places: Sequence[Place]) -> dict[str, Any]:
     """A collective, and the nodes that it may be."""
-    collective = None
-    if last is not None:
-        collective = {
-            "number": last.number,
-            "kind": last.kind,
-            "elements": last.elements,
-            "at_s": last.at_s,
-        }
     nodes = []
     for place in places:
         sources = sources_of(place.node, parameter_sources(place.graph.compile))
@@ -243,4 +225,4 @@ def _place_data(last: LastCollective | None, places: Sequence[Place]) -> dict[st
                 "pass": place.inserted_by,
             }
         )
-    return {"collective": collective, "nodes": nodes}
+    return {"collective": None if last is None else asdict(last), "nodes": nodes}

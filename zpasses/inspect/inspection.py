@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zpasses.dumps import Dump, Limits, Step, read
+from zpasses.dumps import Dump, Limits, Snapshot, Step, read
 from zpasses.dumps.dump_errors import NotATraceError
 from zpasses.inspect.collectives_page import CollectiveRows
 from zpasses.inspect.communication import Communication, communication
@@ -139,10 +139,8 @@ class Inspection:
         if trace is None:
             return collectives_view(self._to_run(graph), after, show)
         measured = self.measured(trace)
-        ran = [each.graph for each in measured.graphs]
-        return collectives_view(
-            self._pick(graph) if graph is not None else ran, after, show, measured
-        )
+        ran = [each.graph for each in measured.graphs] if graph is None else self._pick(graph)
+        return collectives_view(ran, after, show, measured)
 
     def measured(self, trace: str | Path) -> Measured:
         """What a trace of `torch.profiler` says about the graphs of this dump.
@@ -245,33 +243,27 @@ class Inspection:
 
     def diff_of_steps(self, graph: str, before: str | int, after: str | int) -> Difference:
         """The changes between two steps of a graph."""
-        picked = self._pick(graph)[0]
-        return compare(
-            snapshot_of(picked, step_after(picked, before)),
-            snapshot_of(picked, step_after(picked, after)),
-        )
+        return compare(self._snapshot(graph, before), self._snapshot(graph, after))
 
     def collectives_of(self, graph: str, after: str | int | None = None) -> Communication:
         """The collectives of one graph."""
-        picked = self._pick(graph)[0]
-        return communication(snapshot_of(picked, step_after(picked, after)))
+        return communication(self._snapshot(graph, after))
 
     def memory_of(
         self, graph: str, after: str | int | None = None, at: str | None = None
     ) -> Memory:
         """Bytes alive along one graph, and its buffers at the peak or while the node `at` runs."""
-        picked = self._pick(graph)[0]
-        snapshot = snapshot_of(picked, step_after(picked, after))
-        return memory(
-            snapshot,
-            node_named(snapshot, at) if at is not None else None,
-            parameter_sizes(picked.compile),
-        )
+        snapshot = self._snapshot(graph, after)
+        node = node_named(snapshot, at) if at is not None else None
+        return memory(snapshot, node, parameter_sizes(self._pick(graph)[0].compile))
 
     def schedule_of(self, graph: str, after: str | int | None = None) -> Schedule:
         """The estimated schedule of one graph."""
+        return schedule(self._snapshot(graph, after))
+
+    def _snapshot(self, graph: str, after: str | int | None) -> Snapshot:
         picked = self._pick(graph)[0]
-        return schedule(snapshot_of(picked, step_after(picked, after)))
+        return snapshot_of(picked, step_after(picked, after))
 
     def _pick(self, graph: str | None) -> list[SelectedGraph]:
         return select_graphs(self.dump, graph, **self._where)

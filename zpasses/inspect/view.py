@@ -166,34 +166,17 @@ class Code:
         )
 
 
-_COLORS = {
-    "inserted": 32,
-    "removed": 31,
-    "moved": 36,
-    "rewired": 33,
-    "retagged": 35,
-    "recompute-changed": 35,
-    "retyped": 34,
-    "renamed": 34,
+_STYLES = {
+    "inserted": ("+", 32, "#2e9e4f"),
+    "removed": ("-", 31, "#d1434b"),
+    "moved": (">", 36, "#1a93a8"),
+    "rewired": ("~", 33, "#b07d12"),
+    "retagged": ("#", 35, "#a557c0"),
+    "recompute-changed": ("*", 35, "#a557c0"),
+    "retyped": (":", 34, "#3f6fd1"),
+    "renamed": ("=", 34, "#3f6fd1"),
 }
-_SIGNS = {
-    "inserted": "+",
-    "removed": "-",
-    "moved": ">",
-    "rewired": "~",
-    "retagged": "#",
-    "recompute-changed": "*",
-    "retyped": ":",
-    "renamed": "=",
-}
-_CSS = {
-    "inserted": "#2e9e4f",
-    "removed": "#d1434b",
-    "moved": "#1a93a8",
-    "rewired": "#b07d12",
-    "retagged": "#a557c0",
-    "recompute-changed": "#a557c0",
-}
+"""Kind of change -> its sign, its color of terminals, and its color of HTML."""
 
 
 @dataclass(frozen=True)
@@ -211,8 +194,9 @@ class ChangeLines:
         if not kind:
             text = "\n".join(wrapped_lines(text, width))
             return _bold(text, color) if text.endswith(":") else text
-        line = "\n".join(wrapped_lines(f"{_SIGNS.get(kind, '?')} {text}", width))
-        return f"\x1b[{_COLORS.get(kind, 39)}m{line}\x1b[0m" if color else line
+        sign, number, _ = _STYLES[kind]
+        line = "\n".join(wrapped_lines(f"{sign} {text}", width))
+        return f"\x1b[{number}m{line}\x1b[0m" if color else line
 
     def html(self) -> str:
         return (
@@ -222,8 +206,8 @@ class ChangeLines:
     def _span(self, kind: str, text: str) -> str:
         if not kind:
             return f"<b>{html.escape(text)}</b>\n"
-        line = f"{_SIGNS.get(kind, '?')} {html.escape(text)}"
-        return f'<span style="color:{_CSS.get(kind, "#3f6fd1")}">{line}</span>\n'
+        sign, _, color = _STYLES[kind]
+        return f'<span style="color:{color}">{sign} {html.escape(text)}</span>\n'
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zpasses.dumps.format import (
+    Buffer,
     Compile,
     Dump,
     Failure,
@@ -352,18 +353,15 @@ class _NodePool:
             return known[1]
         if self._names[0] is not snapshot:
             self._names = (snapshot, {each.id: each.name for each in snapshot.nodes})
-        self._states[id(node)] = (
-            node,
-            len(self.rows),
-        )  # keeps the node alive, so that its id() is not reused
+        # The node is kept, so that its id() is not reused.
+        self._states[id(node)] = node, len(self.rows)
         self.rows.append(self._state(node, self._names[1]))
         return len(self.rows) - 1
 
     def _state(self, node: Node, names: dict[int, str]) -> list[Any]:
-        source = node.source
+        source, tag, collective = node.source, node.tag, node.collective
         if source is not None:
             self.files.add(source.file)
-        collective = node.collective
         return [
             node.id,
             self._text(node.name),
@@ -373,57 +371,35 @@ class _NodePool:
             self._text(note_text(node)),
             self._text(value_text(node.vals)),
             node.nbytes,
-            [self._text(name) for name in node.params],
+            self._texts(node.params),
             None
-            if node.tag is None
-            else self._share(
-                self._text(node.tag.role),
-                node.tag.bucket,
-                self._text(node.tag.origin),
-                self._text(_flags(node.tag)),
-                node.tag.nbytes,
-                self._text(node.tag.note),
-            ),
+            if tag is None
+            else self._share(tag.role, tag.bucket, tag.origin, _flags(tag), tag.nbytes, tag.note),
             None
             if source is None
-            else self._share(
-                self._text(source.file),
-                source.line,
-                self._text(source.text),
-                self._text(source.module),
-            ),
+            else self._share(source.file, source.line, source.text, source.module),
             _us(node.cost_us),
             list(node.inputs),
-            [
-                [
-                    each.nbytes,
-                    each.first,
-                    each.last,
-                    self._text(each.kind),
-                    self._texts(each.params),
-                ]
-                for each in node.buffers
-            ],
+            [self._buffer(each) for each in node.buffers],
             None
             if collective is None
             else self._share(
-                self._text(collective.kind),
-                self._text(collective.title),
-                collective.ranks,
-                collective.nbytes,
-                collective.full_bytes,
-                self._text(collective.route),
-                self._text(collective.decision),
+                *(collective.kind, collective.title, collective.ranks, collective.nbytes),
+                *(collective.full_bytes, collective.route, collective.decision),
             ),
             None if node.mark is None else self._text(node.mark.text),
         ]
 
+    def _buffer(self, each: Buffer) -> list[Any]:
+        kind, params = self._text(each.kind), self._texts(each.params)
+        return [each.nbytes, each.first, each.last, kind, params]
+
     def _share(self, *values: Any) -> int:
-        """Number of a row of values in `shared`."""
-        number = self._of_shared.get(values)
-        if number is None:
-            number = self._of_shared[values] = len(self.shared)
-            self.shared.append(values)
+        """Number of a row of values in `shared`, whose texts are numbers, too."""
+        row = tuple(self._text(each) if isinstance(each, str) else each for each in values)
+        number = self._of_shared.setdefault(row, len(self.shared))
+        if number == len(self.shared):
+            self.shared.append(row)
         return number
 
     def _texts(self, texts: Sequence[str]) -> list[int]:
@@ -431,8 +407,7 @@ class _NodePool:
 
     def _text(self, text: str) -> int:
         """Number of a text in `strings`."""
-        number = self._numbers.get(text)
-        if number is None:
-            number = self._numbers[text] = len(self.strings)
+        number = self._numbers.setdefault(text, len(self.strings))
+        if number == len(self.strings):
             self.strings.append(one_line(text))
         return number
