@@ -1,9 +1,11 @@
 """Small models of transformers train sharded as they do unsharded, both compiled by Inductor."""
 
+import functools
+
 import pytest
 import torch
 
-from tests.models.families import Family, cases, train
+from tests.models.families import Family, cases, of_transformers, train
 from tests.on_ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -141,11 +143,7 @@ def _logits(output):
 
 
 def _family(name, batch=_text, loss=_loss, rounding=0.0, **config):
-    def model():
-        kind = getattr(transformers, name)
-        return kind(kind.config_class(**config))
-
-    return Family(model, batch, loss, rounding)
+    return Family(functools.partial(of_transformers, name, **config), batch, loss, rounding)
 
 
 def _detr():
