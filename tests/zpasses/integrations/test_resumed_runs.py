@@ -1,5 +1,6 @@
 """A drawn run under a trainer that is resumed from a checkpoint, by new objects, ends as the run
-that goes on, bit for bit. On another number of ranks, it begins with the values that were saved.
+that goes on, bit for bit, also with the optimizer's states on the host. On another number of ranks,
+it begins with the values that were saved.
 """
 
 import copy
@@ -15,6 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+import zpasses
+from tests.cases import some_quick
+from tests.on_ranks import on_ranks
+from zpasses.optim import state_plan
 from zpasses.testing import run_on_ranks
 from zpasses.tools.stress.drawn_models import WIDTH, Model, ModelChoice, draw_model
 
@@ -65,6 +70,8 @@ class Run:
     thaws: bool
     """Whether every other parameter is frozen until the checkpoint. accelerate only."""
     codegen: str
+    offloads: bool
+    """Whether the states of the optimizer rest on the host."""
 
 
 TRAINERS = ("accelerate", "lightning", "transformers")
@@ -101,6 +108,7 @@ def _draw(seed):
         adapter=adapter,
         thaws=trainer == "accelerate" and not adapter and more.random() < 0.4,
         codegen="inductor" if more.random() < 0.15 else "eager",
+        offloads=more.random() < 0.2,
     )
 
 
@@ -136,7 +144,11 @@ def _optimizer(run, model):
         {"params": params[at :: run.groups], "lr": 0.01 * (1 + at)} for at in range(run.groups)
     ]
     groups = [group for group in groups if group["params"]]
-    return getattr(torch.optim, name)(groups, lr=0.01, **arguments)
+    optimizer = getattr(torch.optim, name)(groups, lr=0.01, **arguments)
+    if run.offloads:
+        zpasses.offload_optimizer(optimizer, bucket_bytes="1KiB", device_bytes="200B")
+        assert state_plan(optimizer).host_bytes > 0 or run.optimizer == ("SGD", {})
+    return optimizer
 
 
 def _scheduler(run, optimizer):
@@ -310,7 +322,9 @@ def _full(model, optimizer):
 
 
 def _resume(run, folder):
-    """Train, resume, and compare. Stores the values that the second run began with."""
+    """Train, resume, and compare. Stores the values that the second run began with. Returns what
+    the first ended with.
+    """
     training.as_started_by_torchrun()
     train, began = RUNS[run.trainer], {}
     expected = values_of(*train(run, folder, 0))
@@ -319,6 +333,7 @@ def _resume(run, folder):
     assert_equal_values(found, expected)
     if dist.get_rank() == 0:
         torch.save(began, folder / "began.pt")
+    return expected
 
 
 class _EnoughError(Exception):
@@ -356,3 +371,34 @@ def test_runs_end_as_without_a_stop(tmp_path, first):
     seeds = range(first, first + 20)
     run_on_ranks(_each, str(tmp_path), seeds, _resume, timeout_s=600)
     run_on_ranks(_each, str(tmp_path), seeds, _resume_elsewhere, ranks=3, timeout_s=600)
+
+
+FIXED = Run(
+    0,
+    "",
+    ModelChoice(("feed",)),
+    ("AdamW", {}),
+    stage=3,
+    groups=2,
+    unused=False,
+    scheduler=True,
+    accumulate=2,
+    saved_at=2,
+    steps=4,
+    dropout=True,
+    adapter=False,
+    thaws=False,
+    codegen="eager",
+    offloads=False,
+)
+
+
+@pytest.mark.parametrize("trainer", some_quick(TRAINERS, ["accelerate"]))
+@on_ranks(2, timeout_s=240)
+def test_trainers_train_and_resume_with_offloaded_states_as_without(tmp_path, trainer):
+    ends = []
+    for offloads in (False, True):
+        folder = tmp_path / str(offloads)
+        folder.mkdir(exist_ok=True)
+        ends.append(_resume(replace(FIXED, trainer=trainer, offloads=offloads), folder))
+    assert_equal_values(*ends)
