@@ -19,22 +19,8 @@ from zpasses.tools.bench.predicted_schedules import ScheduleConfig, ScheduleRepo
 from zpasses.tools.bench.schedule_models import ModelShape
 from zpasses.tools.bench.train import PeerResult, TrainConfig, TrainReport, _difference, _relate
 
-TINY = [
-    "--width",
-    "32",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--seq",
-    "16",
-    "--batch",
-    "1",
-    "--steps",
-    "2",
-    "--warmup",
-    "1",
-]
+SIZES = {"width": 32, "layers": 1, "heads": 2, "seq": 16, "batch": 1, "steps": 2, "warmup": 1}
+TINY = [f"--{name}={value}" for name, value in SIZES.items()]
 PARAMETERS = 17
 """Number of parameters of the tiny model."""
 DEEPSPEED = importlib.util.find_spec("deepspeed") is not None

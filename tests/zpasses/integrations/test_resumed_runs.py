@@ -373,24 +373,10 @@ def test_runs_end_as_without_a_stop(tmp_path, first):
     run_on_ranks(_each, str(tmp_path), seeds, _resume_elsewhere, ranks=3, timeout_s=600)
 
 
-FIXED = Run(
-    0,
-    "",
-    ModelChoice(("feed",)),
-    ("AdamW", {}),
-    stage=3,
-    groups=2,
-    unused=False,
-    scheduler=True,
-    accumulate=2,
-    saved_at=2,
-    steps=4,
-    dropout=True,
-    adapter=False,
-    thaws=False,
-    codegen="eager",
-    offloads=False,
-)
+CHOICES = {"stage": 3, "groups": 2, "accumulate": 2, "saved_at": 2, "steps": 4, "codegen": "eager"}
+YES = dict.fromkeys(("scheduler", "dropout"), True)
+NO = dict.fromkeys(("unused", "adapter", "thaws", "offloads"), False)
+FIXED = Run(0, "", ModelChoice(("feed",)), ("AdamW", {}), **CHOICES, **YES, **NO)
 
 
 @pytest.mark.parametrize("trainer", some_quick(TRAINERS, ["accelerate"]))

@@ -15,6 +15,8 @@ from zpasses.testing import run_on_ranks, world_mesh
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+from tests.models.families import of_transformers  # noqa: E402
+from tests.models.test_transformers_families import ENCODER_DECODER  # noqa: E402
 from tests.zpasses.integrations import snapshots, training  # noqa: E402
 from zpasses.integrations.transformers import last_checkpoint, prepare  # noqa: E402
 
@@ -109,14 +111,8 @@ def test_training_that_stopped_between_two_backwards_starts_anew(tmp_path):
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
-SAVES = {
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "max_steps": 4,
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "load_best_model_at_end": True,
-}
+SAVES = dict.fromkeys(("save_strategy", "eval_strategy"), "steps")
+SAVES |= {"save_steps": 2, "eval_steps": 2, "max_steps": 4, "load_best_model_at_end": True}
 
 
 def _save(folder):
@@ -332,19 +328,9 @@ def test_embeddings_are_resized_before_sharding():
 def _skip_layers(layerdrop):
     training.as_started_by_torchrun()
     torch.manual_seed(0)
-    config = transformers.BartConfig(
-        vocab_size=training.VOCABULARY,
-        d_model=16,
-        encoder_layers=3,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        dropout=0.0,
-        encoder_layerdrop=layerdrop,
-    )
-    model = transformers.BartForConditionalGeneration(config).train()
+    sizes = {**ENCODER_DECODER, "vocab_size": training.VOCABULARY, "encoder_layers": 3}
+    sizes |= {"encoder_layerdrop": layerdrop}
+    model = of_transformers("BartForConditionalGeneration", **sizes).train()
     prepare(model, options=training.OPTIONS)
     torch.manual_seed(dist.get_rank())
     ids = torch.arange(3, 13)[None]
