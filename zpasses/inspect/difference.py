@@ -251,15 +251,11 @@ def _values_change(was: Any, now: Any) -> str:
 def _items_change(was: Sequence[str], now: Sequence[str]) -> str:
     """ "14 -> 15: with b.weight and 2 more, without a.weight"."""
     old, new = set(was), set(now)
-    parts = [
-        f"{word} {_short(only[0], 2 * _WIDTH)}"
-        + (f" and {len(only) - 1:,} more" if len(only) > 1 else "")
-        for word, only in (
-            ("with", [each for each in now if each not in old]),
-            ("without", [each for each in was if each not in new]),
-        )
-        if only
-    ]
+    parts = []
+    for word, own, others in (("with", now, old), ("without", was, new)):
+        if only := [each for each in own if each not in others]:
+            more = f" and {len(only) - 1:,} more" if len(only) > 1 else ""
+            parts.append(f"{word} {_short(only[0], 2 * _WIDTH)}{more}")
     if not parts and len(was) == len(now):
         at = next(at for at, pair in enumerate(zip(was, now, strict=True)) if pair[0] != pair[1])
         change = _texts_change(was[at], now[at])

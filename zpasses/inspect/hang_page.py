@@ -70,28 +70,15 @@ def _last_collectives(states: Mapping[int, RankState], finder: NodeFinder) -> li
 
 def _nothing(last: Sequence[_Last]) -> list[Table | Text | str]:
     ranks = sorted({each.rank for each in last})[:_RANKS]
-    rows = [
-        (
-            str(each.rank),
-            each.group,
-            _collective(each.collective),
-            *_about(each.places),
-            _clock(each.collective),
-        )
-        for each in last
-        if each.rank in ranks
-    ]
-    return [
-        "No rank waits in a collective.",
-        table(
-            ("rank", "group", "last collective", *_ABOUT, "at (UTC)"),
-            rows,
-            yields=("at (UTC)", *_ABOUT[:0:-1]),
-            below=_ABOUT[1:],
-        )
-        if rows
-        else "",
-    ]
+    rows = []
+    for each in last:
+        if each.rank in ranks:
+            began = (_collective(each.collective), *_about(each.places), _clock(each.collective))
+            rows.append((str(each.rank), each.group, *began))
+    headers = ("rank", "group", "last collective", *_ABOUT, "at (UTC)")
+    yields = ("at (UTC)", *_ABOUT[:0:-1])
+    shown = table(headers, rows, yields=yields, below=_ABOUT[1:]) if rows else ""
+    return ["No rank waits in a collective.", shown]
 
 
 def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
@@ -99,16 +86,11 @@ def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
     ranks = sorted(hang.ranks, key=lambda each: (order.get(each.state, 3), each.rank))
     rows = [_row(each) for each in ranks[:_RANKS]]
     left = len(ranks) - len(rows)
-    return [
-        Text(tuple(_summary(hang))),
-        table(
-            ("rank", "", "collective", *_ABOUT, "at (UTC)"),
-            rows,
-            yields=("at (UTC)", "pass", "module", "source", "parameters"),
-            below=("source", "parameters", "pass", "module"),
-        ),
-        f"and {left:,} more ranks (--json has all)." if left else "",
-    ]
+    headers = ("rank", "", "collective", *_ABOUT, "at (UTC)")
+    yields = ("at (UTC)", "pass", "module", "source", "parameters")
+    shown = table(headers, rows, yields=yields, below=("source", "parameters", "pass", "module"))
+    more = f"and {left:,} more ranks (--json has all)." if left else ""
+    return [Text(tuple(_summary(hang))), shown, more]
 
 
 def _summary(hang: GroupHang) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from zpasses.dumps import Dump, Limits, Snapshot, Step, read
 from zpasses.dumps.dump_errors import NotATraceError
-from zpasses.inspect.collectives_page import CollectiveRows
+from zpasses.inspect.collectives_page import CollectiveRows, collectives_view
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.diffs import comparison_view, differences_view, pass_differences
@@ -28,12 +28,14 @@ from zpasses.inspect.listing import MAX_ITEMS, NodeFilter
 from zpasses.inspect.measured import Measured, measure
 from zpasses.inspect.measured_page import no_runs_text
 from zpasses.inspect.memory import Memory, memory, parameter_sizes
+from zpasses.inspect.memory_page import memory_view
 from zpasses.inspect.model_sources import parameter_sources
 from zpasses.inspect.node_spans import Schedule, schedule
+from zpasses.inspect.overview_page import list_view
 from zpasses.inspect.timeline import chrome_trace
 from zpasses.inspect.traces import read_trace
 from zpasses.inspect.view import View
-from zpasses.inspect.views import collectives_view, list_view, memory_view, show_view
+from zpasses.inspect.views import show_view
 
 
 def open_dump(

@@ -5,7 +5,7 @@ plain values for programs.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -294,6 +294,11 @@ def table(
         frozenset(below),
         frozenset(whole),
     )
+
+
+def table_of(rows: Sequence[Mapping[str, object]], **about: Any) -> Table:
+    """A table of rows, column -> value, that all have the columns of the first one. See `table`."""
+    return table(tuple(rows[0]), [tuple(row.values()) for row in rows], **about)
 
 
 def _cell(value: object) -> Cell:

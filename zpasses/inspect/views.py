@@ -6,23 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from zpasses.dumps.format import Node, Snapshot
-from zpasses.inspect.collectives_page import collectives_view
 from zpasses.inspect.find import SelectedGraph, failure_text, snapshot_of, step_title, steps_after
 from zpasses.inspect.listing import MAX_ITEMS, NodeFilter, lines
-from zpasses.inspect.memory_page import memory_view
-from zpasses.inspect.overview_page import list_view, prediction_text
 from zpasses.inspect.shared import about_step, to_json_value
 from zpasses.inspect.units import bytes_text
 from zpasses.inspect.view import Code, View
-
-__all__ = [
-    "collectives_view",
-    "list_view",
-    "memory_view",
-    "prediction_text",
-    "show_view",
-    "to_json_value",
-]
 
 
 class _NodeValues:
