@@ -4,13 +4,12 @@ import copy
 import importlib.util
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
-from tests.programs import ForkedPython, forked_subprocess
+from tests.programs import ForkedPython, forked_subprocess, start_python
 from zpasses.tools.bench import predicted_schedules as schedule_suite
 from zpasses.tools.bench.__main__ import SUITES, main
 from zpasses.tools.bench.measure import ResidentMemory
@@ -29,8 +28,7 @@ pytestmark = pytest.mark.processes
 
 
 def bench(*arguments):
-    command = [sys.executable, "-m", "zpasses.tools.bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    return start_python("-m", "zpasses.tools.bench", *arguments)
 
 
 class forked_except_for_memory(forked_subprocess):

@@ -1,7 +1,5 @@
 """Tests of bisection, with programs that only write journals and with a real one."""
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from torch import nn
 
 import zpasses
 from tests.cases import some_quick
-from tests.programs import forked_or_started, forked_subprocess
+from tests.programs import forked_or_started, forked_subprocess, start_python
 from zpasses.dumps import read
 from zpasses.pipeline.bisection import Trial
 from zpasses.probe import BisectTrial, write_request
@@ -230,8 +228,7 @@ def test_a_real_program_from_the_command_line(tmp_path, monkeypatch, forked):
         done = CliRunner().invoke(cli, words)
         status, output = done.exit_code, done.output
     else:
-        command = [sys.executable, "-m", "zpasses", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+        done = start_python("-m", "zpasses", *words)
         status, output = done.returncode, done.stdout + done.stderr
     assert status == 1, output
     assert (

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -310,11 +309,7 @@ def test_the_example_is_captured_from_the_command_line(tmp_path, forked):
     command = ["-m", "zpasses", "capture", f"{ROOT}/examples/capture_llama.py:llama", *arguments]
     options = ["--world", "64", "--target", "mi300x", "--zero-stage", "3", "--no-train", "-o"]
     options.append(str(tmp_path / "dump"))
-    if forked:
-        (done,) = run_program(*command, *options)
-    else:
-        words = [sys.executable, *command, *options]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
+    (done,) = run_program(*command, *options, forked=forked)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert f"zpasses html {tmp_path / 'dump'}" in done.stdout
     (compiled,) = read(tmp_path / "dump").ranks[0].compiles

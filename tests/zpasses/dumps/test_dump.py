@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 
 import zpasses
+from tests.programs import start_python
 from zpasses import Level, Pass, PassError, Pipeline, compat
 from zpasses.dumps import DumpError, DumpPathError, DumpVersionError, NotADumpError, read
 from zpasses.dumps.reader import HEADER
@@ -302,8 +301,7 @@ with fake_world(2) as mesh:
     torch.compile(model, backend="zpasses", options={"codegen": "eager"})(torch.ones(1, 2)).sum().backward()
 assert "zpasses.dumps.writer" not in sys.modules and "zpasses.dumps.describe" not in sys.modules
 """  # noqa: E501
-    how = {"env": {**os.environ, "TORCH_TRACE": str(tmp_path)}, "timeout": 900, "check": False}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **how)
+    done = start_python("-c", code, variables={"TORCH_TRACE": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     (trace,) = tmp_path.iterdir()
     artifact, _, graph = (
