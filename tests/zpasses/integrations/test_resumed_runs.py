@@ -240,17 +240,13 @@ def _with_lightning(run, folder, shift, loaded=None):
         every_n_train_steps=run.saved_at,
         save_top_k=-1,
     )
+    steps = {"max_steps": run.steps, "accumulate_grad_batches": run.accumulate}
+    ranks = {"accelerator": "cpu", "devices": dist.get_world_size()}
+    strategy = ZpassesStrategy(options=_options(run))
+    # Both save: that gives every rank the buffers of rank 0.
+    callbacks = [saves, *([_LightningLoaded(loaded)] if loaded else [])]
     trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=ZpassesStrategy(options=_options(run)),
-        max_steps=run.steps,
-        accumulate_grad_batches=run.accumulate,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        # Both save: that gives every rank the buffers of rank 0.
-        callbacks=[saves, *([_LightningLoaded(loaded)] if loaded else [])],
+        **ranks, strategy=strategy, callbacks=callbacks, **steps, **training.QUIET
     )
     module = _Lit(run, shift)
     path = folder / f"step={run.saved_at}.ckpt" if loaded else None
@@ -280,24 +276,14 @@ class _TrainerLoaded(transformers.TrainerCallback):
 
 
 def _with_transformers(run, folder, shift, loaded=None):
-    arguments = training.arguments(
-        folder,
-        gradient_accumulation_steps=run.accumulate,
-        max_steps=run.steps,
-        max_grad_norm=0.0,
-        save_strategy="steps",
-        save_steps=run.saved_at,
-        remove_unused_columns=False,
-    )
+    steps = {"max_steps": run.steps, "gradient_accumulation_steps": run.accumulate}
+    steps |= {"save_strategy": "steps", "save_steps": run.saved_at, "max_grad_norm": 0.0}
+    arguments = training.arguments(folder, **steps, remove_unused_columns=False)
     model = for_transformers.prepare(_model(run, shift), options=_options(run))
     optimizer = _optimizer(run, model)
-    trainer = transformers.Trainer(
-        model,
-        arguments,
-        train_dataset=_Samples(run),
-        optimizers=(optimizer, _scheduler(run, optimizer)),
-        callbacks=[_TrainerLoaded(loaded)] if loaded else [],
-    )
+    how = {"optimizers": (optimizer, _scheduler(run, optimizer))}
+    how["callbacks"] = [_TrainerLoaded(loaded)] if loaded else []
+    trainer = transformers.Trainer(model, arguments, train_dataset=_Samples(run), **how)
     checkpoint = str(folder / f"checkpoint-{run.saved_at}") if loaded else None
     training.quiet(trainer).train(resume_from_checkpoint=checkpoint)
     return model, optimizer

@@ -71,6 +71,10 @@ def arguments(folder, kind=transformers.TrainingArguments, **changes):
     return kind(str(folder), **{**device, **steps, **said, **changes})
 
 
+QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+"""Arguments of Lightning's Trainer."""
+
+
 def quiet(trainer):
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
