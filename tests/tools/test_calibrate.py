@@ -22,16 +22,9 @@ def sample(full_bytes, latency=50.0, gb_s=100.0, lost=0.0, slowed=1.0):
     `lost` times the gather's time.
     """
     gather_us = latency + full_bytes * 7 / 8 / (gb_s * 1e3)
-    return Sample(
-        "mori",
-        full_bytes,
-        8,
-        gather_us,
-        2 * gather_us,
-        2 * gather_us + lost * gather_us,
-        gather_us / 2,
-        gather_us / 2 + gather_us - gather_us / 2 / slowed,
-    )
+    compute = (2 * gather_us, 2 * gather_us + lost * gather_us)
+    beside = (gather_us / 2, gather_us / 2 + gather_us - gather_us / 2 / slowed)
+    return Sample("mori", full_bytes, 8, gather_us, *compute, *beside)
 
 
 def test_fit_recovers_the_figures_of_exact_times():

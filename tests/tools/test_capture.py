@@ -289,15 +289,9 @@ def test_a_large_dump_is_inspected_as_ones_own(tmp_path, monkeypatch):
 @pytest.mark.slow(quick="test_the_example_is_captured_from_the_command_line")
 def test_the_example_of_experts_is_captured(tmp_path):
     arguments = {"layers": 2, "experts": 16, "hidden": 64, "seq": 8}
-    run_capture(
-        CaptureRequest(
-            f"{ROOT}/examples/capture_llama.py:mixture",
-            tmp_path / "dump",
-            8,
-            arguments=arguments,
-            options={"zero_stage": 3},
-        )
-    )
+    given = {"arguments": arguments, "options": {"zero_stage": 3}}
+    function = f"{ROOT}/examples/capture_llama.py:mixture"
+    run_capture(CaptureRequest(function, tmp_path / "dump", 8, **given))
     (compiled,) = read(tmp_path / "dump").ranks[0].compiles
     assert "model.layers.0.mlp.experts.gate_up_proj" in compiled.info.parameters
 

@@ -314,13 +314,9 @@ def limits(feedback, budget):
     options = f"encode=int8,exact_below_kib=0,feedback={feedback}"
     given = {f"reduce-grads.{each}" for each in options.split(",")}
     with listen(StepTrials, lambda each: found.append((each.limit_bytes(budget), each))):
-        capture_graphs(
-            Stack(),
-            (torch.zeros(4, 24),),
-            world_size=2,
-            pipeline=f"zero3{{{','.join(sorted(given))}}}",
-            options={"memory_budget": budget},
-        )
+        pipeline, options = f"zero3{{{','.join(sorted(given))}}}", {"memory_budget": budget}
+        x = (torch.zeros(4, 24),)
+        capture_graphs(Stack(), x, world_size=2, pipeline=pipeline, options=options)
     return found[0][0], found[0][1].residual_bytes
 
 

@@ -239,13 +239,10 @@ def test_shard_without_a_process_group_is_refused():
 
 # --- gradients ------------------------------------------------------------------------------------
 def _run(model, stage):
-    return (
-        model
-        if stage is None
-        else torch.compile(
-            model, backend="zpasses", options={"zero_stage": stage, "codegen": "eager"}
-        )
-    )
+    if stage is None:
+        return model
+    options = {"zero_stage": stage, "codegen": "eager"}
+    return torch.compile(model, backend="zpasses", options=options)
 
 
 @pytest.mark.parametrize("stage", some_quick([None, 2, 3], [None, 2]))
