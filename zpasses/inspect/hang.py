@@ -98,15 +98,9 @@ def _group(
         places = finder.places(rank, name, last, of_group.history) if last is not None else ()
         what = _what(of_group, number)
         ranks.append(RankHang(rank, what, last, places))
-    label = next(
-        (
-            each.info.group_labels[name]
-            for rank in dump.ranks.values()
-            for each in rank.compiles
-            if name in each.info.group_labels
-        ),
-        "",
-    )
+    compiles = [each for rank in dump.ranks.values() for each in rank.compiles]
+    labels = (each.info.group_labels.get(name) for each in compiles)
+    label = next(filter(None, labels), "")
     return GroupHang(name, number, tuple(ranks), _mismatch(name, number, states), label)
 
 

@@ -169,16 +169,10 @@ def _time(at_s: float) -> str:
 
 
 def _group_data(hang: GroupHang) -> dict[str, Any]:
-    return {
-        "group": hang.group,
-        "label": hang.label,
-        "number": hang.number,
-        "mismatch": hang.mismatch,
-        "waiting": hang.of_state("waits"),
-        "missing": hang.of_state("missing"),
-        "unknown": hang.of_state("unknown"),
-        "ranks": [_rank_data(each) for each in hang.ranks],
-    }
+    about = {name: getattr(hang, name) for name in ("group", "label", "number", "mismatch")}
+    states = {name: hang.of_state(name) for name in ("missing", "unknown")}
+    ranks = [_rank_data(each) for each in hang.ranks]
+    return {**about, "waiting": hang.of_state("waits"), **states, "ranks": ranks}
 
 
 def _rank_data(each: RankHang) -> dict[str, Any]:
@@ -196,15 +190,10 @@ def _place_data(last: LastCollective | None, places: Sequence[Place]) -> dict[st
     nodes = []
     for place in places:
         sources = sources_of(place.node, parameter_sources(place.graph.compile))
-        nodes.append(
-            {
-                "compile": place.graph.compile.name,
-                "graph": place.graph.graph.name,
-                "node": place.node.name,
-                "params": list(place.node.params),
-                "modules": list(modules_of(place.node)),
-                "sources": list(dict.fromkeys(f"{each.file}:{each.line}" for each in sources)),
-                "pass": place.inserted_by,
-            }
-        )
+        graph, node = place.graph, place.node
+        lines = dict.fromkeys(f"{each.file}:{each.line}" for each in sources)
+        about = {"compile": graph.compile.name, "graph": graph.graph.name, "node": node.name}
+        lists = {"params": node.params, "modules": modules_of(node), "sources": lines}
+        found = {name: list(texts) for name, texts in lists.items()}
+        nodes.append({**about, **found, "pass": place.inserted_by})
     return {"collective": None if last is None else asdict(last), "nodes": nodes}

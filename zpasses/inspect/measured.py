@@ -316,16 +316,10 @@ def _longest_first(times: Mapping[str, float]) -> dict[str, float]:
 
 def _graph(known: _Collectives, sums: _Sums) -> MeasuredGraph:
     runs = sums.runs
-    return MeasuredGraph(
-        known.graph,
-        runs,
-        sums.total / runs,
-        {
-            node.id: MeasuredCollective(sums.time[node.id] / runs, sums.blocked[node.id] / runs)
-            for node in known.nodes
-        },
-        {key: value / sums.called[key] for key, value in sums.operators.items()},
-        sums.exposed / runs,
-        sums.unjoined_compute / runs,
-        sums.rise,
-    )
+    collectives = {
+        node.id: MeasuredCollective(sums.time[node.id] / runs, sums.blocked[node.id] / runs)
+        for node in known.nodes
+    }
+    operators = {key: value / sums.called[key] for key, value in sums.operators.items()}
+    waited = (sums.exposed / runs, sums.unjoined_compute / runs, sums.rise)
+    return MeasuredGraph(known.graph, runs, sums.total / runs, collectives, operators, *waited)

@@ -186,15 +186,8 @@ def _by_kind(buffers: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def _alive(node: Node, buffer: Buffer, names: dict[int, str]) -> LiveBuffer:
-    return LiveBuffer(
-        node.name,
-        node.id,
-        buffer.nbytes,
-        buffer.kind,
-        buffer.params,
-        names[buffer.first],
-        names[buffer.last],
-    )
+    about = (buffer.nbytes, buffer.kind, buffer.params)
+    return LiveBuffer(node.name, node.id, *about, names[buffer.first], names[buffer.last])
 
 
 def _sums(items: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -44,26 +44,16 @@ def show_view(
         width = min(max((len(line.code) for line in found if line.note), default=0), 88)
         some = f", {len(found):,} of them shown" if len(found) < len(snapshot.nodes) else ""
         peak = bytes_text(snapshot.peak_bytes)
-        head = (
-            f"# {each.title}, {step_title(step)}: {len(snapshot.nodes):,} nodes{some}; peak {peak}"
-        )
+        shown = f"{len(snapshot.nodes):,} nodes{some}; peak {peak}"
+        head = f"# {each.title}, {step_title(step)}: {shown}"
         warning = [f"# {line}" for line in failure_text(step).splitlines()]
         parts.append(Code((head, *warning, *(line.text(width) for line in found))))
         if where is not None and where.params and not found:
             parts.append(_known_parameters(snapshot))
-        about = {
-            **about_step(each, step),
-            "failure": failure_text(step),
-        }
         live = dict(zip((node.id for node in snapshot.nodes), snapshot.live_bytes, strict=True))
-        data.append(
-            {
-                **about,
-                "nodes": [
-                    {**values_of(line.node), "live_bytes": live[line.node.id]} for line in found
-                ],
-            }
-        )
+        nodes = [{**values_of(line.node), "live_bytes": live[line.node.id]} for line in found]
+        about = {**about_step(each, step), "failure": failure_text(step)}
+        data.append({**about, "nodes": nodes})
     return View("", tuple(parts), data)
 
 

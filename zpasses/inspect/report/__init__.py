@@ -58,13 +58,8 @@ def render_pieces(
         _asset("page.html")
     )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = template.render(
-        title=data["title"],
-        style=_asset("style.css"),
-        script=script,
-        digest=digest,
-        data=_DATA,
-    )
+    about = {"title": data["title"], "style": _asset("style.css"), "data": _DATA}
+    page = template.render(script=script, digest=digest, **about)
     before, _, after = page.partition(_DATA)
     return itertools.chain([before], _inert(data), [after])
 
