@@ -139,11 +139,8 @@ class _Row:
 def _nothing(found: Communication, shown: Sequence[CollectiveRow]) -> str:
     if shown:
         return ""
-    return (
-        "No collective is exposed: compute waits for none of them."
-        if found.rows
-        else "This graph has no collectives."
-    )
+    hidden = "No collective is exposed: compute waits for none of them."
+    return hidden if found.rows else "This graph has no collectives."
 
 
 def _collectives_table(title: str, rows: Sequence[_Row], show: CollectiveRows) -> Table | str:

@@ -217,11 +217,9 @@ def _same(before: Argument, after: Argument, pairs: Mapping[int, int]) -> bool:
 def _tag_change(old: Node, new: Node) -> str:
     if old.tag is None or new.tag is None:
         was, now = (each.tag.role if each.tag else "no tag" for each in (old, new))
-        return (
-            f"{was} -> {now}"
-            if was != now
-            else f"parameters {_values_change(old.params, new.params)}"
-        )
+        if was != now:
+            return f"{was} -> {now}"
+        return f"parameters {_values_change(old.params, new.params)}"
     parts = []
     for name in new.tag.__struct_fields__:
         was, now = getattr(old.tag, name), getattr(new.tag, name)

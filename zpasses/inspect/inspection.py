@@ -191,13 +191,10 @@ class Inspection:
 
     def timeline(self, graph: str | None = None, after: str | int | None = None) -> dict[str, Any]:
         """All streams as a Chrome trace."""
-        found = steps_after(self._to_run(graph), after)
-        return chrome_trace(
-            [
-                (each.title, snapshot_of(each, step), parameter_sources(each.compile))
-                for each, step in found
-            ]
-        )
+        graphs = []
+        for each, step in steps_after(self._to_run(graph), after):
+            graphs.append((each.title, snapshot_of(each, step), parameter_sources(each.compile)))
+        return chrome_trace(graphs)
 
     def html(self, *others: Inspection) -> str:
         """The whole dump as one self-contained HTML page. `others` are further dumps or ranks,

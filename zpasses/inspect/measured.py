@@ -223,14 +223,9 @@ class _Join:
         for run in self._work.runs:
             for wait in run.waits:
                 unjoined["wait_tensor"] += wait.host[1] - wait.host[0]
-        return Measured(
-            self._trace,
-            tuple(_graph(known, sums) for known, sums in self._sums.values()),
-            joined,
-            _longest_first(unjoined),
-            dict(self._reasons),
-            _longest_first(outside),
-        )
+        graphs = tuple(_graph(known, sums) for known, sums in self._sums.values())
+        rest = (_longest_first(unjoined), dict(self._reasons), _longest_first(outside))
+        return Measured(self._trace, graphs, joined, *rest)
 
     def _run(self, run: Run, alone: bool) -> None:
         known = self._known.get((run.kind, run.digest, run.compile))

@@ -96,24 +96,15 @@ _COLUMNS = ("compute", "measured", "collectives", "measured ", "exposed", "measu
 def measured_parts(found: MeasuredGraph) -> list[Table | Text | str]:
     """Modules of a graph, and its totals."""
     rows = module_times(found)
-    shown = [
-        (
-            f"{row.name} ({row.layers} times)" if row.layers > 1 else row.name,
-            *map(time_text, row.times),
-        )
-        for row in rows[:_MODULES]
-    ]
+    shown = []
+    for row in rows[:_MODULES]:
+        name = f"{row.name} ({row.layers} times)" if row.layers > 1 else row.name
+        shown.append((name, *map(time_text, row.times)))
     left = len(rows) - len(shown)
-    return [
-        table(
-            ("module", *_COLUMNS),
-            shown,
-            right=_COLUMNS,
-            title=f"{found.graph.title} by module: predicted, and measured",
-        ),
-        f"and {count(left, 'module')} more with less time (--json has all)." if left else "",
-        Text(tuple(_totals(found))),
-    ]
+    title = f"{found.graph.title} by module: predicted, and measured"
+    more = f"and {count(left, 'module')} more with less time (--json has all)." if left else ""
+    modules = table(("module", *_COLUMNS), shown, right=_COLUMNS, title=title)
+    return [modules, more, Text(tuple(_totals(found)))]
 
 
 def _totals(found: MeasuredGraph) -> list[str]:

@@ -139,12 +139,8 @@ def memory(
     if at is None:
         at = _peak_node(snapshot)
     names = {node.id: node.name for node in snapshot.nodes}
-    return Memory(
-        snapshot,
-        at,
-        tuple(_alive(node, buffer, names) for node, buffer in snapshot.alive_at(at)),
-        sizes or {},
-    )
+    alive = tuple(_alive(node, buffer, names) for node, buffer in snapshot.alive_at(at))
+    return Memory(snapshot, at, alive, sizes or {})
 
 
 def peaks(graph: Graph) -> list[StepPeak]:
@@ -155,22 +151,15 @@ def peaks(graph: Graph) -> list[StepPeak]:
         if step.snapshot is not None and step.number is not None and step.snapshot.nodes:
             if step.number not in seen:
                 seen[step.number] = _step_peak(step.snapshot)
-            failed = step.error is not None
-            found.append(
-                replace(seen[step.number], step=step.index, after=step.after, failed=failed)
-            )
+            of, failed = seen[step.number], step.error is not None
+            found.append(replace(of, step=step.index, after=step.after, failed=failed))
     return found
 
 
 def _step_peak(snapshot: Snapshot) -> StepPeak:
     at = _peak_node(snapshot)
-    return StepPeak(
-        0,
-        None,
-        snapshot.peak_bytes,
-        at.name,
-        _by_kind((buffer.kind, buffer.nbytes) for _, buffer in snapshot.buffers_at(at)),
-    )
+    kinds = _by_kind((buffer.kind, buffer.nbytes) for _, buffer in snapshot.buffers_at(at))
+    return StepPeak(0, None, snapshot.peak_bytes, at.name, kinds)
 
 
 def _peak_node(snapshot: Snapshot) -> Node:

@@ -74,11 +74,8 @@ def _alive_parts(found: Memory, title: str, limit: int, by: str) -> list[Table |
     whole = max(found.nbytes, 1)
     by_kind = list(found.by_kind.items())
     most = limit or None
-    kinds = table(
-        ("kind", "bytes", "share"),
-        [(kind, bytes_text(size), f"{size / whole:.0%}") for kind, size in by_kind[:most]],
-        ("bytes", "share"),
-    )
+    rows = [(kind, bytes_text(size), f"{size / whole:.0%}") for kind, size in by_kind[:most]]
+    kinds = table(("kind", "bytes", "share"), rows, ("bytes", "share"))
     if by == "module":
         return [message, kinds, *_module_parts(found, limit)]
     return [message, kinds, *_buffer_parts(found, limit)]

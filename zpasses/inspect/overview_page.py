@@ -215,12 +215,8 @@ def _compile_data(each: Compile) -> dict[str, Any]:
         about = {"name": graph.name, "of": graph.of, "prediction": to_json_value(graph.prediction)}
         about |= {"given": list(graph.given), "kept": list(graph.kept)}
         graphs.append({**about, "agreements": to_json_value(graph.agreements), "steps": steps})
-    return {
-        "folder": each.folder,
-        **to_json_value(each.info),
-        "notes": list(each.notes),
-        "graphs": graphs,
-    }
+    about = {"folder": each.folder, **to_json_value(each.info)}
+    return {**about, "notes": list(each.notes), "graphs": graphs}
 
 
 def prediction_text(found: Prediction) -> str:

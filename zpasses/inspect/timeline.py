@@ -36,12 +36,10 @@ def chrome_trace(graphs: Sequence[TracedGraph]) -> dict[str, Any]:
         plan = schedule(snapshot)
         tracks = {group: thread for thread, group in enumerate(plan.groups, start=_COMPUTE + 1)}
         titles = plan.group_titles
-        named = {
-            thread: f"communication, group {titles[group]}"
-            if len(tracks) > 1 or plan.has_labels
-            else "communication"
-            for group, thread in tracks.items()
-        }
+        named = dict.fromkeys(tracks.values(), "communication")
+        if len(tracks) > 1 or plan.has_labels:
+            for group, thread in tracks.items():
+                named[thread] += f", group {titles[group]}"
         events += _named(number, "process", title, number)
         for thread, name in {_COMPUTE: "compute", **named}.items():
             events += _named(number, "thread", name, thread, tid=thread)

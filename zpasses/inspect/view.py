@@ -66,15 +66,9 @@ class Table:
         """The table as text. With a width, it is fitted into it."""
         body = "\n".join(line.rstrip() for line in self._render("simple").splitlines())
         if width is not None and self.rows and max(map(len, body.splitlines())) > width:
-            body, omitted = fitted_table(
-                self.headers,
-                self._cells(),
-                width,
-                right=self.right,
-                whole=self.whole,
-                yields=self.yields,
-                below=self.below,
-            )
+            how = {"right": self.right, "whole": self.whole, "below": self.below}
+            cells = self._cells()
+            body, omitted = fitted_table(self.headers, cells, width, yields=self.yields, **how)
             if omitted:
                 hint = f"Not shown at this width: {', '.join(omitted)}."
                 body += f"\n{_wrapped(f'{hint} A pipe and --json have all columns.', width)}"
@@ -285,15 +279,9 @@ def table(
     int are grouped, so a number that is a name, such as a rank, is given as a str. A tuple of texts
     is a cell of several lines. The other arguments are the fields of `Table`.
     """
-    return Table(
-        tuple(headers),
-        tuple(tuple(_cell(cell) for cell in row) for row in rows),
-        frozenset(right),
-        title,
-        tuple(yields),
-        frozenset(below),
-        frozenset(whole),
-    )
+    cells = tuple(tuple(_cell(cell) for cell in row) for row in rows)
+    about = (frozenset(right), title, tuple(yields), frozenset(below), frozenset(whole))
+    return Table(tuple(headers), cells, *about)
 
 
 def table_of(rows: Sequence[Mapping[str, object]], **about: Any) -> Table:

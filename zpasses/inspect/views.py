@@ -60,8 +60,5 @@ def show_view(
 def _known_parameters(snapshot: Snapshot) -> str:
     known = list(dict.fromkeys(name for node in snapshot.nodes for name in node.params))
     more = f", ... and {len(known) - 6:,} more" if len(known) > 6 else ""
-    return (
-        f"No node matches all conditions. The graph's parameters are {', '.join(known[:6])}{more}."
-        if known
-        else "No node matches all conditions. The graph has no parameters."
-    )
+    has = f"'s parameters are {', '.join(known[:6])}{more}" if known else " has no parameters"
+    return f"No node matches all conditions. The graph{has}."
