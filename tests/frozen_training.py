@@ -1,8 +1,6 @@
 """Training on real ranks of models with frozen layers, whose shards rest elsewhere or encoded."""
 
 import gc
-import logging
-import os
 
 import torch
 import torch.distributed as dist
@@ -11,9 +9,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
-from tests.zpasses.backend.cache.test_warm_start import Messages, words
+from tests.zpasses.backend.cache.test_warm_start import said_by_cache, words
 from tests.zpasses.cost.memory.test_liveness import allocated
-from zpasses.pipeline import events
 from zpasses.testing import world_mesh
 
 WIDTH = 33
@@ -133,19 +130,14 @@ BF16 = {
 
 def started(folder, after):
     """A program that starts: one step. Returns what it computed, and what the cache did."""
-    os.environ["ZPASSES_CACHE_DIR"] = str(folder)
-    events._listeners.clear()  # that of all tests keeps graphs out of the cache
-    messages, log = Messages(), logging.getLogger("zpasses")
-    log.addHandler(messages)
-    log.setLevel(logging.INFO)
-    torch.manual_seed(0)
+    said = said_by_cache(folder)
     net = zpasses.shard(Net(1), mesh=world_mesh())
     after(net)
     step = torch.compile(net, backend="zpasses", options={"zero_stage": 3})
     loss = step(torch.ones(4, WIDTH)).square().mean()
     loss.backward()
     grads = [each.grad.to_local().tolist() for each in net.parameters() if each.requires_grad]
-    return [loss.item(), *grads], words(messages.said)
+    return [loss.item(), *grads], words(said)
 
 
 def measured(width, freeze, after, *, zeroes=True, pipeline="zero3"):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from zpasses.testing.ranks.pool import spawner
 
-__all__ = ["ForkedPython", "forked_or_started", "forked_subprocess", "run_program"]
+__all__ = ["ForkedPython", "forked_or_started", "forked_subprocess", "run_program", "start_python"]
 
 forked_or_started = pytest.mark.parametrize(
     "forked",
@@ -93,18 +93,36 @@ class forked_subprocess:
     TimeoutExpired = subprocess.TimeoutExpired
 
 
+def start_python(
+    *command: object, cwd: Path | None = None, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `python COMMAND...` in a new interpreter. `variables` are added to the environment."""
+    arguments = [sys.executable, *map(str, command)]
+    env = {**os.environ, **(variables or {})}
+    return subprocess.run(
+        arguments, capture_output=True, text=True, timeout=900, check=False, cwd=cwd, env=env
+    )
+
+
 def run_program(
     *command: object,
     ranks: int | None = None,
+    forked: bool = True,
     timeout: float = 900,
     cwd: Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run `python COMMAND...` in one process, or in `ranks` processes with the environment
-    variables of torchrun. `variables` are added to the environment.
+    variables of torchrun. `variables` are added to the environment. If it is not forked, run it as
+    a user does, with torchrun for `ranks`.
 
-    Returns the result of each process. `stdout` holds standard output and standard error.
+    Returns the result of each process, or that of the user's command. `stdout` holds standard
+    output and standard error of each process.
     """
+    if not forked:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+        started_by = torchrun if ranks else ()
+        return [start_python(*started_by, *command, cwd=cwd, variables=variables)]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = [sys.executable, *map(str, command)]
     deadline = time.monotonic() + timeout

@@ -99,12 +99,7 @@ def test_the_quickstart_of_the_readme_is_the_example():
 @pytest.mark.processes
 @pytest.mark.inductor
 def test_the_quickstart_trains_on_two_ranks(forked):
-    if forked:
-        ranks = run_program(QUICKSTART, ranks=2)
-    else:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = [sys.executable, *torchrun, str(QUICKSTART)]
-        ranks = [subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)]
+    ranks = run_program(QUICKSTART, ranks=2, forked=forked)
     for done in ranks:
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     said = "".join(done.stdout for done in ranks)

@@ -1,13 +1,11 @@
 """The package that docs/writing-passes.md shows is built, installed and tested."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.programs import run_program
+from tests.programs import run_program, start_python
 
 PAGE = (Path(__file__).parents[1] / "docs" / "writing-passes.md").read_text()
 REDUCTION = "            if reduce_dtype != torch.float32"
@@ -28,9 +26,8 @@ def package(tmp_path_factory):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
     installed = tmp_path_factory.mktemp("installed")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-build-isolation"]
-    command += ["--no-deps", "--no-index", "--target", str(installed), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    options = ["--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--target", installed]
+    done = start_python("-m", "pip", "install", *options, folder)
     assert done.returncode == 0, done.stderr
     return folder, installed
 

@@ -40,6 +40,14 @@ class _Step:
     """Per rank, after the step."""
 
 
+def of_transformers(name: str, **config: Any) -> Any:
+    """Build a model of transformers, given by its class and the values of its configuration."""
+    import transformers
+
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**config))
+
+
 def cases(families: Iterable[str], quick: Mapping[str, int]) -> list[Any]:
     """Returns the parameters `name` and `stages` of a test of all stages of all families.
 

@@ -198,9 +198,18 @@ def _counted(self, x):
     return self.inner(x)[:, self.order] + self.calls
 
 
-def _autocast(self, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        return self.inner(x)
+def _buffers():
+    return {"order": torch.tensor([2, 0, 1]), "seen": torch.zeros(5, dtype=torch.int64)}
+
+
+class Autocast(nn.Sequential):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def _activated(self, x, y):
+    return self.act(self.inner(x, y))
 
 
 def _checkpointed(self, x, reentrant):
@@ -236,12 +245,25 @@ def _bag(mode):
     )
 
 
-def _chain(*modules, shape):
-    return Family(lambda: nn.Sequential(*(each() for each in modules)), lambda: randn(shape))
+def _chain(shape, modules, form=torch.contiguous_format):
+    """The modules that a function makes, one after another. The batch is in a memory format."""
+    return Family(lambda: nn.Sequential(*modules()), lambda: randn(shape).to(memory_format=form))
 
 
-_part = functools.partial
+def _last(*modules):
+    return [each.to(memory_format=torch.channels_last) for each in modules]
+
+
+def _classifier(width):
+    return nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 2)
+
+
+def _normed(norm):
+    return _chain((4, 5), lambda: [norm(nn.Linear(5, 7)), nn.Tanh(), nn.Linear(7, 3)])
+
+
 IMAGE = (2, 3, 6, 6)
+LINE = (2, 3, 9)
 
 
 def _solved(call, x):
@@ -251,97 +273,56 @@ def _solved(call, x):
 
 
 FAMILIES = {
-    "conv1d": _chain(
-        _part(nn.Conv1d, 3, 4, 3), nn.ReLU, _part(nn.Conv1d, 4, 2, 3), shape=(2, 3, 9)
+    "conv1d": _chain(LINE, lambda: [nn.Conv1d(3, 4, 3), nn.ReLU(), nn.Conv1d(4, 2, 3)]),
+    "conv2d": _chain(
+        IMAGE,
+        lambda: [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3), *_classifier(3)],
     ),
-    "conv2d": Family(
-        lambda: nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(4, 3, 3),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(3, 2),
-        ),
-        lambda: randn(IMAGE),
+    "conv2d channels last": _chain(
+        IMAGE, lambda: [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)], torch.channels_last
     ),
-    "conv2d channels last": Family(
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)),
-        lambda: randn(IMAGE).to(memory_format=torch.channels_last),
+    "channels last weights": _chain(
+        IMAGE,
+        lambda: _last(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)),
+        torch.channels_last,
     ),
-    "channels last weights": Family(
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)).to(
-            memory_format=torch.channels_last
-        ),
-        lambda: randn(IMAGE).to(memory_format=torch.channels_last),
-    ),
-    "conv3d": _chain(
-        _part(nn.Conv3d, 2, 3, 2), nn.ReLU, _part(nn.Conv3d, 3, 2, 2), shape=(2, 2, 4, 4, 4)
-    ),
+    "conv3d": _chain((2, 2, 4, 4, 4), lambda: [nn.Conv3d(2, 3, 2), nn.ReLU(), nn.Conv3d(3, 2, 2)]),
     "transposed conv1d": _chain(
-        _part(nn.ConvTranspose1d, 3, 4, 3), nn.ReLU, _part(nn.Conv1d, 4, 2, 3), shape=(2, 3, 6)
+        (2, 3, 6), lambda: [nn.ConvTranspose1d(3, 4, 3), nn.ReLU(), nn.Conv1d(4, 2, 3)]
     ),
     "transposed conv2d": _chain(
-        _part(nn.ConvTranspose2d, 3, 4, 2, stride=2),
-        nn.ReLU,
-        _part(nn.Conv2d, 4, 2, 3, stride=2),
-        shape=IMAGE,
+        IMAGE,
+        lambda: [nn.ConvTranspose2d(3, 4, 2, stride=2), nn.ReLU(), nn.Conv2d(4, 2, 3, stride=2)],
     ),
     "depthwise conv": _chain(
-        _part(nn.Conv2d, 3, 6, 3, groups=3, dilation=2),
-        nn.SiLU,
-        _part(nn.Conv2d, 6, 4, 1),
-        shape=IMAGE,
+        IMAGE,
+        lambda: [nn.Conv2d(3, 6, 3, groups=3, dilation=2), nn.SiLU(), nn.Conv2d(6, 4, 1)],
     ),
     "u-net": Family(
         lambda: Calls(_unet, down=nn.Conv2d(3, 4, 3, padding=1), up=nn.Conv2d(8, 2, 3)),
         lambda: randn(IMAGE),
     ),
     "batch norm": _chain(
-        _part(nn.Linear, 5, 7),
-        _part(nn.BatchNorm1d, 7),
-        nn.ReLU,
-        _part(nn.Linear, 7, 3),
-        shape=(4, 5),
+        (4, 5), lambda: [nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3)]
     ),
     "batch norm of images": _chain(
-        _part(nn.Conv2d, 3, 4, 3),
-        _part(nn.BatchNorm2d, 4),
-        nn.ReLU,
-        _part(nn.Conv2d, 4, 2, 3),
-        shape=IMAGE,
+        IMAGE, lambda: [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)]
     ),
     "group norm": _chain(
-        _part(nn.Conv2d, 3, 4, 3),
-        _part(nn.GroupNorm, 2, 4),
-        nn.ReLU,
-        _part(nn.Conv2d, 4, 2, 3),
-        shape=IMAGE,
+        IMAGE, lambda: [nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 2, 3)]
     ),
     "instance norm": _chain(
-        _part(nn.Conv1d, 3, 4, 3),
-        _part(nn.InstanceNorm1d, 4, affine=True, track_running_stats=True),
-        shape=(2, 3, 9),
+        LINE,
+        lambda: [
+            nn.Conv1d(3, 4, 3),
+            nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+        ],
     ),
     "layer norm": _chain(
-        _part(nn.Linear, 5, 7),
-        _part(nn.LayerNorm, 7),
-        _part(nn.RMSNorm, 7),
-        _part(nn.Linear, 7, 3),
-        shape=(4, 5),
+        (4, 5), lambda: [nn.Linear(5, 7), nn.LayerNorm(7), nn.RMSNorm(7), nn.Linear(7, 3)]
     ),
-    "weight norm": Family(
-        lambda: nn.Sequential(
-            nn.utils.parametrizations.weight_norm(nn.Linear(5, 7)), nn.Tanh(), nn.Linear(7, 3)
-        ),
-        lambda: randn(4, 5),
-    ),
-    "spectral norm": Family(
-        lambda: nn.Sequential(
-            nn.utils.parametrizations.spectral_norm(nn.Linear(5, 7)), nn.Tanh(), nn.Linear(7, 3)
-        ),
-        lambda: randn(4, 5),
-    ),
+    "weight norm": _normed(nn.utils.parametrizations.weight_norm),
+    "spectral norm": _normed(nn.utils.parametrizations.spectral_norm),
     "embedding bag sum": _bag("sum"),
     "embedding bag mean": _bag("mean"),
     "embedding bag max": _bag("max"),
@@ -360,11 +341,9 @@ FAMILIES = {
         lambda: nn.Transformer(8, 2, 1, 1, 12, batch_first=True),
         lambda: (randn(2, 5, 8), randn(2, 5, 8)),
     ),
-    "transformer encoder": Family(
-        lambda: nn.TransformerEncoderLayer(
-            8, 2, 12, dropout=0.0, batch_first=True, norm_first=True
-        ),
-        lambda: randn(2, 5, 8),
+    "transformer encoder": _chain(
+        (2, 5, 8),
+        lambda: [nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True, norm_first=True)],
     ),
     "attention": _attention(),
     "causal attention": _attention(is_causal=True),
@@ -382,9 +361,7 @@ FAMILIES = {
     "dense experts": Family(lambda: Experts(_dense), lambda: randn(6, 4)),
     "indexed experts": Family(lambda: Experts(_indexed), lambda: randn(12, 4)),
     "complex buffer": Family(
-        lambda: Calls(
-            _rotated, inner=nn.Linear(4, 4), turn=torch.polar(torch.ones(2), torch.tensor([0.1, 2]))
-        ),
+        lambda: Calls(_rotated, inner=nn.Linear(4, 4), turn=torch.exp(torch.tensor([0.1j, 2j]))),
         lambda: randn(3, 4),
     ),
     "fourier filter": Family(lambda: Calls(_filtered, gain=nn.Linear(6, 1)), lambda: randn(3, 4)),
@@ -397,41 +374,23 @@ FAMILIES = {
         rounding=1e-5,
     ),
     "integer buffers": Family(
-        lambda: Calls(
-            _counted,
-            inner=nn.Linear(5, 3),
-            calls=torch.tensor(0),
-            order=torch.tensor([2, 0, 1]),
-            seen=torch.zeros(5, dtype=torch.int64),
-        ),
+        lambda: Calls(_counted, inner=nn.Linear(5, 3), calls=torch.tensor(0), **_buffers()),
         lambda: randn(4, 5),
     ),
-    "dropout": _chain(
-        _part(nn.Linear, 5, 7), _part(nn.Dropout, 0.3), _part(nn.Linear, 7, 3), shape=(4, 5)
-    ),
+    "dropout": _chain((4, 5), lambda: [nn.Linear(5, 7), nn.Dropout(0.3), nn.Linear(7, 3)]),
     "checkpoint": _checkpoints(False),
     "reentrant checkpoint": _checkpoints(True),
-    "autocast": Family(
-        lambda: Calls(
-            _autocast, inner=nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3))
-        ),
-        lambda: randn(4, 5),
+    "autocast": _chain(
+        (4, 5), lambda: [Autocast(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3))]
     ),
     "bilinear and prelu": Family(
-        lambda: Calls(
-            lambda self, x, y: self.act(self.inner(x, y)),
-            inner=nn.Bilinear(3, 4, 5),
-            act=nn.PReLU(),
-        ),
+        lambda: Calls(_activated, inner=nn.Bilinear(3, 4, 5), act=nn.PReLU()),
         lambda: (randn(2, 3), randn(2, 4)),
     ),
 }
 
 
-QUICK = {
-    "conv2d": 3,
-    "causal attention": 3,
-}
+QUICK = {"conv2d": 3, "causal attention": 3}
 """Family -> the stage that `make test` trains. The others repeat what these show of the passes, and
 were of use when they were new: `make test-all` runs them."""
 

@@ -1,6 +1,7 @@
 """Unmodified Hugging Face models train on two ranks as they do unsharded."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,68 +9,41 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import zpasses
+from tests.models.families import of_transformers
 from tests.on_ranks import on_ranks
 from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import world_mesh
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytestmark = pytest.mark.processes
 
 RATE = 1e-3
 VOCABULARY = 61  # prime, so not divisible by the number of ranks
 
 
-def _llama():
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    )
+WIDTHS = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
-def _gpt2():
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=VOCABULARY,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            n_positions=32,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    )
+def model_of(name, **config):
+    """A function that builds a model of transformers."""
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}
+    return functools.partial(of_transformers, name, **tokens, **config)
 
 
-def _mixtral():
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            max_position_embeddings=32,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    )
-
-
-MODELS = {"llama": _llama, "gpt2": _gpt2, "mixtral": _mixtral}
+MODELS = {
+    "llama": model_of("LlamaForCausalLM", **WIDTHS),
+    "gpt2": model_of("GPT2LMHeadModel", **GPT2, **NO_DROPOUT),
+    "mixtral": model_of("MixtralForCausalLM", **WIDTHS, num_local_experts=4),
+}
 
 
 def _tokens(step, rank):
@@ -188,7 +162,7 @@ def test_llama_with_gradient_checkpointing_equals_the_one_without(compiled):
 def test_llama_is_built_on_meta_and_filled_after_sharding():
     plain = _build("llama")
     with torch.device("meta"):
-        model = _llama()
+        model = MODELS["llama"]()
     zpasses.shard(model, mesh=world_mesh())
     model.to_empty(device="cpu")
     model.load_state_dict(plain.state_dict())

@@ -15,32 +15,19 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 import zpasses
 from examples.capture_llama import tensor_parallel
-from tests.models.test_huggingface import MODELS, VOCABULARY
+from tests.models.test_huggingface import MODELS, VOCABULARY, WIDTHS, model_of
 from tests.on_ranks import on_ranks
 from tests.zpasses.parallel_models import whole
 from zpasses.testing import assert_step_equals_reference, capture_ranks
 from zpasses.tools.bench.model import GPT, ModelSize, ParallelBlock, parallelize
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytestmark = pytest.mark.processes
 
 STEPS = 10
 
 
-def _qwen3():
-    return transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=32,
-            tie_word_embeddings=False,
-        )
-    )
+_qwen3 = model_of("Qwen3ForCausalLM", **WIDTHS, head_dim=8, tie_word_embeddings=False)
 
 
 def _gpt():

@@ -1,72 +1,50 @@
 """Small models of transformers train sharded as they do unsharded, both compiled by Inductor."""
 
+import functools
+
 import pytest
 import torch
 
-from tests.models.families import Family, cases, train
+from tests.models.families import Family, cases, of_transformers, train
 from tests.on_ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
 
 VOCABULARY = 61  # prime, so not divisible by the number of ranks
-WIDTHS = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+LAYERS = {"hidden_size": 16, "num_hidden_layers": 1}
+WIDTHS = {**LAYERS, "intermediate_size": 24, "num_attention_heads": 2}
 TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 PIXELS = {**WIDTHS, "image_size": 8, "patch_size": 4}
+DETECTED = {"image_size": [8, 8], "patch_size": 4, "num_detection_tokens": 3}
+PLACES = {**NO_DROPOUT, "max_position_embeddings": 16, "max_image_length": 8}
 STAGES = {"hidden_sizes": [8, 12], "depths": [1, 1]}
-ENCODER_DECODER = {
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24,
-    "dropout": 0.0,
-}
-DEEPSEEK = {
-    "num_key_value_heads": 2,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-    "moe_intermediate_size": 8,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-}
-SEGFORMER = {
-    "num_encoder_blocks": 2,
-    "depths": [1, 1],
-    "sr_ratios": [2, 1],
-    "hidden_sizes": [8, 8],
-    "patch_sizes": [3, 3],
-    "strides": [2, 2],
-    "num_attention_heads": [1, 2],
-    "mlp_ratios": [2, 2],
-    "decoder_hidden_size": 8,
-}
+CODERS = {f"{each}_layers": 1 for each in ("encoder", "decoder")}
+HEADS = {f"{each}_attention_heads": 2 for each in ("encoder", "decoder")}
+FEED_FORWARD = {f"{each}_ffn_dim": 24 for each in ("encoder", "decoder")}
+RELATIVE = {"relative_attention": True, "max_relative_positions": 8, "pos_att_type": ["p2c", "c2p"]}
+ENCODER_DECODER = {"d_model": 16, "dropout": 0.0, **CODERS, **HEADS, **FEED_FORWARD}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+SIZES = {"num_key_value_heads": 2, "moe_intermediate_size": 8, "v_head_dim": 8}
+DEEPSEEK = {**EXPERTS, **LATENT, **SIZES, "first_k_dense_replace": 0}
+MERGING = {"depths": [1, 1], "sr_ratios": [2, 1], "patch_sizes": [3, 3], "strides": [2, 2]}
+BLOCKS = {"hidden_sizes": [8, 8], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}
+SEGFORMER = {**MERGING, **BLOCKS, "num_encoder_blocks": 2, "decoder_hidden_size": 8}
+CONVOLUTIONS = {"conv_dim": (8, 8), "conv_stride": (4, 2), "conv_kernel": (4, 2)}
+POSITIONS = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+LENGTHS = {"max_source_positions": 8, "max_target_positions": 16}
+HEARD = {**LENGTHS, "num_mel_bins": 6, "decoder_start_token_id": 2}
+STRIDES = {"frequency_stride": 4, "time_stride": 4}
+SPECTRUM = {**STRIDES, "patch_size": 4, "max_length": 12, "num_mel_bins": 8}
+DROPOUTS = ("hidden_dropout", "attention_dropout", "activation_dropout", "final_dropout")
 WAV2VEC2 = {
-    "conv_dim": (8, 8),
-    "conv_stride": (4, 2),
-    "conv_kernel": (4, 2),
+    **CONVOLUTIONS,
+    **POSITIONS,
+    **dict.fromkeys((*DROPOUTS, "layerdrop"), 0.0),
     "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "final_dropout": 0.0,
-    "layerdrop": 0.0,
     "apply_spec_augment": False,  # its masks are NumPy's random numbers; see docs/limits.md
 }
 
@@ -141,11 +119,7 @@ def _logits(output):
 
 
 def _family(name, batch=_text, loss=_loss, rounding=0.0, **config):
-    def model():
-        kind = getattr(transformers, name)
-        return kind(kind.config_class(**config))
-
-    return Family(model, batch, loss, rounding)
+    return Family(functools.partial(of_transformers, name, **config), batch, loss, rounding)
 
 
 def _detr():
@@ -184,14 +158,7 @@ FAMILIES = {
         "MixtralForCausalLM", **TOKENS, **WIDTHS, num_key_value_heads=1, num_local_experts=3
     ),
     "deepseek v3": _family("DeepseekV3ForCausalLM", **TOKENS, **WIDTHS, **DEEPSEEK),
-    "mamba": _family(
-        "MambaForCausalLM",
-        **TOKENS,
-        hidden_size=8,
-        state_size=4,
-        num_hidden_layers=1,
-        time_step_rank=2,
-    ),
+    "mamba": _family("MambaForCausalLM", **TOKENS, **LAYERS, state_size=4, time_step_rank=2),
     "bert": _family("BertForMaskedLM", **TOKENS, **WIDTHS, **NO_DROPOUT),
     "albert": _family(
         "AlbertForMaskedLM",
@@ -199,26 +166,12 @@ FAMILIES = {
         embedding_size=8,
     ),
     "deberta v2": _family(
-        "DebertaV2ForMaskedLM",
-        rounding=1e-6,
-        **TOKENS,
-        **WIDTHS,
-        **NO_DROPOUT,
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-        max_relative_positions=8,
+        "DebertaV2ForMaskedLM", rounding=1e-6, **TOKENS, **WIDTHS, **NO_DROPOUT, **RELATIVE
     ),
     "fnet": _family("FNetForMaskedLM", **TOKENS, **WIDTHS, hidden_dropout_prob=0.0),
     # encoder-decoder
     "t5": _family(
-        "T5ForConditionalGeneration",
-        **TOKENS,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=1,
-        num_heads=2,
-        decoder_start_token_id=0,
+        "T5ForConditionalGeneration", **TOKENS, **T5, num_layers=1, decoder_start_token_id=0
     ),
     # vision
     "vit": _family("ViTForImageClassification", _classified, **PIXELS),
@@ -234,48 +187,20 @@ FAMILIES = {
     ),
     # detection
     "detr": Family(_detr, lambda: _pixels(16), _boxes),
-    "yolos": _family(
-        "YolosForObjectDetection",
-        _pixels,
-        _boxes,
-        **{**PIXELS, "image_size": [8, 8]},
-        num_detection_tokens=3,
-    ),
+    "yolos": _family("YolosForObjectDetection", _pixels, _boxes, **WIDTHS, **DETECTED),
     # speech
     "wav2vec2": _family("Wav2Vec2ForCTC", _waves, **TOKENS, **WIDTHS, **WAV2VEC2),
     "whisper": _family(
-        "WhisperForConditionalGeneration",
-        _translated,
-        **TOKENS,
-        **ENCODER_DECODER,
-        num_mel_bins=6,
-        max_source_positions=8,
-        max_target_positions=16,
-        decoder_start_token_id=2,
+        "WhisperForConditionalGeneration", _translated, **TOKENS, **ENCODER_DECODER, **HEARD
     ),
     "audio spectrogram transformer": _family(
-        "ASTForAudioClassification",
-        _spectrum,
-        rounding=1e-6,
-        **WIDTHS,
-        patch_size=4,
-        max_length=12,
-        num_mel_bins=8,
-        frequency_stride=4,
-        time_stride=4,
+        "ASTForAudioClassification", _spectrum, rounding=1e-6, **WIDTHS, **SPECTRUM
     ),
     # several modalities
     "clip": Family(_clip, _captioned, _loss),
     "llava": Family(_llava, _image_in_words, _loss),
     "vilt": _family(
-        "ViltForImageAndTextRetrieval",
-        _retrieved,
-        _logits,
-        **TOKENS,
-        **PIXELS,
-        **NO_DROPOUT,
-        max_position_embeddings=16,
-        max_image_length=8,
+        "ViltForImageAndTextRetrieval", _retrieved, _logits, **TOKENS, **PIXELS, **PLACES
     ),
 }
 

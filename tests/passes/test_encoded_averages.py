@@ -47,29 +47,19 @@ def test_an_average_is_an_exchange_and_a_gather_of_codes():
         f"{node.target.overloadpacket.__name__} {','.join(tag.params)} {tag.encoding}".strip()
         for node, tag in tagged(gm.graph, "reduce_input", "reduce", "reduced", "shard_grad")
     ]
-    assert "\n".join(nodes[2:]) == (
-        "encode p1\n"
-        "all_to_all_single p1 int8/128\n"
-        "reduce_scatter_tensor p0\n"
-        "wait_tensor p0\n"
-        "encode p0\n"
-        "all_to_all_single p0 int8/128\n"
-        # the gather of one average starts beside the next exchange
-        "wait_tensor p1\n"
-        "decode_mean p1\n"
-        "encode p1\n"
-        "all_gather_into_tensor p1 int8/128\n"
-        "wait_tensor p1\n"
-        "decode p1\n"
-        "view p1\n"
-        "wait_tensor p0\n"
-        "decode_mean p0\n"
-        "encode p0\n"
-        "all_gather_into_tensor p0 int8/128\n"
-        "wait_tensor p0\n"
-        "decode p0\n"
-        "view p0"
+    exchange = ["encode {}", "all_to_all_single {} int8/128"]
+    gather = ["decode_mean {}", "encode {}", "all_gather_into_tensor {} int8/128"]
+    done = ["wait_tensor {}", "decode {}", "view {}"]
+    of_p0, of_p1 = (
+        [[each.format(param) for each in part] for part in (exchange, gather, done)]
+        for param in ("p0", "p1")
     )
+    assert nodes[2:] == [
+        *(*of_p1[0], "reduce_scatter_tensor p0", "wait_tensor p0", *of_p0[0]),
+        # the gather of one average starts beside the next exchange
+        *("wait_tensor p1", *of_p1[1], *of_p1[2]),
+        *("wait_tensor p0", *of_p0[1], *of_p0[2]),
+    ]
 
 
 def test_gradients_that_are_ready_together_share_launches():

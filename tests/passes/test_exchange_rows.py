@@ -161,24 +161,19 @@ def test_bits_of_drawn_tables(data):
     ranks = data.draw(st.integers(1, 4))
     lookups = data.draw(st.integers(1, 2))
     shapes = st.lists(st.integers(1, 4), min_size=0, max_size=2).map(tuple)
-    tokens = data.draw(
-        st.lists(
-            st.lists(shapes, min_size=lookups, max_size=lookups), min_size=ranks, max_size=ranks
-        )
-    )
+    of_rank = st.lists(shapes, min_size=lookups, max_size=lookups)
+    tokens = data.draw(st.lists(of_rank, min_size=ranks, max_size=ranks))
     rows = data.draw(st.integers(1, 20))
-    before, after = worlds(
-        ranks,
-        ON,
-        rows=rows,
-        tokens=tokens,
-        width=data.draw(st.integers(1, 3)),
-        padding=data.draw(st.integers(-1, rows - 1)),
-        dtype=data.draw(st.sampled_from([None, BF16])),
-        reduce_dtype=data.draw(st.sampled_from([None, F32])),
-        tied=data.draw(st.booleans()),
-        decomposed=data.draw(st.booleans()),
-    )
+    drawn = {
+        "width": st.integers(1, 3),
+        "padding": st.integers(-1, rows - 1),
+        "dtype": st.sampled_from([None, BF16]),
+        "reduce_dtype": st.sampled_from([None, F32]),
+        "tied": st.booleans(),
+        "decomposed": st.booleans(),
+    }
+    options = {name: data.draw(values) for name, values in drawn.items()}
+    before, after = worlds(ranks, ON, rows=rows, tokens=tokens, **options)
     assert bool(calls(after[0].graph, ALL_TO_ALL_ROWS)) == (ranks > 1)
     inputs = random_inputs(before, bound=rows, seed=data.draw(st.integers(0, 9)))
     assert_equal_bits(before, after, inputs)

@@ -4,13 +4,12 @@ import copy
 import importlib.util
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
-from tests.programs import ForkedPython, forked_subprocess
+from tests.programs import ForkedPython, forked_subprocess, start_python
 from zpasses.tools.bench import predicted_schedules as schedule_suite
 from zpasses.tools.bench.__main__ import SUITES, main
 from zpasses.tools.bench.measure import ResidentMemory
@@ -19,22 +18,8 @@ from zpasses.tools.bench.predicted_schedules import ScheduleConfig, ScheduleRepo
 from zpasses.tools.bench.schedule_models import ModelShape
 from zpasses.tools.bench.train import PeerResult, TrainConfig, TrainReport, _difference, _relate
 
-TINY = [
-    "--width",
-    "32",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--seq",
-    "16",
-    "--batch",
-    "1",
-    "--steps",
-    "2",
-    "--warmup",
-    "1",
-]
+SIZES = {"width": 32, "layers": 1, "heads": 2, "seq": 16, "batch": 1, "steps": 2, "warmup": 1}
+TINY = [f"--{name}={value}" for name, value in SIZES.items()]
 PARAMETERS = 17
 """Number of parameters of the tiny model."""
 DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
@@ -43,8 +28,7 @@ pytestmark = pytest.mark.processes
 
 
 def bench(*arguments):
-    command = [sys.executable, "-m", "zpasses.tools.bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    return start_python("-m", "zpasses.tools.bench", *arguments)
 
 
 class forked_except_for_memory(forked_subprocess):

@@ -1,7 +1,5 @@
 """Tests of bisection, with programs that only write journals and with a real one."""
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from torch import nn
 
 import zpasses
 from tests.cases import some_quick
-from tests.programs import forked_or_started, forked_subprocess
+from tests.programs import forked_or_started, forked_subprocess, start_python
 from zpasses.dumps import read
 from zpasses.pipeline.bisection import Trial
 from zpasses.probe import BisectTrial, write_request
@@ -43,56 +41,34 @@ NONDETERMINISTIC = "with open(__file__ + '.n', 'a') as runs: runs.write('x')\nca
 
 def bisect(tmp_path, program, *arguments, **options):
     script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(FAKE_PROGRAM) + textwrap.indent(textwrap.dedent(program), "    ")
-    )
-    progress = []
-    return run_bisect(
-        BisectRequest((str(script), *arguments), **{"timeout_s": 300.0, **options}), progress.append
-    ), progress
+    script.write_text(FAKE_PROGRAM + textwrap.indent(program, "    "))
+    progress, asked = [], BisectRequest((str(script), *arguments), **{"timeout_s": 300.0} | options)
+    return run_bisect(asked, progress.append), progress
 
 
+CHANGED = "call('0/0 gradients', 3.0, 5.0 if 'three' in ran else 5.1)"
+RENAMED = "call('1/0 outputs' if 'three' in ran else '0/0 outputs', 1.0)"
 FAULTS = [
-    ("if 'three' in ran: raise ValueError('no')", {}, "the program ended with status 1"),
-    ("if 'three' in ran: os.kill(os.getpid(), 11)", {}, "the program died of SIGSEGV"),
-    (
-        "if 'three' in ran: time.sleep(600)",
-        {"timeout_s": 40.0},  # a busy machine takes seconds to start the program
-        "the program did not end within 40 s",
-    ),
-    (
-        "call('0/0 gradients', 3.0, 5.0 if 'three' in ran else 5.1)",
-        {},
-        "rank0, call 2 (0/0 gradients), value 1 (float32[2])",
-    ),
-    (
-        "if 'three' not in ran: call('0/0 outputs', 1.0)",
-        {},
-        "rank0 made 1 compiled calls; expected 2",
-    ),
-    (
-        "call('1/0 outputs' if 'three' in ran else '0/0 outputs', 1.0)",
-        {},
-        "rank0, call 2: is 1/0 outputs; expected 0/0 outputs",
-    ),
+    ("if 'three' in ran: raise ValueError('no')", "the program ended with status 1"),
+    ("if 'three' in ran: os.kill(os.getpid(), 11)", "the program died of SIGSEGV"),
+    ("if 'three' in ran: time.sleep(600)", "the program did not end within 40 s"),
+    (CHANGED, "rank0, call 2 (0/0 gradients), value 1 (float32[2])"),
+    ("if 'three' not in ran: call('0/0 outputs', 1.0)", "rank0 made 1 compiled calls; expected 2"),
+    (RENAMED, "rank0, call 2: is 1/0 outputs; expected 0/0 outputs"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("program", "options", "reason"), some_quick(FAULTS, [FAULTS[0], FAULTS[3], FAULTS[4]])
+    ("program", "reason"), some_quick(FAULTS, [FAULTS[0], FAULTS[3], FAULTS[4]])
 )
-def test_the_first_pass_that_breaks_a_run_is_found(tmp_path, program, options, reason):
-    report, progress = bisect(tmp_path, program, **options)
+def test_the_first_pass_that_breaks_a_run_is_found(tmp_path, program, reason):
+    # A busy machine takes seconds to start the program.
+    report, progress = bisect(tmp_path, program, timeout_s=40.0 if "sleep" in program else 300.0)
     assert (report.culprit, report.passes[report.culprit]) == (2, "three")
     assert report.reason.startswith(reason)
-    assert [line.partition(": ")[2] for line in progress if line.startswith("run")] == [
-        "all passes",
-        "no passes",
-        "no passes, repeated",
-        "and one",
-        "and two{x=1}",
-        "and three",
-    ]
+    runs = [line.partition(": ")[2] for line in progress if line.startswith("run")]
+    assert runs[:3] == ["all passes", "no passes", "no passes, repeated"]
+    assert runs[3:] == ["and one", "and two{x=1}", "and three"]
     assert ("ValueError: no" in report.tail) == ("raise" in program)
 
 
@@ -102,17 +78,10 @@ def test_a_fault_that_a_later_pass_hides_is_found(tmp_path):
 
 
 def test_a_correct_run_takes_two_runs(tmp_path):
-    report, progress = bisect(
-        tmp_path,
-        "call('0/0 outputs', 1.0 + len(ran) * 1e-5)\nassert sys.argv[1:] == ['--lr', '3']",
-        "--lr",
-        "3",
-    )
+    program = "call('0/0 outputs', 1.0 + len(ran) * 1e-5)\nassert sys.argv[1:] == ['--lr', '3']"
+    report, progress = bisect(tmp_path, program, "--lr", "3")
     assert (report.culprit, report.runs, len(progress)) == (None, 2, 4)
-    assert (
-        bisect(tmp_path, "call('0/0 outputs', 1.0 + len(ran) * 1e-5)", tolerance=1e-6)[0].culprit
-        == 0
-    )
+    assert bisect(tmp_path, program, "--lr", "3", tolerance=1e-6)[0].culprit == 0
 
 
 def test_pending_gradients_and_rounding_errors_are_no_difference(tmp_path):
@@ -120,20 +89,17 @@ def test_pending_gradients_and_rounding_errors_are_no_difference(tmp_path):
     assert bisect(tmp_path, program)[0].culprit is None
 
 
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
-        (
-            "raise ValueError('always')",
-            r"ended with status 1 without passes too, so no pass is the "
-            r"cause:(.|\n)*ValueError: always",
-        ),
-        (NONDETERMINISTIC, r"two runs without passes differ .*Seed all random numbers"),
-    ],
+ALWAYS = (
+    r"ended with status 1 without passes too, so no pass is the cause:(.|\n)*ValueError: always"
 )
-def test_failures_without_passes_are_reported(tmp_path, program, message):
-    with pytest.raises(BisectError, match=message):
-        bisect(tmp_path, program)
+
+
+def test_failures_without_passes_are_reported(tmp_path):
+    with pytest.raises(BisectError, match=ALWAYS):
+        bisect(tmp_path, "raise ValueError('always')")
+    said = r"two runs without passes differ .*Seed all random numbers"
+    with pytest.raises(BisectError, match=said):
+        bisect(tmp_path, NONDETERMINISTIC)
 
 
 def test_unusable_programs_and_folders_are_refused(tmp_path):
@@ -167,11 +133,14 @@ def train(dump, steps=2):
     torch.manual_seed(0)
     with fake_world(1) as mesh:
         model = zpasses.shard(nn.Linear(4, 3), mesh=mesh)
-        step = torch.compile(
-            model, backend="zpasses", options={"codegen": "eager", "zero_stage": 3, "dump": dump}
-        )
+        options = {"codegen": "eager", "zero_stage": 3, "dump": dump}
+        step = torch.compile(model, backend="zpasses", options=options)
         for _ in range(steps):
             step(torch.ones(2, 4)).sum().backward()
+
+
+FIRST = ["merge-reads", "exchange-rows", "gather-params"]
+LAST = ["schedule", "average-replicas", "defer-reduction"]
 
 
 def test_a_trial_runs_only_the_first_passes_and_records_results(tmp_path, start_trial):
@@ -179,40 +148,27 @@ def test_a_trial_runs_only_the_first_passes_and_records_results(tmp_path, start_
     train(tmp_path / "dump")
     (journal,) = read_journals(folder).values()
     names = [text.partition("{")[0] for text in journal.pipelines["0/0"]]
-    assert names == [
-        "merge-reads",
-        "exchange-rows",
-        "gather-params",
-        "reduce-grads",
-        "reshard-after-forward",
-        "schedule",
-        "average-replicas",
-        "defer-reduction",
-    ]
-    assert [call["call"] for call in journal.calls] == [
-        "0/0 outputs",
-        "0/0 gradients",
-        "0/0 outputs",
-    ]
+    assert names == [*FIRST, "reduce-grads", "reshard-after-forward", *LAST]
+    outputs, gradients = "0/0 outputs", "0/0 gradients"
+    assert [call["call"] for call in journal.calls] == [outputs, gradients, outputs]
     assert [value["shape"] for value in journal.calls[0]["values"]] == [[2, 3]]
     assert [value and value["shape"] for value in journal.calls[1]["values"]] == [[3, 4], [3], None]
     assert journal.calls[1]["values"][1]["norm"] == pytest.approx(2 * 3**0.5)
     (compiled,) = read(tmp_path / "dump").ranks[0].compiles
-    assert [
-        step.run.name for graph in compiled.graphs.values() for step in graph.steps if step.run
-    ] == ["merge-reads", "exchange-rows", "gather-params"]
+    steps = [step for graph in compiled.graphs.values() for step in graph.steps]
+    assert [step.run.name for step in steps if step.run] == FIRST
+
+
+OTHER = {
+    "differs by": ([0.0, 1.01, 2.02], [0.0, -1.0, -2.0], [2.0, 1.0, 0.0]),
+    "has 1 infinities": ([0.0, 1.0, float("inf")],),
+    "is float64[3]; expected float32[3]": (torch.arange(3.0).double(),),
+    "": ([0.0, 1.0, 2.0],),
+}
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        ([0.0, 1.0, 2.0], ""),
-        ([0.0, 1.01, 2.02], "differs by"),
-        ([0.0, -1.0, -2.0], "differs by"),
-        ([2.0, 1.0, 0.0], "differs by"),
-        ([0.0, 1.0, float("inf")], "has 1 infinities"),
-        (torch.arange(3.0).double(), "is float64[3]; expected float32[3]"),
-    ],
+    ("other", "said"), [(each, said) for said, others in OTHER.items() for each in others]
 )
 def test_journals_tell_different_tensors_apart(start_trial, other, said):
     journals = []
@@ -272,8 +228,7 @@ def test_a_real_program_from_the_command_line(tmp_path, monkeypatch, forked):
         done = CliRunner().invoke(cli, words)
         status, output = done.exit_code, done.output
     else:
-        command = [sys.executable, "-m", "zpasses", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+        done = start_python("-m", "zpasses", *words)
         status, output = done.returncode, done.stdout + done.stderr
     assert status == 1, output
     assert (

@@ -1,8 +1,6 @@
 """Tests of the calibration: the fit, the file, and the command."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -24,16 +22,9 @@ def sample(full_bytes, latency=50.0, gb_s=100.0, lost=0.0, slowed=1.0):
     `lost` times the gather's time.
     """
     gather_us = latency + full_bytes * 7 / 8 / (gb_s * 1e3)
-    return Sample(
-        "mori",
-        full_bytes,
-        8,
-        gather_us,
-        2 * gather_us,
-        2 * gather_us + lost * gather_us,
-        gather_us / 2,
-        gather_us / 2 + gather_us - gather_us / 2 / slowed,
-    )
+    compute = (2 * gather_us, 2 * gather_us + lost * gather_us)
+    beside = (gather_us / 2, gather_us / 2 + gather_us - gather_us / 2 / slowed)
+    return Sample("mori", full_bytes, 8, gather_us, *compute, *beside)
 
 
 def test_fit_recovers_the_figures_of_exact_times():
@@ -124,12 +115,7 @@ def test_the_command_writes_a_file_that_the_cost_model_reads(tmp_path, forked):
     out = tmp_path / "c.json"
     size = ["--largest-mib", "1", "--repeat", "2", "--matrix", "64"]
     command = ["-m", "zpasses.tools.calibrate", "--out", str(out), *size]
-    if forked:
-        done = run_program(*command, ranks=2)[0]
-    else:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        words = [sys.executable, *torchrun, *command]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
+    done = run_program(*command, ranks=2, forked=forked)[0]
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert set(calibrated_figures(out, "cpu")) == {"c10d"}
     assert '"gb_s"' in done.stdout

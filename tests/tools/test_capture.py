@@ -2,7 +2,6 @@
 
 import errno
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -290,15 +289,9 @@ def test_a_large_dump_is_inspected_as_ones_own(tmp_path, monkeypatch):
 @pytest.mark.slow(quick="test_the_example_is_captured_from_the_command_line")
 def test_the_example_of_experts_is_captured(tmp_path):
     arguments = {"layers": 2, "experts": 16, "hidden": 64, "seq": 8}
-    run_capture(
-        CaptureRequest(
-            f"{ROOT}/examples/capture_llama.py:mixture",
-            tmp_path / "dump",
-            8,
-            arguments=arguments,
-            options={"zero_stage": 3},
-        )
-    )
+    given = {"arguments": arguments, "options": {"zero_stage": 3}}
+    function = f"{ROOT}/examples/capture_llama.py:mixture"
+    run_capture(CaptureRequest(function, tmp_path / "dump", 8, **given))
     (compiled,) = read(tmp_path / "dump").ranks[0].compiles
     assert "model.layers.0.mlp.experts.gate_up_proj" in compiled.info.parameters
 
@@ -310,11 +303,7 @@ def test_the_example_is_captured_from_the_command_line(tmp_path, forked):
     command = ["-m", "zpasses", "capture", f"{ROOT}/examples/capture_llama.py:llama", *arguments]
     options = ["--world", "64", "--target", "mi300x", "--zero-stage", "3", "--no-train", "-o"]
     options.append(str(tmp_path / "dump"))
-    if forked:
-        (done,) = run_program(*command, *options)
-    else:
-        words = [sys.executable, *command, *options]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
+    (done,) = run_program(*command, *options, forked=forked)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert f"zpasses html {tmp_path / 'dump'}" in done.stdout
     (compiled,) = read(tmp_path / "dump").ranks[0].compiles

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.programs import start_python
 from tests.zpasses.inspect.real import SCHEDULE, real_dump
 from zpasses.inspect import CollectiveRows, Inspection, Limits
 from zpasses.inspect import open as open_dump
@@ -27,15 +28,7 @@ def dump():
 
 
 def zpasses(*arguments, **environment):
-    command = [sys.executable, "-m", "zpasses", *arguments]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-        env={**os.environ, **environment},
-    )
+    return start_python("-m", "zpasses", *arguments, variables=environment)
 
 
 def run(*arguments):
@@ -60,9 +53,7 @@ def test_reading_a_dump_loads_no_torch(dump):
         f"cli(['html', {dump!r}, '-o', {os.devnull!r}], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=False
-    )
+    done = start_python("-c", code)
     assert done.returncode == 0, done.stderr
 
 
@@ -106,8 +97,7 @@ main()
 
 @pytest.mark.slow(quick="the other tests of test_cli.py")
 def test_a_process_ends_without_freeing_its_memory_after_threads_and_handlers():
-    command = [sys.executable, "-c", _LEAVES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    done = start_python("-c", _LEAVES)
     assert done.returncode == 0, done.stderr
     version, *lines = done.stdout.splitlines()
     assert version.startswith("zpasses ")
@@ -124,14 +114,10 @@ def test_console_script_is_installed():
 def on_a_terminal(*arguments, **environment):
     """Output of a command that runs on a pseudo-terminal."""
     main, side = pty.openpty()
-    env = {
-        **{key: value for key, value in os.environ.items() if key != "NO_COLOR"},
-        "TERM": "xterm",
-        **environment,
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "zpasses", *arguments], stdout=side, stderr=side, env=env
-    )
+    env = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    env |= {"TERM": "xterm", **environment}
+    command = [sys.executable, "-m", "zpasses", *arguments]
+    process = subprocess.Popen(command, stdout=side, stderr=side, env=env)
     os.close(side)
     shown = b""
     while True:
@@ -166,14 +152,12 @@ def test_list_names_graphs_and_passes(dump):
 
 
 def test_show_filters(dump):
-    shown = run(
-        "show", dump, "forward", "--after", "0", "--param", "layers.1.*", "--op", "all_gather*"
-    ).output
+    filters = ("--after", "0", "--param", "layers.1.*", "--op", "all_gather*")
+    shown = run("show", dump, "forward", *filters).output
     assert shown.count("\n") == 2
     assert "gather: layers.1.weight" in shown
-    assert [
-        node["op"] for node in values("show", dump, "forward", "--op", "output")[0]["nodes"]
-    ] == ["output"]
+    nodes = values("show", dump, "forward", "--op", "output")[0]["nodes"]
+    assert [node["op"] for node in nodes] == ["output"]
     (started,) = values("show", dump, "forward", "--node", "all_gather*")[0]["nodes"]
     assert started["collective"]["kind"] == "all_gather_into_tensor_coalesced"
     assert len(run("show", dump, "forward", "--collectives").output.splitlines()) == 1 + 4
@@ -200,13 +184,10 @@ def test_diff_shows_the_changes_of_a_pass(dump):
     assert "+ inserted all_gather_into_tensor_coalesced_default = " in shown.output
     found = values("diff", dump, "backward", "--pass", "schedule")
     assert not found["same"]
-    assert found["graphs"][0]["counts"]["inserted"] == sum(
-        change["kind"] == "inserted" for change in found["graphs"][0]["changes"]
-    )
-    assert (
-        "more inserted (--limit 0 shows all)"
-        in run("diff", dump, "backward", "--pass", "schedule", "--limit", "1").output
-    )
+    kinds = [change["kind"] for change in found["graphs"][0]["changes"]]
+    assert found["graphs"][0]["counts"]["inserted"] == kinds.count("inserted")
+    limited = run("diff", dump, "backward", "--pass", "schedule", "--limit", "1").output
+    assert "more inserted (--limit 0 shows all)" in limited
 
 
 def test_diff_between_dumps_and_ranks(dump, tmp_path):

@@ -313,13 +313,9 @@ def test_recorder_files_that_grow_are_shown_or_refused(tmp_path, shape):
     elif shape == "entries":
         write_recorder(recorder, recorded([GATHER] * 60_000, 59_000))
     else:
-        recorder.write_bytes(
-            {
-                "doubling": doubling(200),
-                "long text": b"\x80\x02X\xff\xff\xff\x7fabc.",
-                "brackets": b"[" * (8 << 20),
-            }[shape]
-        )
+        contents = {"doubling": doubling(200), "brackets": b"[" * (8 << 20)}
+        contents["long text"] = b"\x80\x02X\xff\xff\xff\x7fabc."
+        recorder.write_bytes(contents[shape])
     run_limited([["hang", str(tmp_path / "dump"), str(recorder)]])
 
 

@@ -77,19 +77,13 @@ def damage(path, draw):
 
 
 def commands(damaged, whole):
-    return (
-        ["list", damaged],
-        ["show", damaged],
-        ["diff", damaged],
-        ["diff", damaged, "--ranks", "0", "1"],
-        ["diff", damaged, whole],
-        ["collectives", damaged, "--source", "--module", "--sort", "exposed"],
-        ["memory", damaged, "--by", "module"],
-        ["memory", damaged, "--json"],
-        ["html", damaged, whole, "-o", "-"],
-        ["html", damaged, "--ranks", "0", "1", "-o", "-"],
-        ["timeline", damaged, "-o", "-"],
-    )
+    ranks, to = ("--ranks", "0", "1"), ("-o", "-")
+    diffs = [["diff", damaged, *more] for more in ((), ranks, (whole,))]
+    memory = [["memory", damaged, *more] for more in (("--by", "module"), ("--json",))]
+    pages = [["html", damaged, *more, *to] for more in ((whole,), ranks)]
+    collectives = ["collectives", damaged, "--source", "--module", "--sort", "exposed"]
+    plain = [["list", damaged], ["show", damaged], ["timeline", damaged, *to]]
+    return *plain, *diffs, collectives, *memory, *pages
 
 
 def check(two_ranks, folder, seed, dumps):
@@ -118,15 +112,12 @@ def run(command, number):
 
 def collectives_of(dump):
     """Kind of graph -> (node, kind) of its collectives."""
-    return {
-        each.graph.name: [
-            (node.name, node.collective.kind)
-            for node in each.graph.last.snapshot.nodes
-            if node.collective
-        ]
-        for each in select_graphs(open_dump(dump).dump)
-        if each.graph.name in ("forward", "backward")
-    }
+    found = {}
+    for each in select_graphs(open_dump(dump).dump):
+        if each.graph.name in ("forward", "backward"):
+            nodes = [node for node in each.graph.last.snapshot.nodes if node.collective]
+            found[each.graph.name] = [(node.name, node.collective.kind) for node in nodes]
+    return found
 
 
 def a_trace(path, dump):

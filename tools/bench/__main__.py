@@ -37,35 +37,23 @@ class Suite:
     table: Callable[[Any], str]
 
 
-SUITES = {
-    "train": Suite(
-        "peers train the same GPT on the same data", TrainConfig, run_train, train_table
-    ),
-    "device": Suite(
-        "one rank of a larger group on one accelerator, without communication",
-        DeviceConfig,
-        run_device,
-        device_table,
-    ),
-    "compile": Suite(
-        "the first step with cold and warm compile caches",
-        CompileConfig,
-        run_compile,
-        compile_table,
-    ),
-    "schedule": Suite(
-        "schedulers of collectives by predicted time and memory, beside Inductor's",
-        ScheduleConfig,
-        run_schedule,
-        schedule_table,
-    ),
-    "optimizer": Suite(
-        "the step of AdamW on sharded models", OptimizerConfig, run_optimizer, optimizer_table
-    ),
-    "overhead": Suite(
-        "runtime overhead per parameter and step", OverheadConfig, run_overhead, overhead_table
-    ),
+_ABOUT = {
+    "train": "peers train the same GPT on the same data",
+    "device": "one rank of a larger group on one accelerator, without communication",
+    "compile": "the first step with cold and warm compile caches",
+    "schedule": "schedulers of collectives by predicted time and memory, beside Inductor's",
+    "optimizer": "the step of AdamW on sharded models",
+    "overhead": "runtime overhead per parameter and step",
 }
+_PARTS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], str]]] = {
+    "train": (TrainConfig, run_train, train_table),
+    "device": (DeviceConfig, run_device, device_table),
+    "compile": (CompileConfig, run_compile, compile_table),
+    "schedule": (ScheduleConfig, run_schedule, schedule_table),
+    "optimizer": (OptimizerConfig, run_optimizer, optimizer_table),
+    "overhead": (OverheadConfig, run_overhead, overhead_table),
+}
+SUITES = {name: Suite(about, *_PARTS[name]) for name, about in _ABOUT.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

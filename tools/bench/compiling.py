@@ -35,13 +35,8 @@ class CompileConfig:
 
     size: ModelSize = field(default_factory=ModelSize)
     peers: tuple[str, ...] = (
-        "compute-all",
-        "ddp",
-        "fsdp2-compiled",
-        "simple-fsdp",
-        "zpasses-2",
-        "zpasses-3",
-        "zpasses-3-blocks",
+        *("compute-all", "ddp", "fsdp2-compiled", "simple-fsdp"),
+        *("zpasses-2", "zpasses-3", "zpasses-3-blocks"),
     )
     """What to start; ratios compare with the first."""
     layers: tuple[int, ...] = (6, 24)
@@ -156,16 +151,9 @@ def compile_table(report: CompileReport) -> str:
             row[f"{name} s, median"] = median
             row |= {f"{name} least s": min(times), f"{name} most s": max(times)}
             row[f"{name}, ratio"] = f"{median / statistics.median(others):.2f}x"
-        rows.append(
-            row
-            | {
-                "step s": f"{statistics.median(each.step_s):.2f}",
-                "graphs": each.graphs,
-                "generated": each.generated,
-                "again": each.generated_warm,
-                "caches MiB": each.cache_bytes / MIB,
-            }
-        )
+        row |= {"step s": f"{statistics.median(each.step_s):.2f}", "graphs": each.graphs}
+        row |= {"generated": each.generated, "again": each.generated_warm}
+        rows.append({**row, "caches MiB": each.cache_bytes / MIB})
     return report_text(report, rows)
 
 
@@ -187,13 +175,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         if len(times) == 1:
             start_s = time.time() - job["started"]
     counts = compat.compile_counts()
-    return {
-        "start_s": start_s,
-        "first_s": times[0],
-        "step_s": times[-1],
-        "graphs": counts["captured"],
-        "generated": counts["generated"],
-    }
+    found = {"start_s": start_s, "first_s": times[0], "step_s": times[-1]}
+    return {**found, "graphs": counts["captured"], "generated": counts["generated"]}
 
 
 if __name__ == "__main__":

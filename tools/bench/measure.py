@@ -133,14 +133,9 @@ def _sizes(shapes: list[list[int]], dtypes: list[str]) -> Iterator[int]:
 
 
 _ITEM_BYTES = {
-    "Double": 8,
-    "Long": 8,
-    "Half": 2,
-    "BFloat16": 2,
-    "Short": 2,
-    "Byte": 1,
-    "Char": 1,
-    "Bool": 1,
+    **dict.fromkeys(("Double", "Long"), 8),
+    **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
+    **dict.fromkeys(("Byte", "Char", "Bool"), 1),
 }
 
 

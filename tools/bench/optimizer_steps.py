@@ -114,15 +114,9 @@ def measure(job: dict[str, Any]) -> OptimizerResult:
     first, *later = (_milliseconds(optimizer.step) for _ in range(1 + job["steps"]))
     with _Operators() as counted:
         optimizer.step()
-    return OptimizerResult(
-        job["mode"],
-        job["model"],
-        len(list(model.parameters())),
-        first,
-        statistics.median(later),
-        counted.all,
-        counted.of_dtensors,
-    )
+    params, counts = len(list(model.parameters())), (counted.all, counted.of_dtensors)
+    times = (first, statistics.median(later))
+    return OptimizerResult(job["mode"], job["model"], params, *times, *counts)
 
 
 def _plain(model: GPT) -> None: ...

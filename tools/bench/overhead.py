@@ -92,17 +92,12 @@ def run_overhead(config: OverheadConfig) -> OverheadReport:
 
 def overhead_table(report: OverheadReport) -> str:
     """Microseconds per parameter and step, compared with torch.compile on the plain model."""
-    rows = [
-        {
-            "codegen": result.codegen,
-            "zero stage": result.stage,
-            "plain us/step": result.plain_us,
-            "zpasses us/step": result.step_us,
-            "overhead us/param": f"{result.overhead_us:.2f}",
-            **{f"{name} us/param": f"{value:.2f}" for name, value in result.parts_us.items()},
-        }
-        for result in report.results
-    ]
+    rows = []
+    for each in report.results:
+        steps = {"plain us/step": each.plain_us, "zpasses us/step": each.step_us}
+        parts = {"overhead": each.overhead_us, **each.parts_us}
+        per_param = {f"{name} us/param": f"{value:.2f}" for name, value in parts.items()}
+        rows.append({"codegen": each.codegen, "zero stage": each.stage, **steps, **per_param})
     about = f"{report.config.params} parameters, one rank, forward and backward"
     return report_text(report, about, rows)
 

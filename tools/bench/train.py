@@ -65,11 +65,8 @@ class TrainConfig:
         Raises:
             OptionError: if the peers, the mesh, the ranks and the model do not fit each other.
         """
-        default = [
-            peer.name
-            for peer in PEERS.values()
-            if peer.worker == Peer.worker and (self.mesh is None or peer.any_mesh)
-        ]
+        own = [peer for peer in PEERS.values() if peer.worker == Peer.worker]
+        default = [peer.name for peer in own if self.mesh is None or peer.any_mesh]
         ranks = self.ranks or (2 if self.mesh is None else self.mesh.ranks)
         config = dataclasses.replace(self, ranks=ranks, peers=self.peers or tuple(default))
         chosen = [peer_of(name) for name in (*config.peers, config.baseline)]
@@ -161,11 +158,8 @@ def run_train(config: TrainConfig) -> TrainReport:
     config = config.completed()
     chosen = [peer_of(name) for name in config.peers]
     skipped = {peer.name: reason for peer in chosen if (reason := peer.missing())}
-    results = {
-        peer.name: PeerResult(peer.name, peer.summary)
-        for peer in chosen
-        if peer.name not in skipped
-    }
+    measured = [peer for peer in chosen if peer.name not in skipped]
+    results = {peer.name: PeerResult(peer.name, peer.summary) for peer in measured}
     failed: dict[str, str] = {}
     bare = config.ranks > 1 and config.mesh is None
     bounds = _run(config, "bounds", None, {})[0] if bare else {}
@@ -182,8 +176,8 @@ def run_train(config: TrainConfig) -> TrainReport:
                     except RankError as error:
                         failed[name] = str(error)
                 bar.update(2 if number == 0 else 1)
-    measured = [result for name, result in results.items() if name not in failed]
-    report = TrainReport(config, bounds, None, measured, skipped, failed)
+    ended = [result for name, result in results.items() if name not in failed]
+    report = TrainReport(config, bounds, None, ended, skipped, failed)
     _relate(report)
     return report
 
@@ -218,38 +212,23 @@ def _run_round(config: TrainConfig, result: PeerResult, number: int, caches: str
         return
     for name in ("compile_s", "passes_s", "checks_s"):
         setattr(result, name, max(rank[name] for rank in ranks))
-    result.passes_share = (
-        (result.passes_s + result.checks_s) / result.compile_s if result.compile_s else 0.0
-    )
+    if result.compile_s:
+        result.passes_share = (result.passes_s + result.checks_s) / result.compile_s
     result.collectives, result.sent_bytes = ranks[0]["collectives"], ranks[0]["sent_bytes"]
-    result.losses = [
-        statistics.fmean(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)
-    ]
+    steps = zip(*(rank["losses"] for rank in ranks), strict=True)
+    result.losses = [statistics.fmean(losses) for losses in steps]
     memory = _run(config, "memory", peer_of(result.peer), {**env, **ResidentMemory.ENVIRONMENT})
-    for name in (
-        "resting_bytes",
-        "peak_bytes",
-        "backward_peak_bytes",
-        "window_bytes",
-        "after_bytes",
-    ):
-        setattr(result, name, max(rank[name] for rank in memory))
+    for name in ("resting", "peak", "backward_peak", "window", "after"):
+        setattr(result, f"{name}_bytes", max(rank[f"{name}_bytes"] for rank in memory))
     result.gradient_norm = memory[0]["gradient_norm"]
 
 
 def _run(
     config: TrainConfig, kind: str, peer: Peer | None, env: Mapping[str, str]
 ) -> Sequence[Any]:
-    job = {
-        "kind": kind,
-        "size": dataclasses.asdict(config.size),
-        "steps": config.steps,
-        "warmup": config.warmup,
-        "backwards": config.backwards,
-        "reduce": config.reduce,
-        "peer": peer and peer.name,
-        "mesh": None if config.mesh is None else str(config.mesh),
-    }
+    job = {name: getattr(config, name) for name in ("steps", "warmup", "backwards", "reduce")}
+    job |= {"kind": kind, "size": dataclasses.asdict(config.size), "peer": peer and peer.name}
+    job["mesh"] = None if config.mesh is None else str(config.mesh)
     ranks = (peer.ranks if peer else None) or config.ranks
     worker = peer.worker if peer else Peer.worker
     return run_ranks(worker, job, ranks=ranks, timeout_s=config.timeout_s, env=env)
@@ -266,10 +245,8 @@ def _relate(report: TrainReport) -> None:
     for result in report.peers:
         result.step_s = statistics.median(result.rounds_s)
         if baseline:
-            result.ratio = statistics.median(
-                ours / theirs
-                for ours, theirs in zip(result.rounds_s, baseline.rounds_s, strict=True)
-            )
+            pairs = zip(result.rounds_s, baseline.rounds_s, strict=True)
+            result.ratio = statistics.median(ours / theirs for ours, theirs in pairs)
             if baseline.peak_bytes:
                 result.peak_ratio = result.peak_bytes / baseline.peak_bytes
     report.compute_s = compute.step_s if compute else None
@@ -298,23 +275,14 @@ def _bare_time(sent_bytes: Mapping[str, float], bounds: Mapping[str, Any]) -> fl
 
 
 def _difference(result: PeerResult, reference: PeerResult) -> str | None:
+    said = f"training differs from {reference.peer}:"
     for step, (ours, theirs) in enumerate(zip(result.losses, reference.losses, strict=True)):
         if not abs(ours - theirs) <= LOSS_TOLERANCE * abs(theirs):  # also true for NaN
-            return (
-                f"training differs from {reference.peer}: loss {ours:.6f} instead of {theirs:.6f} "
-                f"at step {step}"
-            )
-    ours_norm, theirs_norm = result.gradient_norm, reference.gradient_norm
-    if (
-        ours_norm is None
-        or theirs_norm is None
-        or abs(ours_norm - theirs_norm) <= NORM_TOLERANCE * theirs_norm
-    ):
+            return f"{said} loss {ours:.6f} instead of {theirs:.6f} at step {step}"
+    norm, expected = result.gradient_norm, reference.gradient_norm
+    if norm is None or expected is None or abs(norm - expected) <= NORM_TOLERANCE * expected:
         return None
-    return (
-        f"training differs from {reference.peer}: gradient norm {ours_norm:.6f} instead of "
-        f"{theirs_norm:.6f}"
-    )
+    return f"{said} gradient norm {norm:.6f} instead of {expected:.6f}"
 
 
 # --- table ----------------------------------------------------------------------------------------
@@ -326,10 +294,7 @@ def train_table(report: TrainReport) -> str:
 
 
 def _row(result: PeerResult, config: TrainConfig) -> dict[str, Any]:
-    held = {
-        "in window MiB": result.window_bytes / MIB,
-        "reduced MiB": result.after_bytes / MIB,
-    }
+    windows = {"in window MiB": result.window_bytes / MIB, "reduced MiB": result.after_bytes / MIB}
     return {
         "peer": result.peer,
         "step ms": result.step_s * 1e3,
@@ -339,7 +304,7 @@ def _row(result: PeerResult, config: TrainConfig) -> dict[str, Any]:
         "peak MiB": result.peak_bytes / MIB,
         "peak ratio": two_decimals(result.peak_ratio),
         "fwd+bwd MiB": result.backward_peak_bytes / MIB,
-        **(held if config.backwards > 1 else {}),
+        **(windows if config.backwards > 1 else {}),
         "rest MiB": result.resting_bytes / MIB,
         "collectives": f"{sum(result.collectives.values()):g}",
         "sent MiB": sum(result.sent_bytes.values()) / MIB,
@@ -355,14 +320,12 @@ def _bounds(report: TrainReport) -> Iterator[str]:
     if report.compute_s is not None:
         yield f"compute without communication: {report.compute_s * 1e3:.1f} ms"
     if report.bounds:
+        size = f"{report.bounds['bytes'] / 1e6:.1f} MB"
         times = ", ".join(
             f"{kind.replace('_', '-')} {time_s * 1e3:.1f} ms"
             for kind, time_s in report.bounds["time_s"].items()
         )
-        yield (
-            f"bare collectives over the {report.bounds['bytes'] / 1e6:.1f} MB of all parameters: "
-            f"{times}"
-        )
+        yield f"bare collectives over the {size} of all parameters: {times}"
         yield (
             "comm ms: time of the sent bytes at those speeds. waste ms: step - compute - comm; "
             "negative if they overlap."

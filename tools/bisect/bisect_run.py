@@ -165,25 +165,17 @@ class _Bisection:
         self._on_progress(f"run {self._runs}: {what}")
         dump = {} if self._request.out is None else {"ZPASSES_DUMP": str(folder / "dump")}
         started = time.monotonic()
-        failure, tail = run_probed(
-            self._request.command,
-            BisectTrial(passes, self._request.calls),
-            folder,
-            self._request.timeout_s,
-            dump,
-            until_reported=False,
-        )
+        asked, trial = self._request, BisectTrial(passes, self._request.calls)
+        how = (folder, asked.timeout_s, dump)
+        failure, tail = run_probed(asked.command, trial, *how, until_reported=False)
         seconds = time.monotonic() - started
         self._on_progress(f"       {failure or 'ended normally'}, {seconds:.0f} s")
         return TrialOutcome(passes, failure, seconds, read_journals(folder), tail)
 
 
 def _passes(journals: Mapping[str, Journal]) -> tuple[str, ...]:
-    pipelines = list(
-        dict.fromkeys(
-            pipeline for journal in journals.values() for pipeline in journal.pipelines.values()
-        )
-    )
+    found = [each for journal in journals.values() for each in journal.pipelines.values()]
+    pipelines = list(dict.fromkeys(found))
     longest = max(map(len, pipelines), default=0)
     return tuple(
         " / ".join(dict.fromkeys(each[at] for each in pipelines if at < len(each)))

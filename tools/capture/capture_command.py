@@ -243,19 +243,9 @@ def capture(
     _check_new(out)
     given = {"zero_stage": zero_stage, "pipeline": pipeline, "target": step.target}
     assert not isinstance(step.mesh, AutoMesh)
-    request = CaptureRequest(
-        step.function,
-        out,
-        step.world,
-        ranks,
-        step.arguments,
-        train,
-        step.shard,
-        {key: value for key, value in given.items() if value is not None},
-        compile_blocks=compile_blocks,
-        mesh=step.mesh,
-    )
-    report = run_capture(request)
+    options = {key: value for key, value in given.items() if value is not None}
+    about = (step.function, out, step.world, ranks, step.arguments, train, step.shard, options)
+    report = run_capture(CaptureRequest(*about, compile_blocks=compile_blocks, mesh=step.mesh))
     if as_json:
         shown = {
             "dump": str(out),

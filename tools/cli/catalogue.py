@@ -16,10 +16,7 @@ from zpasses.pipeline.pipeline import Pipeline, catalogue, unknown_pass
 from zpasses.testing import capture_graphs, listing
 from zpasses.tools.docs.fields import describe_fields
 
-_EXAMPLES = {
-    "cache-params": "cache-params",
-    "merge-reads": "merge-reads",
-}
+_EXAMPLES = {"cache-params": "cache-params", "merge-reads": "merge-reads"}
 """Passes for which the example uses other options than the named pipelines, so that the pass
 changes something in a small model.
 """
@@ -31,35 +28,17 @@ def all_passes_view() -> View:
     rows, data = [], []
     for name, entry in known.items():
         if isinstance(entry, type):
-            options = _options(entry)
+            options, about = _options(entry), (name, entry.level.value, _first_sentence(entry))
             shown = ", ".join(f"{option['name']}={option['default']}" for option in options)
-            rows.append(
-                (name, entry.level.value, _first_sentence(entry), tuple(textwrap.wrap(shown, 60)))
-            )
-            data.append(
-                {
-                    "name": name,
-                    "level": entry.level.value,
-                    "summary": _first_sentence(entry),
-                    "options": options,
-                }
-            )
+            rows.append((*about, tuple(textwrap.wrap(shown, 60))))
+            named = dict(zip(("name", "level", "summary"), about, strict=True))
+            data.append({**named, "options": options})
     pipelines = [(name, str(entry)) for name, entry in known.items() if isinstance(entry, Pipeline)]
+    headers = ("pass", "level", "what it does", "options")
+    long, passes = ("options", "what it does"), ("passes",)
     parts = (
-        table(
-            ("pass", "level", "what it does", "options"),
-            rows,
-            yields=("options", "what it does"),
-            below=("options", "what it does"),
-            whole=("what it does",),
-        ),
-        table(
-            ("pipeline", "passes"),
-            pipelines,
-            yields=("passes",),
-            below=("passes",),
-            whole=("passes",),
-        ),
+        table(headers, rows, yields=long, below=long, whole=long[1:]),
+        table(("pipeline", *passes), pipelines, yields=passes, below=passes, whole=passes),
         "zpasses passes NAME shows one pass and the graph before and after it.",
     )
     return View("", parts, {"passes": data, "pipelines": dict(pipelines)})
@@ -81,39 +60,20 @@ def pass_view(name: str) -> View:
     document = inspect.getdoc(inspect.getmodule(entry)) or inspect.getdoc(entry) or ""
     parts: list[Table | Code | Text] = [Text(tuple(document.splitlines()))]
     if options:
-        rows = [
-            (
-                option["name"],
-                option["type"],
-                option["default"],
-                tuple(textwrap.wrap(option["doc"], 80)),
-            )
-            for option in options
-        ]
-        parts.append(
-            table(
-                ("option", "type", "default", "meaning"),
-                rows,
-                yields=("meaning",),
-                below=("meaning",),
-                whole=("type", "default", "meaning"),
-            )
-        )
-    example = _example(name, entry)
-    for title, before, after in example:
-        parts += [
-            Code((f"# {title}, before", *before.splitlines())),
-            Code((f"# {title}, after", *after.splitlines())),
-        ]
-    shown = [{"graph": title, "before": before, "after": after} for title, before, after in example]
-    data = {
-        "name": name,
-        "level": entry.level.value,
-        "document": document,
-        "options": options,
-        "example": shown,
-    }
-    return View(f"{name} ({entry.level.value})", tuple(parts), data)
+        rows = []
+        for option in options:
+            meaning = tuple(textwrap.wrap(option["doc"], 80))
+            rows.append((option["name"], option["type"], option["default"], meaning))
+        headers = ("option", "type", "default", "meaning")
+        last = headers[3:]
+        parts.append(table(headers, rows, yields=last, below=last, whole=headers[1:]))
+    shown = []
+    for title, before, after in _example(name, entry):
+        parts.append(Code((f"# {title}, before", *before.splitlines())))
+        parts.append(Code((f"# {title}, after", *after.splitlines())))
+        shown.append({"graph": title, "before": before, "after": after})
+    data = {"name": name, "level": entry.level.value, "document": document, "options": options}
+    return View(f"{name} ({entry.level.value})", tuple(parts), {**data, "example": shown})
 
 
 def _first_sentence(entry: type[Pass]) -> str:
@@ -177,8 +137,7 @@ def _captured(passes: list[Pass]) -> dict[str, Any]:
                 x = self.down(self.up(x).relu())
             return x
 
-    after = capture_graphs(
-        Example(), (torch.ones(2, 4),), world_size=2, pipeline=Pipeline(tuple(passes))
-    ).after
+    inputs, pipeline = (torch.ones(2, 4),), Pipeline(tuple(passes))
+    after = capture_graphs(Example(), inputs, world_size=2, pipeline=pipeline).after
     kinds = ("captured", "joint", "forward", "backward")
     return {kind: graph for kind in kinds if (graph := getattr(after, kind)) is not None}

@@ -59,21 +59,8 @@ def passes(name: str | None, as_json: bool) -> None:
 
 
 for _command in (
-    passes,
-    list_,
-    show,
-    diff,
-    collectives,
-    memory,
-    timeline,
-    html,
-    hang,
-    capture,
-    plan,
-    measure,
-    tune,
-    bisect,
-    completion,
+    *(passes, list_, show, diff, collectives, memory, timeline, html, hang),
+    *(capture, plan, measure, tune, bisect, completion),
 ):
     cli.add_command(_command)
 

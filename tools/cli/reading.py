@@ -125,11 +125,9 @@ def diff(
 
     The exit status is 0 for equal graphs, 1 for different graphs, and 2 for an error.
     """
-    second = (
-        Path(other)
-        if other is not None and (graph is not None or Path(other).is_dir() or os.sep in other)
-        else None
-    )
+    second = None
+    if other is not None and (graph is not None or Path(other).is_dir() or os.sep in other):
+        second = Path(other)
     name = graph if second is not None else other
     if (second is not None or ranks is not None) and pass_name is not None:
         raise CommandError(

@@ -54,31 +54,20 @@ def generate(name: str) -> str:
 
 
 def _tables() -> Mapping[str, Callable[[], str]]:
-    named = {
-        f"pass {name}": functools.partial(_pass_section, entry) for name, entry in _passes().items()
-    }
-    return {
-        "options": _options,
-        "passes": _pass_table,
-        "pipelines": _pipelines,
-        "targets": _targets,
-        "target figures": _target_figures,
-        **named,
-    }
+    tables = {"options": _options, "passes": _pass_table, "pipelines": _pipelines}
+    tables |= {"targets": _targets, "target figures": _target_figures}
+    for name, entry in _passes().items():
+        tables[f"pass {name}"] = functools.partial(_pass_section, entry)
+    return tables
 
 
 # --- options --------------------------------------------------------------------------------------
 def _options() -> str:
     """Of `torch.compile(..., options=...)`: values as Python writes them."""
-    rows = [
-        (
-            _code(each.name),
-            _choices(each.type, '`"{}"`'),
-            _code(repr(each.default).replace("'", '"')),
-            first_sentence(each.doc),
-        )
-        for each in describe_fields(Options)
-    ]
+    rows = []
+    for each in describe_fields(Options):
+        kind, default = _choices(each.type, '`"{}"`'), _code(repr(each.default).replace("'", '"'))
+        rows.append((_code(each.name), kind, default, first_sentence(each.doc)))
     return _table(("option", "type", "default", "meaning"), rows)
 
 
@@ -107,31 +96,26 @@ def _passes() -> dict[str, type[Pass]]:
     order = {name: at for at, name in enumerate(dict.fromkeys(run))}
     passes = [(name, entry) for name, entry in known.items() if isinstance(entry, type)]
     joint = (Level.CAPTURED, Level.JOINT)
-    return dict(
-        sorted(
-            passes, key=lambda item: (item[1].level not in joint, order.get(item[0], len(order)))
-        )
-    )
+
+    def place(item: tuple[str, type[Pass]]) -> tuple[bool, int]:
+        return item[1].level not in joint, order.get(item[0], len(order))
+
+    return dict(sorted(passes, key=place))
 
 
 def _pass_table() -> str:
-    rows = [
-        (
-            f"[{_code(_text_with_defaults(entry))}](#{name})",
-            entry.level.value,
-            first_sentence(inspect.getdoc(entry) or ""),
-        )
-        for name, entry in _passes().items()
-    ]
+    rows = []
+    for name, entry in _passes().items():
+        link, does = f"[{_code(_text_with_defaults(entry))}](#{name})", inspect.getdoc(entry) or ""
+        rows.append((link, entry.level.value, first_sentence(does)))
     return _table(("pass", "level", "what it does"), rows)
 
 
 def _pass_section(entry: type[Pass]) -> str:
     """One pass: the graphs and the contract from its module's docstring, and its options."""
     paragraphs = (inspect.getdoc(inspect.getmodule(entry)) or "").split("\n\n")
-    graphs = [
-        f"```text\n{text}\n```" for text in paragraphs if text.startswith(("Before", "After"))
-    ]
+    shown = [text for text in paragraphs if text.startswith(("Before", "After"))]
+    graphs = [f"```text\n{text}\n```" for text in shown]
     contracts = [
         textwrap.fill(text.replace("Contract:", "**Contract:**", 1), 100)
         for text in paragraphs
@@ -150,22 +134,16 @@ def _text_with_defaults(entry: type[Pass]) -> str:
 
 def _pipelines() -> str:
     found = {name: entry for name, entry in _catalogue().items() if isinstance(entry, Pipeline)}
-    return _table(
-        ("pipeline", "passes"), [(_code(name), _code(str(entry))) for name, entry in found.items()]
-    )
+    rows = [(_code(name), _code(str(entry))) for name, entry in found.items()]
+    return _table(("pipeline", "passes"), rows)
 
 
 # --- targets --------------------------------------------------------------------------------------
 def _targets() -> str:
-    rows = [
-        (
-            _code(name),
-            _code(each.architecture),
-            ", ".join(map(_code, each.routes)) or "none",
-            each.source,
-        )
-        for name, each in TARGETS.items()
-    ]
+    rows = []
+    for name, each in TARGETS.items():
+        routes = ", ".join(map(_code, each.routes)) or "none"
+        rows.append((_code(name), _code(each.architecture), routes, each.source))
     return _table(("target", "architecture", "copy-engine routes", "source of the figures"), rows)
 
 

@@ -26,7 +26,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import zpasses
 from zpasses.testing import world_mesh
-from zpasses.testing.ranks import Outcome as RankOutcome
 from zpasses.testing.ranks import run_in_fresh_ranks
 from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig
 
@@ -89,13 +88,8 @@ def _case(
 def _train(choice: int, caches: Path, limit_s: float) -> list[CacheResult] | str:
     """The results of all ranks, each with a cache of its own, or what went wrong."""
     options = {**OPTIONS[choice], "agreement_timeout_s": _START_S}
-    outcomes: list[RankOutcome] = run_in_fresh_ranks(
-        train,
-        options,
-        str(caches),
-        ranks=_RANKS,
-        timeout_s=_START_S + limit_s,
-    )
+    most_s, folder = _START_S + limit_s, str(caches)
+    outcomes = run_in_fresh_ranks(train, options, folder, ranks=_RANKS, timeout_s=most_s)
     if not all(outcome.ok for outcome in outcomes):
         return "\n".join(map(str, outcomes))
     results: list[CacheResult] = [outcome.result for outcome in outcomes]

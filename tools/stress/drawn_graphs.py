@@ -153,12 +153,8 @@ class _Case:
         inputs, groups = copied(self.graphs.inputs), self.graphs.groups
         if not self.partitioned:
             return [run.outputs for run in simulate([each[0] for each in ranks], inputs, groups)]
-        run = simulate_halves(
-            [each[0] for each in ranks],
-            [each[1] for each in ranks],
-            inputs,
-            groups,
-            outputs=self.graphs.traced[0].outputs,
-            tangents=len(inputs[0]) - 2 * len(self.graphs.recipe.params),
-        )
+        first, last = ([each[at] for each in ranks] for at in (0, 1))
+        outputs = self.graphs.traced[0].outputs
+        tangents = len(inputs[0]) - 2 * len(self.graphs.recipe.params)
+        run = simulate_halves(first, last, inputs, groups, outputs=outputs, tangents=tangents)
         return list(run.outputs)

@@ -146,18 +146,17 @@ class Program:
             "parts": f"layer.compile({given})  # each",
             "blocks": f"zpasses.compile_blocks(model, **{options})",
         }
-        return "\n".join(
-            [
-                f"model = {self.model}  # {self.dtype}",
-                f"zpasses.shard(model, mesh={self.mesh}, **{dict(self.shard)})",
-                *(["zpasses.offload_parameters(model, trained=True)"] if self.rests else []),
-                calls[self.how],
-                f"optimizer = {kind}(model.parameters(), **{dict(arguments)})",
-                *(["zpasses.offload_optimizer(optimizer)"] if self.offloads else []),
-                f"# batches have {self.rows_factor} times these rows",
-                *map(str, self.actions),
-            ]
-        )
+        lines = [
+            f"model = {self.model}  # {self.dtype}",
+            f"zpasses.shard(model, mesh={self.mesh}, **{dict(self.shard)})",
+            self.rests and "zpasses.offload_parameters(model, trained=True)",
+            calls[self.how],
+            f"optimizer = {kind}(model.parameters(), **{dict(arguments)})",
+            self.offloads and "zpasses.offload_optimizer(optimizer)",
+            f"# batches have {self.rows_factor} times these rows",
+            *map(str, self.actions),
+        ]
+        return "\n".join(line for line in lines if line)
 
     @property
     def encodes(self) -> bool:
@@ -498,16 +497,10 @@ def dtype_of(program: Program) -> torch.dtype:
 
 
 def _side(program: Program, rank: int, model: nn.Module, sharded: bool = False) -> Side:
-    return Side(
-        rank,
-        program.seed,
-        dtype_of(program),
-        model,
-        rows_factor=program.rows_factor,
-        compile=functools.partial(_compiled_call if sharded else _plain_call, program),
-        build=functools.partial(_optimizer, program, sharded),
-        sharded=sharded,
-    )
+    called = functools.partial(_compiled_call if sharded else _plain_call, program)
+    build = functools.partial(_optimizer, program, sharded)
+    about, factor = (rank, program.seed, dtype_of(program), model), program.rows_factor
+    return Side(*about, rows_factor=factor, compile=called, build=build, sharded=sharded)
 
 
 def _cut_last(param: nn.Parameter) -> Shard | None:

@@ -358,11 +358,8 @@ def _steps(model: _Layers, program: Program, injector: _Injector) -> Iterator[No
     if mine and fault.kind == "compiles another pipeline":
         injector.note_time()
         other = 2 if program.stage == 3 else 3
-        options = (
-            {**options, "zero_stage": other}
-            if program.merged
-            else {**options, "pipeline": _SINGLE[other]}
-        )
+        changed = {"zero_stage": other} if program.merged else {"pipeline": _SINGLE[other]}
+        options = {**options, **changed}
     model.injector = injector
     compiled = torch.compile(model, backend="zpasses", options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
@@ -409,9 +406,8 @@ def _accumulate(compiled: Any, model: _Layers, program: Program, injector: _Inje
 
 
 _SINGLE = {
-    1: "merge-reads,gather-params,reduce-grads,cache-params,defer-reduction",
-    2: "merge-reads,gather-params,reduce-grads,cache-params,defer-reduction",
-    3: "merge-reads,gather-params,reduce-grads,reshard-after-forward,defer-reduction",
+    stage: f"merge-reads,gather-params,reduce-grads,{kept},defer-reduction"
+    for stage, kept in {1: "cache-params", 2: "cache-params", 3: "reshard-after-forward"}.items()
 }
 """Pipelines with a collective per parameter."""
 

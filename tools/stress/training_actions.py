@@ -230,11 +230,10 @@ def hook(side: Side, kind: Literal["tensor", "post accumulate"], factor: float) 
         if param.grad is not None:
             param.grad.mul_(factor)
 
-    side.saved["hook"] = (
-        param.register_hook(scale)
-        if kind == "tensor"
-        else param.register_post_accumulate_grad_hook(scale_later)
-    )
+    if kind == "tensor":
+        side.saved["hook"] = param.register_hook(scale)
+    else:
+        side.saved["hook"] = param.register_post_accumulate_grad_hook(scale_later)
 
 
 def fail(

@@ -58,26 +58,19 @@ _COLUMNS = ("plan", "options", "step", "min", "max", "/ as given", "peak", "pred
 def tune_view(found: Tuned) -> View:
     """The plans as a page."""
     rows = [_row(each, found) for each in found.plans]
-    parts = (
-        table(
-            _COLUMNS,
-            rows,
-            right=_COLUMNS[2:],
-            yields=("options", "min", "max", "its peak"),
-            below=("options",),
-        ),
-        Text((f"Chosen: {found.chosen.name}; {found.reason}.", _advice(found))),
-        Text(
-            (
-                "step, min, max: from one optimizer step to the next, on the slowest rank. peak: "
-                "of the device's allocator.",
-                "predicted, its peak: forward and backward, and memory above what rests between "
-                "steps, by the cost model.",
-            )
-        ),
-    )
+    yields, options = ("options", "min", "max", "its peak"), ("options",)
+    plans = table(_COLUMNS, rows, right=_COLUMNS[2:], yields=yields, below=options)
+    chosen = Text((f"Chosen: {found.chosen.name}; {found.reason}.", _advice(found)))
     title = f"stage {found.stage}, {found.world} ranks, target {found.target}"
-    return View(title, parts, found.to_json())
+    return View(title, (plans, chosen, Text(_MEANINGS)), found.to_json())
+
+
+_MEANINGS = (
+    "step, min, max: from one optimizer step to the next, on the slowest rank. peak: of the "
+    "device's allocator.",
+    "predicted, its peak: forward and backward, and memory above what rests between steps, by the "
+    "cost model.",
+)
 
 
 def _advice(found: Tuned) -> str:

@@ -14,7 +14,8 @@ from difflib import SequenceMatcher
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.step_trials import Graphs, StepTrials, mark_as_partitioned
+from zpasses.backend.partition_marks import mark_as_partitioned
+from zpasses.backend.step_trials import Graphs, StepTrials
 from zpasses.cost.plan.repeated_layers import layer_starts
 from zpasses.graph.tags import tag_of
 

@@ -12,12 +12,12 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from zpasses import compat
+from zpasses.backend.partition_marks import mark_as_partitioned, mark_kept
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import (
     KeptParam,
@@ -47,7 +47,7 @@ from zpasses.graph.host_copies import offload_saved, offloadable_values
 from zpasses.graph.queries import nbytes, saved_inputs, value_of
 from zpasses.graph.regathers import drop_unread_parts, remove_regathers
 from zpasses.graph.row_chunks import chunk_regions, find_regions
-from zpasses.graph.tags import GATHER_ROLES, retag, tag_of, tagged
+from zpasses.graph.tags import retag, tagged
 from zpasses.option_values import parse_budget
 
 FallbackCost = Callable[[fx.Graph, int], Cost | None]
@@ -491,7 +491,7 @@ class StepTrials:
             mark_as_partitioned(gm.graph, trial.graphs)
         for node, _ in tagged(gm.graph, "full"):
             if node.name in choice.kept or node.name in choice.cached:
-                _mark_kept(node)
+                mark_kept(node)
                 retag(node, cached=node.name in choice.cached)
         return _offloaded(self.partition(gm, 1.0), choice.offloaded)
 
@@ -545,48 +545,6 @@ def _offloaded(graphs: Graphs, names: frozenset[str]) -> Graphs:
 
 def _bound_us(step: StepProblem) -> float:
     return step.mean_us(schedule_bound_us)
-
-
-def mark_as_partitioned(
-    joint: fx.Graph, graphs: Graphs, twins: Mapping[str, str] = MappingProxyType({})
-) -> None:
-    """Have the partitioner save and recompute the same values as in a trial.
-
-    With an activation budget instead, it would count kept parameters as activations, and recompute
-    others in exchange.
-
-    Args:
-        joint: the graph to mark.
-        graphs: forward and backward of the trial.
-        twins: name of a node -> name of the node whose choice in the trial it takes instead.
-    """
-    forward, backward = (
-        {node.name: node for node in each.graph.nodes if node.op != "output"} for each in graphs
-    )
-    for node in joint.nodes:
-        name = twins.get(node.name, node.name)
-        if node.op != "call_function" or name not in forward or name not in backward:
-            continue
-        if backward[name].op == "placeholder":
-            if isinstance(value_of(node), Tensor):
-                compat.mark_saved(node)
-        elif compat.recompute_policy(node) is None:
-            compat.mark_recompute(node)
-
-
-def _mark_kept(full: fx.Node) -> None:
-    """Have the partitioner save a full parameter, or its codes, instead of gathering it again."""
-    held = records_of(full) or full
-    compat.mark_saved(held)
-    for node in (held, full):
-        retag(node, kept=True)
-    queue = list(held.all_input_nodes)
-    while queue:
-        node = queue.pop()
-        tag = tag_of(node)
-        if tag is not None and tag.role in GATHER_ROLES:
-            compat.unmark_recompute(node)
-            queue += node.all_input_nodes
 
 
 def full_params(gm: fx.GraphModule) -> list[tuple[fx.Node, tuple[str, ...], int]]:

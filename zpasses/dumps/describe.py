@@ -203,36 +203,20 @@ class GraphDescriber:
         found: dict[fx.Node, list[data.Buffer]] = {}
         contents = buffer_contents(nodes, memory.buffers, self._describer.saved)
         for each, (kind, params) in zip(memory.buffers, contents, strict=True):
-            buffer = data.Buffer(
-                each.nbytes,
-                self._numbers[nodes[each.first]],
-                self._numbers[nodes[each.last]],
-                kind,
-                params,
-            )
+            first, last = (self._numbers[nodes[at]] for at in (each.first, each.last))
+            buffer = data.Buffer(each.nbytes, first, last, kind, params)
             found.setdefault(each.node, []).append(buffer)
         return {node: tuple(buffers) for node, buffers in found.items()}
 
     # --- nodes ------------------------------------------------------------------------------------
     def _node(self, node: fx.Node, buffers: tuple[data.Buffer, ...]) -> data.Node:
         value, tag = value_of(node), tag_of(node)
-        waits = (
-            tuple(self._numbers[each] for each in _waits(node)) if _may_communicate(node) else ()
-        )
+        waiting = _waits(node) if _may_communicate(node) else ()
+        waits = tuple(self._numbers[each] for each in waiting)
         mark = compat.recompute_policy(node) if self._marked else None
-        key = (
-            node.name,
-            node.op,
-            node.target,
-            node.args,
-            node.kwargs,
-            id(value),
-            tag,
-            mark,
-            waits,
-            buffers,
-            self._kernels.moved_bytes(node) if self._modelled else None,
-        )
+        moved = self._kernels.moved_bytes(node) if self._modelled else None
+        called = (node.name, node.op, node.target, node.args, node.kwargs)
+        key = (called, id(value), tag, mark, waits, buffers, moved)
         known = self._known.get(node)
         if known is not None and known[0] == key:
             return known[1]
@@ -244,21 +228,11 @@ class GraphDescriber:
             ranks = len(self._describer.group_ranks(communicates.group))
             gathers = "gather" in communicates.op or node.target is UNSHARD
             full = nbytes(value) if gathers else communicates.nbytes
-            put_in = input_nbytes(node, communicates)
-            route = self._route(communicates, tag)
-            decision = tag.note if tag is not None else ""
+            sizes = (ranks, input_nbytes(node, communicates), full)
+            said = (self._route(communicates, tag), tag.note if tag is not None else "")
             label = self._describer.label(communicates.group)
-            collective = data.Collective(
-                communicates.op,
-                communicates.group,
-                ranks,
-                put_in,
-                full,
-                waits,
-                route,
-                decision,
-                label,
-            )
+            about = (communicates.op, communicates.group)
+            collective = data.Collective(*about, *sizes, waits, *said, label)
         copy = host_copy_of(node)
         if copy is not None:
             queue, moved = f"host-{copy.direction}", copy.nbytes
@@ -286,13 +260,8 @@ class GraphDescriber:
         return described
 
     def _route(self, communicates: Collective, tag: Tag | None) -> str:
-        packed = (
-            "coalesced"
-            if "coalesced" in communicates.op
-            else "flat"
-            if tag is not None and tag.bucket is not None
-            else ""
-        )
+        flat = "flat" if tag is not None and tag.bucket is not None else ""
+        packed = "coalesced" if "coalesced" in communicates.op else flat
         by_engine = is_copy_engine_collective(communicates)
         route = engine_route(self._describer.target) if by_engine else None
         return " ".join(each for each in (route, packed) if each)

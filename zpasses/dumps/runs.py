@@ -128,15 +128,8 @@ def _write_header(root: Path, world: int, how: str) -> None:
                 f"dump: {root} contains {others[0]!r} and no dump; expected an empty folder or "
                 f"a dump. {how}"
             )
-        meta = {
-            "format": data.FORMAT,
-            "version": data.VERSION,
-            "zpasses": __version__,
-            "torch": str(torch.__version__),
-            "created": now(),
-            "world": world,
-            "run": run,
-        }
+        meta = {"format": data.FORMAT, "version": data.VERSION, "zpasses": __version__}
+        meta |= {"torch": str(torch.__version__), "created": now(), "world": world, "run": run}
         if _create(header, json_line(meta)):
             return
     try:

@@ -25,39 +25,25 @@ from zpasses.inspect.shared import (
     unmodelled,
 )
 from zpasses.inspect.units import bytes_text, time_text
-from zpasses.inspect.view import Table, Text, View, table
+from zpasses.inspect.view import Table, Text, View, table_of
 
-_FIGURES = (
-    "ranks",
-    "bytes",
-    "distance",
-    "compute between",
-    "time",
-    "exposed",
-    "queueing",
-    "measured",
-    "its exposed",
-)
-
-
-_YIELDS = (
-    "distance",
-    "ranks",
-    "compute between",
-    "kind",
-    "route",
-    "decision",
-    "queueing",
-    "bytes",
-    "source",
-    "module",
-    "group",
-    "parameters",
-)
+_TIMES = ("time", "exposed", "queueing", "measured", "its exposed")
+_FIGURES = ("ranks", "bytes", "distance", "compute between", *_TIMES)
+_OPTIONAL = ("route", "decision", "queueing", "module", "source", *_TIMES[3:])
+"""Columns that are left out if they say nothing of any row."""
+_LEAST_TELLING = ("distance", "ranks", "compute between", "kind", "route", "decision")
+_YIELDS = (*_LEAST_TELLING, "queueing", "bytes", "source", "module", "group", "parameters")
 """Columns that a narrow terminal has no room for, least telling first."""
 
-
-SORTS = ("order", "exposed", "queueing", "time", "bytes", "distance", "compute")
+_SORT_FIELDS = {
+    "exposed": "exposed_us",
+    "queueing": "queued_us",
+    "time": "time_us",
+    "bytes": "nbytes",
+    "distance": "distance",
+    "compute": "compute_us",
+}
+SORTS = ("order", *_SORT_FIELDS)
 """What rows may be sorted by: the order of their start, or a figure, largest first."""
 
 
@@ -83,16 +69,6 @@ class CollectiveRows:
         return found if key is None else sorted(found, key=lambda row: -getattr(row, key))
 
 
-_SORT_FIELDS = {
-    "exposed": "exposed_us",
-    "queueing": "queued_us",
-    "time": "time_us",
-    "bytes": "nbytes",
-    "distance": "distance",
-    "compute": "compute_us",
-}
-
-
 def collectives_view(
     picked: Sequence[SelectedGraph],
     after: str | int | None = None,
@@ -114,14 +90,10 @@ def collectives_view(
         ]
         prediction = prediction_of(each, step)
         plain = {**found.to_json(), "collectives": [row.to_json(show) for row in rows]}
-        data.append(
-            {
-                **about_step(each, step),
-                **plain,
-                "prediction": to_json_value(prediction),
-                **({"measured": measured_data(ran)} if ran is not None else {}),
-            }
-        )
+        plain |= {"prediction": to_json_value(prediction)}
+        if ran is not None:
+            plain["measured"] = measured_data(ran)
+        data.append({**about_step(each, step), **plain})
         left = len(shown) - len(rows)
         parts += unmodelled(each, step) or [
             *failure_parts(step),
@@ -167,38 +139,17 @@ class _Row:
 def _nothing(found: Communication, shown: Sequence[CollectiveRow]) -> str:
     if shown:
         return ""
-    return (
-        "No collective is exposed: compute waits for none of them."
-        if found.rows
-        else "This graph has no collectives."
-    )
+    hidden = "No collective is exposed: compute waits for none of them."
+    return hidden if found.rows else "This graph has no collectives."
 
 
 def _collectives_table(title: str, rows: Sequence[_Row], show: CollectiveRows) -> Table | str:
     if not rows:
         return title
     cells = [_cells(each, show) for each in rows]
-    headers = (
-        "node",
-        "kind",
-        "group",
-        "ranks",
-        "parameters",
-        "module",
-        "source",
-        *_FIGURES[1:],
-        "route",
-        "decision",
-    )
-    optional = ("route", "decision", "queueing", "module", "source", "measured", "its exposed")
-    kept = [
-        at
-        for at, header in enumerate(headers)
-        if header not in optional or any(row[at] not in ("", "0") for row in cells)
-    ]
-    return table(
-        [headers[at] for at in kept],
-        [[row[at] for at in kept] for row in cells],
+    left_out = {name for name in _OPTIONAL if all(row[name] in ("", "0") for row in cells)}
+    return table_of(
+        [{name: row[name] for name in row if name not in left_out} for row in cells],
         right=_FIGURES,
         title=title,
         yields=_YIELDS,
@@ -207,27 +158,28 @@ def _collectives_table(title: str, rows: Sequence[_Row], show: CollectiveRows) -
     )
 
 
-def _cells(each: _Row, show: CollectiveRows) -> tuple[object, ...]:
-    row = each.row
-    return (
-        row.node,
-        cut(row.kind.replace("_into_tensor", "").replace("_tensor", ""), 28),
-        row.label or row.group,
-        row.ranks,
-        params_text(row.params),
-        modules_text(modules_of(each.node), 1) if show.module else "",
-        source_text(each.sources) if show.source else "",
-        bytes_text(row.nbytes),
-        row.distance,
-        time_text(row.compute_us),
-        time_text(row.time_us),
-        time_text(row.exposed_us),
-        time_text(row.queued_us),
-        "" if each.measured is None else time_text(each.measured.time_us),
-        "" if each.measured is None else time_text(each.measured.exposed_us),
-        row.route,
-        row.decision,
-    )
+def _cells(each: _Row, show: CollectiveRows) -> dict[str, object]:
+    """Column -> value."""
+    row, ran = each.row, each.measured
+    return {
+        "node": row.node,
+        "kind": cut(row.kind.replace("_into_tensor", "").replace("_tensor", ""), 28),
+        "group": row.label or row.group,
+        "ranks": row.ranks,
+        "parameters": params_text(row.params),
+        "module": modules_text(modules_of(each.node), 1) if show.module else "",
+        "source": source_text(each.sources) if show.source else "",
+        "bytes": bytes_text(row.nbytes),
+        "distance": row.distance,
+        "compute between": time_text(row.compute_us),
+        "time": time_text(row.time_us),
+        "exposed": time_text(row.exposed_us),
+        "queueing": time_text(row.queued_us),
+        "measured": "" if ran is None else time_text(ran.time_us),
+        "its exposed": "" if ran is None else time_text(ran.exposed_us),
+        "route": row.route,
+        "decision": row.decision,
+    }
 
 
 def _totals(found: Communication) -> str:

@@ -30,13 +30,8 @@ class Figures:
 def figures_of(snapshot: Snapshot) -> Figures:
     """The figures of a graph."""
     plan = schedule(snapshot)
-    return Figures(
-        len(snapshot.nodes),
-        plan.launches,
-        plan.total_us,
-        plan.exposed_us,
-        snapshot.peak_bytes,
-    )
+    counts, times = (len(snapshot.nodes), plan.launches), (plan.total_us, plan.exposed_us)
+    return Figures(*counts, *times, snapshot.peak_bytes)
 
 
 @dataclass(frozen=True)

@@ -114,16 +114,10 @@ def compare(
     if pairs is None:
         pairs = {key: key for key in before.by_id if key in after.by_id}
     backward = {new: old for old, new in pairs.items()}
-    found = [
-        Change("inserted", None, node, _place(after, node))
-        for node in after.nodes
-        if node.id not in backward
-    ]
-    found += [
-        Change("removed", node, None, _use(before, node))
-        for node in before.nodes
-        if node.id not in pairs
-    ]
+    fresh = [node for node in after.nodes if node.id not in backward]
+    gone = [node for node in before.nodes if node.id not in pairs]
+    found = [Change("inserted", None, node, _place(after, node)) for node in fresh]
+    found += [Change("removed", node, None, _use(before, node)) for node in gone]
     common = [
         (before.by_id[backward[node.id]], node) for node in after.nodes if node.id in backward
     ]
@@ -189,13 +183,9 @@ def _arguments(old: Node, new: Node) -> Iterator[tuple[str, Argument, Argument]]
     """(name, before, after) of every argument of either node. The arguments of an output are listed
     one by one.
     """
-    before, after = _spread(old), _spread(new)
-    for at in range(max(len(before), len(after))):
-        yield (
-            f"args[{at}]",
-            before[at] if at < len(before) else _MISSING,
-            after[at] if at < len(after) else _MISSING,
-        )
+    both = itertools.zip_longest(_spread(old), _spread(new), fillvalue=_MISSING)
+    for at, (before, after) in enumerate(both):
+        yield f"args[{at}]", before, after
     for key in dict.fromkeys((*old.kwargs, *new.kwargs)):
         yield key, old.kwargs.get(key, _MISSING), new.kwargs.get(key, _MISSING)
 
@@ -220,19 +210,16 @@ def _same(before: Argument, after: Argument, pairs: Mapping[int, int]) -> bool:
             and before.items.keys() == after.items.keys()
             and all(_same(before.items[key], after.items[key], pairs) for key in before.items)
         )
-    return type(before) is type(after) and (
-        before == after or before != before
-    )  # two NaNs count as equal
+    # Two NaNs count as equal.
+    return type(before) is type(after) and (before == after or before != before)
 
 
 def _tag_change(old: Node, new: Node) -> str:
     if old.tag is None or new.tag is None:
         was, now = (each.tag.role if each.tag else "no tag" for each in (old, new))
-        return (
-            f"{was} -> {now}"
-            if was != now
-            else f"parameters {_values_change(old.params, new.params)}"
-        )
+        if was != now:
+            return f"{was} -> {now}"
+        return f"parameters {_values_change(old.params, new.params)}"
     parts = []
     for name in new.tag.__struct_fields__:
         was, now = getattr(old.tag, name), getattr(new.tag, name)
@@ -262,15 +249,11 @@ def _values_change(was: Any, now: Any) -> str:
 def _items_change(was: Sequence[str], now: Sequence[str]) -> str:
     """ "14 -> 15: with b.weight and 2 more, without a.weight"."""
     old, new = set(was), set(now)
-    parts = [
-        f"{word} {_short(only[0], 2 * _WIDTH)}"
-        + (f" and {len(only) - 1:,} more" if len(only) > 1 else "")
-        for word, only in (
-            ("with", [each for each in now if each not in old]),
-            ("without", [each for each in was if each not in new]),
-        )
-        if only
-    ]
+    parts = []
+    for word, own, others in (("with", now, old), ("without", was, new)):
+        if only := [each for each in own if each not in others]:
+            more = f" and {len(only) - 1:,} more" if len(only) > 1 else ""
+            parts.append(f"{word} {_short(only[0], 2 * _WIDTH)}{more}")
     if not parts and len(was) == len(now):
         at = next(at for at, pair in enumerate(zip(was, now, strict=True)) if pair[0] != pair[1])
         change = _texts_change(was[at], now[at])
@@ -321,14 +304,8 @@ def _moves(before: Snapshot, after: Snapshot, common: Sequence[tuple[Node, Node]
     for at, (old, new) in enumerate(common):
         if at not in stayed:
             steps = after.position[new.id] - before.position[old.id]
-            moved.append(
-                Change(
-                    "moved",
-                    old,
-                    new,
-                    f"{_place(after, new)} ({steps:+,d})" if steps else _place(after, new),
-                )
-            )
+            far = f" ({steps:+,d})" if steps else ""
+            moved.append(Change("moved", old, new, f"{_place(after, new)}{far}"))
     return moved
 
 
@@ -348,9 +325,8 @@ def _longest_rising(places: Sequence[int], preference: Sequence[int]) -> set[int
         return set(range(len(places)))
     rank = {place: at + 1 for at, place in enumerate(sorted(places))}
     size = len(places)
-    tree: list[tuple[int, int]] = [(0, -1)] * (
-        size + 1
-    )  # a Fenwick tree of (best score of a prefix, index that it ends with)
+    # A Fenwick tree of (best score of a prefix, index that it ends with).
+    tree: list[tuple[int, int]] = [(0, -1)] * (size + 1)
     link = []
     for at, place in enumerate(places):
         best, key = (0, -1), rank[place] - 1
@@ -360,7 +336,7 @@ def _longest_rising(places: Sequence[int], preference: Sequence[int]) -> set[int
         entry, key = (best[0] + size + 1 + preference[at], at), rank[place]
         while key <= size:
             tree[key], key = max(tree[key], entry), key + (key & -key)
-    end, kept = -1, set()
+    kept: set[int] = set()
     best, key = (0, -1), size
     while key:
         best, key = max(best, tree[key]), key & (key - 1)

@@ -61,15 +61,10 @@ def pass_differences(
         passes = "its only pass" if count == 1 else f"all {count} passes"
         all_passes = passes if count else "before its first pass"
         scope = all_passes if pass_name is None else step_title(end)
-        found.append(
-            TitledDifference(
-                f"{each.title}, {scope}",
-                compare(snapshot_of(each, start), snapshot_of(each, end)),
-                failure_text(end) if pass_name is not None else _failed_after(each),
-                each.compile.name,
-                each.graph.name,
-            )
-        )
+        difference = compare(snapshot_of(each, start), snapshot_of(each, end))
+        failure = failure_text(end) if pass_name is not None else _failed_after(each)
+        about = (failure, each.compile.name, each.graph.name)
+        found.append(TitledDifference(f"{each.title}, {scope}", difference, *about))
     return found
 
 
@@ -94,20 +89,13 @@ def differences_between(
     """
     one, other = _by_order(first), _by_order(second)
     found = []
-    for key in one:
+    for key, each in one.items():
         if key in other:
-            steps = [step_after(each, after) for each in (one[key], other[key])]
-            a, b = map(snapshot_of, (one[key], other[key]), steps)
-            shown = " against ".join(dict.fromkeys(map(step_title, steps)))
-            found.append(
-                TitledDifference(
-                    f"{one[key].title}, {shown}",
-                    compare(a, b, pair_nodes(a, b)),
-                    compile=one[key].compile.name,
-                    graph=one[key].graph.name,
-                    of=one[key].graph.of,
-                )
-            )
+            steps = [step_after(picked, after) for picked in (each, other[key])]
+            a, b = map(snapshot_of, (each, other[key]), steps)
+            title = f"{each.title}, {' against '.join(dict.fromkeys(map(step_title, steps)))}"
+            about = ("", each.compile.name, each.graph.name, each.graph.of)
+            found.append(TitledDifference(title, compare(a, b, pair_nodes(a, b)), *about))
     only_one_side = [f"only in the first: {one[key].title}" for key in one if key not in other]
     return found, only_one_side + [
         f"only in the second: {other[key].title}" for key in other if key not in one
@@ -115,10 +103,8 @@ def differences_between(
 
 
 def _by_order(picked: Sequence[SelectedGraph]) -> dict[tuple[int, str], SelectedGraph]:
-    order = {
-        folder: at
-        for at, folder in enumerate(dict.fromkeys(each.compile.folder for each in picked))
-    }
+    folders = dict.fromkeys(each.compile.folder for each in picked)
+    order = {folder: at for at, folder in enumerate(folders)}
     return {(order[each.compile.folder], each.graph.name): each for each in picked}
 
 
@@ -160,17 +146,13 @@ def differences_view(
     data = []
     found = list(found)
     repeated = _repeated(found)
-    summary = [
-        (
-            "",
-            f"{each.title}: {f'as {each.of}' if id(each) in repeated else each.difference.summary}",
-        )
-        for each in found
-    ]
+    summary = []
+    for each in found:
+        said = f"as {each.of}" if id(each) in repeated else each.difference.summary
+        summary.append(("", f"{each.title}: {said}"))
     counts = ChangeLines((*summary, *(("", each) for each in only_one_side)))
-    figures, peaks = _summary_parts(
-        [each for each in found if id(each) not in repeated], limit, sides
-    )
+    new = [each for each in found if id(each) not in repeated]
+    figures, peaks = _summary_parts(new, limit, sides)
     parts += [*figures, counts, *peaks]
     for each in found:
         title, difference = each.title, each.difference
@@ -188,9 +170,8 @@ def differences_view(
         }
         data.append({**about, "changes": [change_data(change) for change in difference.changes]})
     same = not only_one_side and all(entry["same"] for entry in data)
-    return View(
-        "", tuple(parts), {"same": same, "only_one_side": list(only_one_side), "graphs": data}
-    )
+    about = {"same": same, "only_one_side": list(only_one_side), "graphs": data}
+    return View("", tuple(parts), about)
 
 
 def _repeated(found: Sequence[TitledDifference]) -> set[int]:
@@ -252,6 +233,7 @@ def _summary_parts(
 
 
 _EXECUTED = ("forward", "inference", "backward")
+_SIDES = ("before", "after")
 
 
 def _interest(graph: str) -> int:
@@ -263,16 +245,11 @@ def _step_rows(compared: Sequence[tuple[TitledDifference, Comparison]]) -> list[
     """Figures of a whole step: of all graphs that run, for each compile that has several."""
     rows: list[Row] = []
     for name in dict.fromkeys(each.compile for each, _ in compared):
-        run = [
-            (each.graph, one)
-            for each, one in compared
-            if each.compile == name and each.graph in _EXECUTED
-        ]
+        of_compile = [pair for pair in compared if pair[0].compile == name]
+        run = [(each.graph, one) for each, one in of_compile if each.graph in _EXECUTED]
         if len(run) > 1:
             graphs = " + ".join(graph for graph, _ in run)
-            before, after = (
-                _sum_of([getattr(one, side) for _, one in run]) for side in ("before", "after")
-            )
+            before, after = (_sum_of([getattr(one, side) for _, one in run]) for side in _SIDES)
             rows += _figure_rows(f"{name} {graphs}", before, after)
     return rows
 

@@ -7,8 +7,9 @@ has not started it is missing.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zpasses.dumps.format import Dump, Node, Snapshot
@@ -97,15 +98,9 @@ def _group(
         places = finder.places(rank, name, last, of_group.history) if last is not None else ()
         what = _what(of_group, number)
         ranks.append(RankHang(rank, what, last, places))
-    label = next(
-        (
-            each.info.group_labels[name]
-            for rank in dump.ranks.values()
-            for each in rank.compiles
-            if name in each.info.group_labels
-        ),
-        "",
-    )
+    compiles = [each for rank in dump.ranks.values() for each in rank.compiles]
+    labels = (each.info.group_labels.get(name) for each in compiles)
+    label = next(filter(None, labels), "")
     return GroupHang(name, number, tuple(ranks), _mismatch(name, number, states), label)
 
 
@@ -133,13 +128,13 @@ def _mismatch(name: str, number: int, states: Mapping[int, RankState]) -> str:
         last = next((each for each in of_group.history if each.number == number), None)
         if last is not None:
             seen.setdefault((last.kind, last.elements), []).append(rank)
-    if len({kind for kind, _ in seen}) > 1 or len(seen) > 1:
-        return "; ".join(
-            f"rank {', '.join(map(str, ranks[:8]))} runs {kind}"
-            + (f" of {elements:,} elements" if elements is not None else "")
-            for (kind, elements), ranks in seen.items()
-        )
-    return ""
+    if len(seen) < 2:
+        return ""
+    return "; ".join(
+        f"rank {', '.join(map(str, ranks[:8]))} runs {kind}"
+        + (f" of {elements:,} elements" if elements is not None else "")
+        for (kind, elements), ranks in seen.items()
+    )
 
 
 # --- nodes ----------------------------------------------------------------------------------------
@@ -272,22 +267,8 @@ def _kind(node: Node) -> str:
 
 def _elements(node: Node, snapshot: Snapshot) -> int | None:
     """Elements of all inputs of a collective; None if a size is dynamic."""
-    total = 0
-    for value in _inputs(node, snapshot):
-        if value is None:
-            return None
-        total += value
-    return total
-
-
-def _inputs(node: Node, snapshot: Snapshot) -> Iterator[int | None]:
-    for key in node.inputs:
-        source = snapshot.by_id.get(key)
-        for value in source.vals[:1] if source is not None else ():
-            count = 1
-            for size in value.shape:
-                if isinstance(size, str):
-                    yield None
-                    return
-                count *= size
-            yield count
+    sources = (snapshot.by_id.get(key) for key in node.inputs)
+    shapes = [value.shape for each in sources if each is not None for value in each.vals[:1]]
+    if any(isinstance(size, str) for shape in shapes for size in shape):
+        return None
+    return sum(math.prod(map(int, shape)) for shape in shapes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from zpasses.dumps.format import Dump
@@ -70,52 +70,27 @@ def _last_collectives(states: Mapping[int, RankState], finder: NodeFinder) -> li
 
 def _nothing(last: Sequence[_Last]) -> list[Table | Text | str]:
     ranks = sorted({each.rank for each in last})[:_RANKS]
-    rows = [
-        (
-            str(each.rank),
-            each.group,
-            _collective(each.collective),
-            *_about(each.places),
-            _clock(each.collective),
-        )
-        for each in last
-        if each.rank in ranks
-    ]
-    return [
-        "No rank waits in a collective.",
-        table(
-            ("rank", "group", "last collective", *_ABOUT, "at (UTC)"),
-            rows,
-            yields=("at (UTC)", *_ABOUT[:0:-1]),
-            below=_ABOUT[1:],
-        )
-        if rows
-        else "",
-    ]
+    rows = []
+    for each in last:
+        if each.rank in ranks:
+            began = (_collective(each.collective), *_about(each.places), _clock(each.collective))
+            rows.append((str(each.rank), each.group, *began))
+    headers = ("rank", "group", "last collective", *_ABOUT, "at (UTC)")
+    yields = ("at (UTC)", *_ABOUT[:0:-1])
+    shown = table(headers, rows, yields=yields, below=_ABOUT[1:]) if rows else ""
+    return ["No rank waits in a collective.", shown]
 
 
 def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
     order = {"waits": 0, "missing": 1, "unknown": 2}
     ranks = sorted(hang.ranks, key=lambda each: (order.get(each.state, 3), each.rank))
-    headers = (
-        "rank",
-        "",
-        "collective",
-        *_ABOUT,
-        "at (UTC)",
-    )
     rows = [_row(each) for each in ranks[:_RANKS]]
     left = len(ranks) - len(rows)
-    return [
-        Text(tuple(_summary(hang))),
-        table(
-            headers,
-            rows,
-            yields=("at (UTC)", "pass", "module", "source", "parameters"),
-            below=("source", "parameters", "pass", "module"),
-        ),
-        f"and {left:,} more ranks (--json has all)." if left else "",
-    ]
+    headers = ("rank", "", "collective", *_ABOUT, "at (UTC)")
+    yields = ("at (UTC)", "pass", "module", "source", "parameters")
+    shown = table(headers, rows, yields=yields, below=("source", "parameters", "pass", "module"))
+    more = f"and {left:,} more ranks (--json has all)." if left else ""
+    return [Text(tuple(_summary(hang))), shown, more]
 
 
 def _summary(hang: GroupHang) -> list[str]:
@@ -194,24 +169,15 @@ def _time(at_s: float) -> str:
 
 
 def _group_data(hang: GroupHang) -> dict[str, Any]:
-    return {
-        "group": hang.group,
-        "label": hang.label,
-        "number": hang.number,
-        "mismatch": hang.mismatch,
-        "waiting": hang.of_state("waits"),
-        "missing": hang.of_state("missing"),
-        "unknown": hang.of_state("unknown"),
-        "ranks": [_rank_data(each) for each in hang.ranks],
-    }
+    about = {name: getattr(hang, name) for name in ("group", "label", "number", "mismatch")}
+    states = {name: hang.of_state(name) for name in ("missing", "unknown")}
+    ranks = [_rank_data(each) for each in hang.ranks]
+    return {**about, "waiting": hang.of_state("waits"), **states, "ranks": ranks}
 
 
 def _rank_data(each: RankHang) -> dict[str, Any]:
-    return {
-        "rank": each.rank,
-        "state": each.state,
-        **_place_data(each.collective, each.places),
-    }
+    about = {"rank": each.rank, "state": each.state}
+    return {**about, **_place_data(each.collective, each.places)}
 
 
 def _last_data(each: _Last) -> dict[str, Any]:
@@ -221,26 +187,13 @@ def _last_data(each: _Last) -> dict[str, Any]:
 
 def _place_data(last: LastCollective | None, places: Sequence[Place]) -> dict[str, Any]:
     """A collective, and the nodes that it may be."""
-    collective = None
-    if last is not None:
-        collective = {
-            "number": last.number,
-            "kind": last.kind,
-            "elements": last.elements,
-            "at_s": last.at_s,
-        }
     nodes = []
     for place in places:
         sources = sources_of(place.node, parameter_sources(place.graph.compile))
-        nodes.append(
-            {
-                "compile": place.graph.compile.name,
-                "graph": place.graph.graph.name,
-                "node": place.node.name,
-                "params": list(place.node.params),
-                "modules": list(modules_of(place.node)),
-                "sources": list(dict.fromkeys(f"{each.file}:{each.line}" for each in sources)),
-                "pass": place.inserted_by,
-            }
-        )
-    return {"collective": collective, "nodes": nodes}
+        graph, node = place.graph, place.node
+        lines = dict.fromkeys(f"{each.file}:{each.line}" for each in sources)
+        about = {"compile": graph.compile.name, "graph": graph.graph.name, "node": node.name}
+        lists = {"params": node.params, "modules": modules_of(node), "sources": lines}
+        found = {name: list(texts) for name, texts in lists.items()}
+        nodes.append({**about, **found, "pass": place.inserted_by})
+    return {"collective": None if last is None else asdict(last), "nodes": nodes}

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zpasses.dumps import Dump, Limits, Step, read
+from zpasses.dumps import Dump, Limits, Snapshot, Step, read
 from zpasses.dumps.dump_errors import NotATraceError
-from zpasses.inspect.collectives_page import CollectiveRows
+from zpasses.inspect.collectives_page import CollectiveRows, collectives_view
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.diffs import comparison_view, differences_view, pass_differences
@@ -28,12 +28,14 @@ from zpasses.inspect.listing import MAX_ITEMS, NodeFilter
 from zpasses.inspect.measured import Measured, measure
 from zpasses.inspect.measured_page import no_runs_text
 from zpasses.inspect.memory import Memory, memory, parameter_sizes
+from zpasses.inspect.memory_page import memory_view
 from zpasses.inspect.model_sources import parameter_sources
 from zpasses.inspect.node_spans import Schedule, schedule
+from zpasses.inspect.overview_page import list_view
 from zpasses.inspect.timeline import chrome_trace
 from zpasses.inspect.traces import read_trace
 from zpasses.inspect.view import View
-from zpasses.inspect.views import collectives_view, list_view, memory_view, show_view
+from zpasses.inspect.views import show_view
 
 
 def open_dump(
@@ -139,10 +141,8 @@ class Inspection:
         if trace is None:
             return collectives_view(self._to_run(graph), after, show)
         measured = self.measured(trace)
-        ran = [each.graph for each in measured.graphs]
-        return collectives_view(
-            self._pick(graph) if graph is not None else ran, after, show, measured
-        )
+        ran = [each.graph for each in measured.graphs] if graph is None else self._pick(graph)
+        return collectives_view(ran, after, show, measured)
 
     def measured(self, trace: str | Path) -> Measured:
         """What a trace of `torch.profiler` says about the graphs of this dump.
@@ -191,13 +191,10 @@ class Inspection:
 
     def timeline(self, graph: str | None = None, after: str | int | None = None) -> dict[str, Any]:
         """All streams as a Chrome trace."""
-        found = steps_after(self._to_run(graph), after)
-        return chrome_trace(
-            [
-                (each.title, snapshot_of(each, step), parameter_sources(each.compile))
-                for each, step in found
-            ]
-        )
+        graphs = []
+        for each, step in steps_after(self._to_run(graph), after):
+            graphs.append((each.title, snapshot_of(each, step), parameter_sources(each.compile)))
+        return chrome_trace(graphs)
 
     def html(self, *others: Inspection) -> str:
         """The whole dump as one self-contained HTML page. `others` are further dumps or ranks,
@@ -245,33 +242,27 @@ class Inspection:
 
     def diff_of_steps(self, graph: str, before: str | int, after: str | int) -> Difference:
         """The changes between two steps of a graph."""
-        picked = self._pick(graph)[0]
-        return compare(
-            snapshot_of(picked, step_after(picked, before)),
-            snapshot_of(picked, step_after(picked, after)),
-        )
+        return compare(self._snapshot(graph, before), self._snapshot(graph, after))
 
     def collectives_of(self, graph: str, after: str | int | None = None) -> Communication:
         """The collectives of one graph."""
-        picked = self._pick(graph)[0]
-        return communication(snapshot_of(picked, step_after(picked, after)))
+        return communication(self._snapshot(graph, after))
 
     def memory_of(
         self, graph: str, after: str | int | None = None, at: str | None = None
     ) -> Memory:
         """Bytes alive along one graph, and its buffers at the peak or while the node `at` runs."""
-        picked = self._pick(graph)[0]
-        snapshot = snapshot_of(picked, step_after(picked, after))
-        return memory(
-            snapshot,
-            node_named(snapshot, at) if at is not None else None,
-            parameter_sizes(picked.compile),
-        )
+        snapshot = self._snapshot(graph, after)
+        node = node_named(snapshot, at) if at is not None else None
+        return memory(snapshot, node, parameter_sizes(self._pick(graph)[0].compile))
 
     def schedule_of(self, graph: str, after: str | int | None = None) -> Schedule:
         """The estimated schedule of one graph."""
+        return schedule(self._snapshot(graph, after))
+
+    def _snapshot(self, graph: str, after: str | int | None) -> Snapshot:
         picked = self._pick(graph)[0]
-        return schedule(snapshot_of(picked, step_after(picked, after)))
+        return snapshot_of(picked, step_after(picked, after))
 
     def _pick(self, graph: str | None) -> list[SelectedGraph]:
         return select_graphs(self.dump, graph, **self._where)

@@ -56,14 +56,10 @@ class NodeFilter:
             return False
         if self.collectives and node.collective is None and "wait_tensor" not in node.target:
             return False
-        return (
-            _matches(self.params, node.params)
-            and _matches(
-                self.ops,
-                (op_text(node.target), node.target) if node.op.startswith("call") else (node.op,),
-            )
-            and _matches(self.names, (node.name,))
-        )
+        called = (op_text(node.target), node.target)
+        ops = called if node.op.startswith("call") else (node.op,)
+        given = (self.params, node.params), (self.ops, ops), (self.names, (node.name,))
+        return all(_matches(patterns, texts) for patterns, texts in given)
 
 
 def _matches(patterns: Sequence[str], words: Iterable[str]) -> bool:
@@ -114,12 +110,8 @@ def op_text(target: str) -> str:
     for prefix in _PLAIN_NAMESPACES:
         target = target.removeprefix(prefix)
     head, dot, overload = target.rpartition(".")
-    return (
-        head
-        if (dot and overload in ("default", "out"))
-        or (dot and head.count(".") < 1 and overload[:1].isupper())
-        else target
-    )
+    plain = overload in ("default", "out") or ("." not in head and overload[:1].isupper())
+    return head if dot and plain else target
 
 
 def call_text(node: Node, names: Mapping[int, str], most: int | None = MAX_ITEMS) -> str:
@@ -186,11 +178,8 @@ def note_text(node: Node, most: int | None = MAX_ITEMS) -> str:
     tag = node.tag
     if tag is not None:
         bucket = "" if tag.bucket is None else f" in bucket {tag.bucket}"
-        notes.append(
-            f"{tag.role}: {_joined(tag.params, most)}{bucket}"
-            if tag.params
-            else f"{tag.role}{bucket}"
-        )
+        params = f": {_joined(tag.params, most)}" if tag.params else ""
+        notes.append(f"{tag.role}{params}{bucket}")
         notes += ["cached"] if tag.cached else []
         notes += ["kept"] if tag.kept else []
         notes += [tag.note] if tag.note else []

@@ -223,14 +223,9 @@ class _Join:
         for run in self._work.runs:
             for wait in run.waits:
                 unjoined["wait_tensor"] += wait.host[1] - wait.host[0]
-        return Measured(
-            self._trace,
-            tuple(_graph(known, sums) for known, sums in self._sums.values()),
-            joined,
-            _longest_first(unjoined),
-            dict(self._reasons),
-            _longest_first(outside),
-        )
+        graphs = tuple(_graph(known, sums) for known, sums in self._sums.values())
+        rest = (_longest_first(unjoined), dict(self._reasons), _longest_first(outside))
+        return Measured(self._trace, graphs, joined, *rest)
 
     def _run(self, run: Run, alone: bool) -> None:
         known = self._known.get((run.kind, run.digest, run.compile))
@@ -316,16 +311,10 @@ def _longest_first(times: Mapping[str, float]) -> dict[str, float]:
 
 def _graph(known: _Collectives, sums: _Sums) -> MeasuredGraph:
     runs = sums.runs
-    return MeasuredGraph(
-        known.graph,
-        runs,
-        sums.total / runs,
-        {
-            node.id: MeasuredCollective(sums.time[node.id] / runs, sums.blocked[node.id] / runs)
-            for node in known.nodes
-        },
-        {key: value / sums.called[key] for key, value in sums.operators.items()},
-        sums.exposed / runs,
-        sums.unjoined_compute / runs,
-        sums.rise,
-    )
+    collectives = {
+        node.id: MeasuredCollective(sums.time[node.id] / runs, sums.blocked[node.id] / runs)
+        for node in known.nodes
+    }
+    operators = {key: value / sums.called[key] for key, value in sums.operators.items()}
+    waited = (sums.exposed / runs, sums.unjoined_compute / runs, sums.rise)
+    return MeasuredGraph(known.graph, runs, sums.total / runs, collectives, operators, *waited)

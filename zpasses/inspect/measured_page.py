@@ -96,24 +96,15 @@ _COLUMNS = ("compute", "measured", "collectives", "measured ", "exposed", "measu
 def measured_parts(found: MeasuredGraph) -> list[Table | Text | str]:
     """Modules of a graph, and its totals."""
     rows = module_times(found)
-    shown = [
-        (
-            f"{row.name} ({row.layers} times)" if row.layers > 1 else row.name,
-            *map(time_text, row.times),
-        )
-        for row in rows[:_MODULES]
-    ]
+    shown = []
+    for row in rows[:_MODULES]:
+        name = f"{row.name} ({row.layers} times)" if row.layers > 1 else row.name
+        shown.append((name, *map(time_text, row.times)))
     left = len(rows) - len(shown)
-    return [
-        table(
-            ("module", *_COLUMNS),
-            shown,
-            right=_COLUMNS,
-            title=f"{found.graph.title} by module: predicted, and measured",
-        ),
-        f"and {count(left, 'module')} more with less time (--json has all)." if left else "",
-        Text(tuple(_totals(found))),
-    ]
+    title = f"{found.graph.title} by module: predicted, and measured"
+    more = f"and {count(left, 'module')} more with less time (--json has all)." if left else ""
+    modules = table(("module", *_COLUMNS), shown, right=_COLUMNS, title=title)
+    return [modules, more, Text(tuple(_totals(found)))]
 
 
 def _totals(found: MeasuredGraph) -> list[str]:
@@ -140,15 +131,11 @@ def _totals(found: MeasuredGraph) -> list[str]:
 
 def measured_data(found: MeasuredGraph) -> dict[str, Any]:
     """The same as plain values."""
+    times = ("runs", "total_us", "exposed_us", "unjoined_compute_us")
     return {
-        "runs": found.runs,
-        "total_us": found.total_us,
-        "exposed_us": found.exposed_us,
+        **{name: getattr(found, name) for name in (*times, "rise_bytes", "predicted_rise_bytes")},
         "collectives_us": sum(each.time_us for each in found.collectives.values()),
         "compute_us": sum(found.operators.values()),
-        "unjoined_compute_us": found.unjoined_compute_us,
-        "rise_bytes": found.rise_bytes,
-        "predicted_rise_bytes": found.predicted_rise_bytes,
         "modules": [vars(row) for row in module_times(found)],
     }
 
@@ -187,24 +174,20 @@ def joined_lines(found: Measured) -> list[str]:
 
 
 def _named_times(times: Mapping[str, float], most: int = 5) -> str:
-    shown = ", ".join(
-        f"{one_line(name)} {time_text(time)}" for name, time in list(times.items())[:most]
-    )
+    first = list(times.items())[:most]
+    shown = ", ".join(f"{one_line(name)} {time_text(time)}" for name, time in first)
     return f"{shown} and {len(times) - most:,} more" if len(times) > most else shown
 
 
 def joined_data(found: Measured) -> dict[str, Any]:
     """The same as plain values."""
+    names = ("joined_us", "unjoined_us", "joined_share", "joined_share_of_graphs")
+    parts = {"unjoined": found.unjoined, "outside_of_graphs": found.outside}
+    parts |= {"reasons": found.reasons, "process": found.trace.process or {}}
     return {
         "trace_rank": found.trace.rank,
-        "joined_us": found.joined_us,
-        "unjoined_us": found.unjoined_us,
-        "joined_share": found.joined_share,
-        "joined_share_of_graphs": found.joined_share_of_graphs,
-        "unjoined": dict(found.unjoined),
-        "outside_of_graphs": dict(found.outside),
-        "reasons": dict(found.reasons),
-        "process": dict(found.trace.process or {}),
+        **{name: getattr(found, name) for name in names},
+        **{name: dict(part) for name, part in parts.items()},
     }
 
 

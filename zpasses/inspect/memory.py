@@ -5,7 +5,7 @@ model `zpasses.cost.memory`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,34 +70,27 @@ class Memory:
         """Parameter -> its bytes alive, largest first. A shared buffer is divided by the
         parameters' sizes.
         """
-        found: dict[str, float] = defaultdict(float)
-        for each in self.alive:
-            whole = sum(self.sizes.get(name, 1) for name in each.params) or 1
-            for name in each.params:
-                found[name] += each.nbytes * self.sizes.get(name, 1) / whole
-        return {
-            name: round(nbytes) for name, nbytes in sorted(found.items(), key=lambda item: -item[1])
-        }
+        return _rounded((name, nbytes) for name, _, nbytes in self._shares() if name)
 
     @property
     def by_module(self) -> dict[str, int]:
         """Module -> its bytes alive, largest first. A buffer belongs to the modules of its
         parameters, or else to the module whose line allocates it. "" is a buffer of neither.
         """
-        found: dict[str, float] = defaultdict(float)
-        by_id = self.snapshot.by_id
+        found = _rounded((module, nbytes) for _, module, nbytes in self._shares())
+        return {module: nbytes for module, nbytes in found.items() if nbytes}
+
+    def _shares(self) -> Iterator[tuple[str, str, float]]:
+        """Parameter, its module, and its bytes of each buffer. What belongs to no parameter has ""
+        and the module whose line allocates it, or "".
+        """
         for each in self.alive:
             whole = sum(self.sizes.get(name, 1) for name in each.params) or 1
             for name in each.params:
-                found[module_of(name)] += each.nbytes * self.sizes.get(name, 1) / whole
+                yield name, module_of(name), each.nbytes * self.sizes.get(name, 1) / whole
             if not each.params:
-                source = by_id[each.id].source
-                found[source.module if source is not None else ""] += each.nbytes
-        return {
-            name: round(nbytes)
-            for name, nbytes in sorted(found.items(), key=lambda item: -item[1])
-            if nbytes
-        }
+                source = self.snapshot.by_id[each.id].source
+                yield "", source.module if source is not None else "", each.nbytes
 
     def to_json(self) -> dict[str, Any]:
         """All figures as plain values."""
@@ -146,12 +139,8 @@ def memory(
     if at is None:
         at = _peak_node(snapshot)
     names = {node.id: node.name for node in snapshot.nodes}
-    return Memory(
-        snapshot,
-        at,
-        tuple(_alive(node, buffer, names) for node, buffer in snapshot.alive_at(at)),
-        sizes or {},
-    )
+    alive = tuple(_alive(node, buffer, names) for node, buffer in snapshot.alive_at(at))
+    return Memory(snapshot, at, alive, sizes or {})
 
 
 def peaks(graph: Graph) -> list[StepPeak]:
@@ -162,22 +151,15 @@ def peaks(graph: Graph) -> list[StepPeak]:
         if step.snapshot is not None and step.number is not None and step.snapshot.nodes:
             if step.number not in seen:
                 seen[step.number] = _step_peak(step.snapshot)
-            failed = step.error is not None
-            found.append(
-                replace(seen[step.number], step=step.index, after=step.after, failed=failed)
-            )
+            of, failed = seen[step.number], step.error is not None
+            found.append(replace(of, step=step.index, after=step.after, failed=failed))
     return found
 
 
 def _step_peak(snapshot: Snapshot) -> StepPeak:
     at = _peak_node(snapshot)
-    return StepPeak(
-        0,
-        None,
-        snapshot.peak_bytes,
-        at.name,
-        _by_kind((buffer.kind, buffer.nbytes) for _, buffer in snapshot.buffers_at(at)),
-    )
+    kinds = _by_kind((buffer.kind, buffer.nbytes) for _, buffer in snapshot.buffers_at(at))
+    return StepPeak(0, None, snapshot.peak_bytes, at.name, kinds)
 
 
 def _peak_node(snapshot: Snapshot) -> Node:
@@ -189,23 +171,22 @@ def _by_kind(buffers: Iterable[tuple[str, int]]) -> dict[str, int]:
     """(kind, bytes) of buffers -> kind -> bytes, in display order, without kinds of 0 bytes."""
     found = _sums(buffers)
     ordered = (*KINDS, *sorted(found.keys() - set(KINDS)))
-    return {kind: found[kind] for kind in ordered if found.get(kind)}
+    return {kind: int(found[kind]) for kind in ordered if found.get(kind)}
 
 
 def _alive(node: Node, buffer: Buffer, names: dict[int, str]) -> LiveBuffer:
-    return LiveBuffer(
-        node.name,
-        node.id,
-        buffer.nbytes,
-        buffer.kind,
-        buffer.params,
-        names[buffer.first],
-        names[buffer.last],
-    )
+    about = (buffer.nbytes, buffer.kind, buffer.params)
+    return LiveBuffer(node.name, node.id, *about, names[buffer.first], names[buffer.last])
 
 
-def _sums(items: Iterable[tuple[str, int]]) -> dict[str, int]:
-    found: dict[str, int] = defaultdict(int)
+def _sums(items: Iterable[tuple[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(int)
     for key, nbytes in items:
         found[key] += nbytes
     return found
+
+
+def _rounded(items: Iterable[tuple[str, float]]) -> dict[str, int]:
+    """Sums by key, largest first."""
+    ordered = sorted(_sums(items).items(), key=lambda item: -item[1])
+    return {key: round(nbytes) for key, nbytes in ordered}

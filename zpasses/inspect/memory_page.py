@@ -41,29 +41,17 @@ def memory_view(
         snapshot = snapshot_of(each, step)
         if not snapshot.nodes:
             continue
-        found = memory(
-            snapshot,
-            node_named(snapshot, at) if at is not None else None,
-            parameter_sizes(each.compile),
-        )
+        moment = node_named(snapshot, at) if at is not None else None
+        found = memory(snapshot, moment, parameter_sizes(each.compile))
         steps = peaks(each.graph)
         before = [steps[0].peak_bytes, *(peak.peak_bytes for peak in steps)]
-        rows = [
-            (
-                peak.step,
-                f"{peak.after or '-'}{' (FAILED)' if peak.failed else ''}",
-                bytes_text(peak.peak_bytes),
-                change_text(was, peak.peak_bytes),
-                peak.at,
-            )
-            for was, peak in zip(before, steps, strict=False)
-        ]
-        curves = table(
-            ("step", "after", "peak", "change", "at node"),
-            rows,
-            ("step", "peak", "change"),
-            title=each.title,
-        )
+        rows = []
+        for was, peak in zip(before, steps, strict=False):
+            after_pass = f"{peak.after or '-'}{' (FAILED)' if peak.failed else ''}"
+            sizes = (bytes_text(peak.peak_bytes), change_text(was, peak.peak_bytes))
+            rows.append((peak.step, after_pass, *sizes, peak.at))
+        headers = ("step", "after", "peak", "change", "at node")
+        curves = table(headers, rows, ("step", "peak", "change"), title=each.title)
         parts += unmodelled(each, step) or [
             curves,
             *failure_parts(step),
@@ -78,22 +66,16 @@ def memory_view(
 
 
 def _alive_parts(found: Memory, title: str, limit: int, by: str) -> list[Table | Text | str]:
-    where = (
-        "At the peak"
-        if found.nbytes == found.peak_bytes
-        else f"Of the peak's {bytes_text(found.peak_bytes)}"
-    )
-    curve = f"{sparkline(found.live_bytes)}  {bytes_text(found.peak_bytes)}"
+    peak = bytes_text(found.peak_bytes)
+    where = "At the peak" if found.nbytes == found.peak_bytes else f"Of the peak's {peak}"
+    curve = f"{sparkline(found.live_bytes)}  {peak}"
     alive = f"{bytes_text(found.nbytes)} are alive while {found.at.name} runs"
     message = Text((f"{title}:", curve, f"{where}, {alive}."))
     whole = max(found.nbytes, 1)
     by_kind = list(found.by_kind.items())
     most = limit or None
-    kinds = table(
-        ("kind", "bytes", "share"),
-        [(kind, bytes_text(size), f"{size / whole:.0%}") for kind, size in by_kind[:most]],
-        ("bytes", "share"),
-    )
+    rows = [(kind, bytes_text(size), f"{size / whole:.0%}") for kind, size in by_kind[:most]]
+    kinds = table(("kind", "bytes", "share"), rows, ("bytes", "share"))
     if by == "module":
         return [message, kinds, *_module_parts(found, limit)]
     return [message, kinds, *_buffer_parts(found, limit)]
@@ -106,18 +88,11 @@ def _buffer_parts(found: Memory, limit: int) -> list[Table | Text | str]:
         for one in found.alive
         if one.nbytes
     ]
-    buffers = table(
-        ("allocated by", "kind", "bytes", "parameters", "last use"),
-        largest[:most],
-        ("bytes",),
-        yields=("last use",),
-    )
+    headers = ("allocated by", "kind", "bytes", "parameters", "last use")
+    buffers = table(headers, largest[:most], ("bytes",), yields=("last use",))
     shared = list(found.by_parameter.items())
-    by_param = table(
-        ("parameter", "bytes"),
-        [(name, bytes_text(size)) for name, size in shared[:most]],
-        ("bytes",),
-    )
+    rows = [(name, bytes_text(size)) for name, size in shared[:most]]
+    by_param = table(("parameter", "bytes"), rows, ("bytes",))
     more = _more(len(largest), limit, "smaller buffers")
     parts: list[Table | Text | str] = [buffers, more]
     return [*parts, by_param, _more(len(shared), limit, "smaller parameters")] if shared else parts
@@ -127,30 +102,16 @@ def _module_parts(found: Memory, limit: int) -> list[Table | Text | str]:
     """Bytes alive by module. Equal layers are one row."""
     folded = fold_modules(found.by_module)
     whole = max(found.nbytes, 1)
-    rows = [
-        (
-            each.name or "(no module)",
-            len(each.members),
-            bytes_text(each.total),
-            f"{each.total / whole:.0%}",
-            bytes_text(each.least)
-            if each.least == each.most
-            else f"{bytes_text(each.least)} to {bytes_text(each.most)}",
-            params_text(each.odd) if len(each.odd) < len(each.members) else "",
-        )
-        for each in folded[: limit or None]
-    ]
+    rows = []
+    for each in folded[: limit or None]:
+        sizes = " to ".join(dict.fromkeys(map(bytes_text, (each.least, each.most))))
+        share = (bytes_text(each.total), f"{each.total / whole:.0%}")
+        odd = params_text(each.odd) if len(each.odd) < len(each.members) else ""
+        rows.append((each.name or "(no module)", len(each.members), *share, sizes, odd))
     headers = ("module", "times", "bytes", "share", "each", "not as the others")
-    return [
-        table(
-            headers,
-            rows,
-            ("times", "bytes", "share", "each"),
-            yields=("not as the others",),
-            below=("not as the others",),
-        ),
-        _more(len(folded), limit, "smaller modules"),
-    ]
+    last = headers[5:]
+    modules = table(headers, rows, headers[1:5], yields=last, below=last)
+    return [modules, _more(len(folded), limit, "smaller modules")]
 
 
 def _more(count: int, limit: int, what: str) -> str:

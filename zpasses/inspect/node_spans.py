@@ -156,15 +156,7 @@ def schedule(snapshot: Snapshot) -> Schedule:
         if not waits and following > start:  # an op of the dialect, which includes its wait
             stalls = [Stall(node, start, end)]
         place = position[waits[0]] if waits else at
-        collectives.append(
-            CollectiveSpan(
-                node,
-                start,
-                end,
-                nodes[place],
-                max(place - at - 1, 0),
-                computed[place] - computed[at],
-                tuple(stall for stall in stalls if stall.end_us > stall.start_us),
-            )
-        )
+        between = max(place - at - 1, 0), computed[place] - computed[at]
+        stalled = tuple(stall for stall in stalls if stall.end_us > stall.start_us)
+        collectives.append(CollectiveSpan(node, start, end, nodes[place], *between, stalled))
     return Schedule(tuple(compute), tuple(reversed(collectives)), total)

@@ -22,9 +22,10 @@ from zpasses.inspect.graph_notes import capacity_warning, variant_text
 from zpasses.inspect.rank_agreement import RankAgreement, rank_agreements, ranks_text
 from zpasses.inspect.shared import cut, to_json_value
 from zpasses.inspect.units import bytes_text, time_text
-from zpasses.inspect.view import Table, Text, View, table, text_of
+from zpasses.inspect.view import Table, Text, View, table, table_of, text_of
 
 _NOTE_CHARS = 320
+_FIGURES = ("step", "rewrites", "nodes", "collectives", "input bytes", "pass", "checks")
 
 
 def list_view(dump: Dump, rank: int | None = None) -> View:
@@ -42,23 +43,10 @@ def list_view(dump: Dump, rank: int | None = None) -> View:
         f"{dump.path}: zpasses {meta.get('zpasses', '?')}, torch {meta.get('torch', '?')}, "
         f"world size {meta.get('world', '?')}"
     )
-    message = (
-        f"Rank {rank}; the dump has ranks {ranks}."
-        if len(dump.ranks) > 1
-        else f"Rank {rank}, the only one in the dump."
-    )
-    return View(
-        title,
-        (message, *parts),
-        {
-            "path": str(dump.path),
-            **to_json_value(meta),
-            "rank": rank,
-            "ranks": sorted(dump.ranks),
-            "agreement": [each.to_json() for each in agreements],
-            "compiles": data,
-        },
-    )
+    rest = f"; the dump has ranks {ranks}" if len(dump.ranks) > 1 else ", the only one in the dump"
+    about = {"path": str(dump.path), **to_json_value(meta), "rank": rank}
+    about |= {"ranks": sorted(dump.ranks), "agreement": [each.to_json() for each in agreements]}
+    return View(title, (f"Rank {rank}{rest}.", *parts), {**about, "compiles": data})
 
 
 def _agreement_parts(found: list[RankAgreement]) -> list[Text]:
@@ -85,39 +73,16 @@ def _compile_parts(each: Compile) -> list[Table | Text | str]:
         f"Compile {info.name} ({each.folder}): {info.state}, codegen {info.codegen or '?'}, "
         f"target {info.target.get('name', '?')}"
     )
-    rows = []
-    for graph in each.graphs.values():
-        for step in graph.steps:
-            rows.append(_step_row(graph, step))
-    columns = (
-        "graph",
-        "step",
-        "after",
-        "rewrites",
-        "nodes",
-        "collectives",
-        "input bytes",
-        "pass",
-        "checks",
-        "notes",
-    )
-    said = [head, f"pipeline: {info.pipeline or '(none)'}"]
+    rows = [_step_row(graph, step) for graph in each.graphs.values() for step in graph.steps]
+    lines = [head, f"pipeline: {info.pipeline or '(none)'}"]
     if info.group_labels:
-        said.append(f"groups: {_groups_text(info)}")
+        lines.append(f"groups: {_groups_text(info)}")
     if info.recompile_reason:
-        said.append(f"compiled again: {' '.join(info.recompile_reason.split())}")
-    shown: list[Table | Text | str] = [Text(tuple(said))]
+        lines.append(f"compiled again: {' '.join(info.recompile_reason.split())}")
+    shown: list[Table | Text | str] = [Text(tuple(lines))]
     if rows:
-        shown.append(
-            table(
-                columns,
-                rows,
-                right=("step", "rewrites", "nodes", "collectives", "input bytes", "pass", "checks"),
-                yields=("notes", "checks", "pass", "input bytes"),
-                below=("notes",),
-                whole=("notes",),
-            )
-        )
+        yields, notes = ("notes", "checks", "pass", "input bytes"), ("notes",)
+        shown.append(table_of(rows, right=_FIGURES, yields=yields, below=notes, whole=notes))
     else:
         shown.append("This compile wrote no graphs.")
     if any(graph.prediction for graph in each.graphs.values()):
@@ -129,12 +94,8 @@ def _compile_parts(each: Compile) -> list[Table | Text | str]:
     ]
     shown += [text_of(f"at runtime: {note}") for note in each.notes]
     if each.error is not None:
-        shown.append(
-            text_of(
-                f"FAILED in {each.error.where or '?'}: {each.error.type}: {each.error.message}"
-                f"{_raised(each.error)}"
-            )
-        )
+        said = f"FAILED in {each.error.where or '?'}: {each.error.type}: {each.error.message}"
+        shown.append(text_of(f"{said}{_raised(each.error)}"))
     return shown
 
 
@@ -149,35 +110,18 @@ def _raised(error: Failure) -> str:
 
 
 def _predictions(each: Compile) -> Table:
-    longest = max(
-        max(graph.prediction.total_us, graph.prediction.possible_us)
-        for graph in each.graphs.values()
-        if graph.prediction is not None
-    )
-    rows = [
-        (
-            graph.name,
-            time_text(found.total_us),
-            time_text(found.waited_us),
-            time_text(found.possible_us),
-            time_text(found.bound_us),
-            bytes_text(found.peak_bytes),
-            bytes_text(found.limit_bytes),
-            prediction_bar(found, longest),
-        )
-        for graph in each.graphs.values()
-        if (found := graph.prediction) is not None
-    ]
+    graphs = each.graphs.values()
+    found = [(each.name, each.prediction) for each in graphs if each.prediction is not None]
+    longest = max(max(each.total_us, each.possible_us) for _, each in found)
     columns = ("graph", "achieved", "exposed", "possible", "bound", "peak", "budget")
     bar = "bound█ possible▓ achieved░"
-    return table(
-        (*columns, bar),
-        rows,
-        right=columns[1:],
-        title="Predicted time",
-        yields=(bar,),
-        whole=(bar,),
-    )
+    rows = []
+    for name, of in found:
+        times = (of.total_us, of.waited_us, of.possible_us, of.bound_us)
+        figures = (*map(time_text, times), bytes_text(of.peak_bytes), bytes_text(of.limit_bytes))
+        rows.append((name, *figures, prediction_bar(of, longest)))
+    about = {"right": columns[1:], "yields": (bar,), "whole": (bar,)}
+    return table((*columns, bar), rows, title="Predicted time", **about)
 
 
 _BAR = 24
@@ -198,16 +142,13 @@ def prediction_bar(found: Prediction, longest_us: float) -> str:
     return "█" * bound + "▓" * (possible - bound) + "░" * max(ends[2] - possible, 0)
 
 
-def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:
+def _step_row(graph: Graph, step: Step) -> dict[str, object]:
+    """Column -> value."""
     counts = _counts(graph, step)
     figures: tuple[object, ...] = ("", "", "")
     if counts:
         figures = (counts["nodes"], counts["collectives"], bytes_text(counts["nbytes"]))
-    elif (
-        step.error is not None
-        and step.index
-        and (given := _counts(graph, graph.steps[step.index - 1]))
-    ):
+    elif step.error and step.index and (given := _counts(graph, graph.steps[step.index - 1])):
         # The pass left no graph. What it was given is known.
         figures = (f"{given['nodes']:,} before", f"{given['collectives']:,} before", "")
     run = step.run
@@ -217,15 +158,16 @@ def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:
         message = f"FAILED: {step.error.type}{place}"
     else:
         message = "; ".join(run.notes) if run else ""
-    return (
-        graph.name if step.index == 0 else "",
-        step.index,
-        step.after or "-",
-        times[0],
-        *figures,
-        *times[1:],
-        _wrapped(message),
-    )
+    return {
+        "graph": graph.name if step.index == 0 else "",
+        "step": step.index,
+        "after": step.after or "-",
+        "rewrites": times[0],
+        **dict(zip(("nodes", "collectives", "input bytes"), figures, strict=True)),
+        "pass": times[1],
+        "checks": times[2],
+        "notes": _wrapped(message),
+    }
 
 
 def _wrapped(message: str) -> tuple[str, ...]:
@@ -265,31 +207,16 @@ _RANKS = 8
 def _compile_data(each: Compile) -> dict[str, Any]:
     graphs = []
     for graph in each.graphs.values():
-        steps = [
-            {
-                "index": step.index,
-                "level": step.level,
-                "after": step.after,
-                "counts": _counts(graph, step),
-            }
-            for step in graph.steps
-        ]
-        for step, entry in zip(graph.steps, steps, strict=True):
-            entry |= {"run": to_json_value(step.run), "error": to_json_value(step.error)}
-        about = {
-            "name": graph.name,
-            "of": graph.of,
-            "given": list(graph.given),
-            "kept": list(graph.kept),
-        }
-        about["prediction"] = to_json_value(graph.prediction)
+        steps = []
+        for step in graph.steps:
+            about = {"index": step.index, "level": step.level, "after": step.after}
+            about |= {"counts": _counts(graph, step), "run": to_json_value(step.run)}
+            steps.append({**about, "error": to_json_value(step.error)})
+        about = {"name": graph.name, "of": graph.of, "prediction": to_json_value(graph.prediction)}
+        about |= {"given": list(graph.given), "kept": list(graph.kept)}
         graphs.append({**about, "agreements": to_json_value(graph.agreements), "steps": steps})
-    return {
-        "folder": each.folder,
-        **to_json_value(each.info),
-        "notes": list(each.notes),
-        "graphs": graphs,
-    }
+    about = {"folder": each.folder, **to_json_value(each.info)}
+    return {**about, "notes": list(each.notes), "graphs": graphs}
 
 
 def prediction_text(found: Prediction) -> str:

@@ -179,14 +179,8 @@ def _match_by_inputs(
             users = free.get((pairs.get(read, -1), place, node.op, node.target), deque())
             while users and users[0].id in taken:
                 users.popleft()
-            found = next(
-                (
-                    user
-                    for user in itertools.islice(users, _USERS)
-                    if user.id not in taken and not differ(node, user)
-                ),
-                None,
-            )
+            first = [user for user in itertools.islice(users, _USERS) if user.id not in taken]
+            found = next((user for user in first if not differ(node, user)), None)
             if found is not None:
                 pairs[node.id] = found.id
                 taken.add(found.id)

@@ -215,26 +215,16 @@ def _difference(one: int, first: Graph, other: int, second: Graph) -> str:
     shared = min(len(old), len(new))
     at = next((i for i in range(shared) if _identity(old[i]) != _identity(new[i])), shared)
     tensor = _first_tensor(old[at], new[at]) if at < shared else None
-    said = [
-        "nothing more"
-        if at >= len(nodes)
-        else collective_text(nodes[at])
-        if tensor is None
-        else _tensor_text(nodes[at], tensor)
-        for nodes in (old, new)
-    ]
-    only = [
-        f" Only on rank {rank}: {', '.join(names[:6])}"
-        f"{f' and {len(names) - 6:,} more' if len(names) > 6 else ''}."
-        for rank, names in (
-            (one, _only_params(old, new)),
-            (other, _only_params(new, old)),
-        )
-        if names
-    ]
+    said, only = [], ""
+    for rank, own, others in ((one, old, new), (other, new, old)):
+        text = "nothing more" if at >= len(own) else collective_text(own[at])
+        said.append(text if tensor is None else _tensor_text(own[at], tensor))
+        if names := _only_params(own, others):
+            more = f" and {len(names) - 6:,} more" if len(names) > 6 else ""
+            only += f" Only on rank {rank}: {', '.join(names[:6])}{more}."
     return (
         f"First difference: collective {at + 1:,} is {said[0]} on rank {one}, of {len(old):,}, but "
-        f"{said[1]} on rank {other}, of {len(new):,}.{''.join(only)}"
+        f"{said[1]} on rank {other}, of {len(new):,}.{only}"
     )
 
 
@@ -252,13 +242,9 @@ def ranks_text(ranks: Sequence[int], most: int = 6) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    texts = [
-        str(first)
-        if first == last
-        else f"{first} to {last}"
-        if last > first + 1
-        else f"{first}, {last}"
-        for first, last in runs
-    ]
+    texts = []
+    for first, last in runs:
+        between = " to " if last > first + 1 else ", "
+        texts.append(str(first) if first == last else f"{first}{between}{last}")
     left = sum(last - first + 1 for first, last in runs[most:])
     return ", ".join(texts[:most]) + (f" and {left} more" if left else "")

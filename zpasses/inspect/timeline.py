@@ -33,61 +33,41 @@ def chrome_trace(graphs: Sequence[TracedGraph]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     offset = 0.0
     for number, (title, snapshot, sources) in enumerate(graphs, start=1):
-        plan, title = schedule(snapshot), one_line(title)
-        base = {"pid": number}
-        events.append({**base, "ph": "M", "name": "process_name", "args": {"name": title}})
-        events.append(
-            {**base, "ph": "M", "name": "process_sort_index", "args": {"sort_index": number}}
-        )
+        plan = schedule(snapshot)
         tracks = {group: thread for thread, group in enumerate(plan.groups, start=_COMPUTE + 1)}
         titles = plan.group_titles
-        named = {
-            thread: f"communication, group {one_line(titles[group])}"
-            if len(tracks) > 1 or plan.has_labels
-            else "communication"
-            for group, thread in tracks.items()
-        }
+        named = dict.fromkeys(tracks.values(), "communication")
+        if len(tracks) > 1 or plan.has_labels:
+            for group, thread in tracks.items():
+                named[thread] += f", group {titles[group]}"
+        events += _named(number, "process", title, number)
         for thread, name in {_COMPUTE: "compute", **named}.items():
-            events.append(
-                {**base, "tid": thread, "ph": "M", "name": "thread_name", "args": {"name": name}}
-            )
-            events.append(
-                {
-                    **base,
-                    "tid": thread,
-                    "ph": "M",
-                    "name": "thread_sort_index",
-                    "args": {"sort_index": thread},
-                }
-            )
+            events += _named(number, "thread", name, thread, tid=thread)
         live = dict(zip((node.id for node in snapshot.nodes), snapshot.live_bytes, strict=True))
         for span in plan.compute:
-            node = span.node
-            about = {
-                "op": node.target,
-                "bytes": node.nbytes,
-                "params": ", ".join(node.params),
-                **_place(node, sources),
-            }
-            start, length = offset + span.start_us, span.end_us - span.start_us
+            node, start = span.node, offset + span.start_us
+            about = {"op": node.target, "bytes": node.nbytes, "params": ", ".join(node.params)}
+            about |= _place(node, sources)
+            named_op = node.name, op_text(node.target)
             events.append(
-                _slice(number, _COMPUTE, node.name, op_text(node.target), start, length, about)
+                _slice(number, _COMPUTE, *named_op, start, span.end_us - span.start_us, about)
             )
-            events.append(
-                {
-                    **base,
-                    "ph": "C",
-                    "name": "bytes alive",
-                    "ts": start,
-                    "args": {"bytes": live[node.id]},
-                }
-            )
+            counter = {"pid": number, "ph": "C", "name": "bytes alive", "ts": start}
+            events.append({**counter, "args": {"bytes": live[node.id]}})
         for collective in plan.collectives:
             track = tracks[collective.group]
             place = _place(collective.node, sources)
             events += _collective_events(number, track, collective, place, offset, len(events))
         offset += plan.total_us
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _named(
+    process: int, what: str, name: str, place: int, **where: int
+) -> Iterator[dict[str, Any]]:
+    """The name of a process or thread, and its place among the others."""
+    for key, args in (("name", {"name": one_line(name)}), ("sort_index", {"sort_index": place})):
+        yield {"pid": process, **where, "ph": "M", "name": f"{what}_{key}", "args": args}
 
 
 def _collective_events(
@@ -98,41 +78,31 @@ def _collective_events(
     offset: float,
     key: int,
 ) -> Iterator[dict[str, Any]]:
-    node, collective = span.node, span.node.collective
+    node, collective, start = span.node, span.node.collective, offset + span.start_us
     assert collective is not None
+    params = ", ".join(node.params)
     about = {
         "kind": collective.kind,
         "group": collective.title,
         "ranks": collective.ranks,
         "bytes": collective.nbytes,
-        "params": ", ".join(node.params),
+        "params": params,
         "exposed_us": span.exposed_us,
         "queued_us": span.queued_us,
         **place,
         "route": collective.route,
         "decision": collective.decision,
     }
-    yield _slice(
-        process, track, node.name, collective.kind, offset + span.start_us, span.time_us, about
-    )
+    yield _slice(process, track, node.name, collective.kind, start, span.time_us, about)
     for at, stall in enumerate(span.stalls):
-        about = {"awaits": node.name, "params": ", ".join(node.params), **place}
-        length = stall.end_us - stall.start_us
-        yield {
-            **_slice(
-                process,
-                _COMPUTE,
-                f"exposed: {node.name}",
-                "exposed",
-                offset + stall.start_us,
-                length,
-                about,
-            ),
-            "cname": "terrible",
-        }
+        about = {"awaits": node.name, "params": params, **place}
+        stalled, length = offset + stall.start_us, stall.end_us - stall.start_us
+        named = f"exposed: {node.name}", "exposed"
+        waiting = _slice(process, _COMPUTE, *named, stalled, length, about)
+        yield {**waiting, "cname": "terrible"}
         flow = {"pid": process, "cat": "wait", "name": "wait", "id": f"{key}.{at}"}
-        yield {**flow, "tid": track, "ph": "s", "ts": offset + span.start_us}
-        yield {**flow, "tid": _COMPUTE, "ph": "f", "bp": "e", "ts": offset + stall.start_us}
+        yield {**flow, "tid": track, "ph": "s", "ts": start}
+        yield {**flow, "tid": _COMPUTE, "ph": "f", "bp": "e", "ts": stalled}
 
 
 _SHOWN = 16

@@ -144,23 +144,13 @@ def _trace(path: Path, whole: _File) -> Trace:
             raise damaged(error, f"{path}, event {number}") from error
     events.sort(key=lambda each: (each.start_us, -each.end_us))
     memory.sort(key=lambda each: each.at_us)
-    return Trace(
-        path,
-        whole.job.rank,
-        whole.job.world_size,
-        tuple(events),
-        tuple(memory),
-        whole.process,
-    )
+    job = whole.job
+    return Trace(path, job.rank, job.world_size, tuple(events), tuple(memory), whole.process)
 
 
 def _event(span: _Span) -> TraceEvent:
     correlation = span.args.get("correlation") if isinstance(span.args, dict) else None
-    return TraceEvent(
-        span.name[:_NAME_CHARS],
-        span.cat[:_NAME_CHARS],
-        (str(span.pid)[:_NAME_CHARS], str(span.tid)[:_NAME_CHARS]),
-        span.ts,
-        span.ts + span.dur,
-        correlation if type(correlation) is int else None,
-    )
+    number = correlation if type(correlation) is int else None
+    track = (str(span.pid)[:_NAME_CHARS], str(span.tid)[:_NAME_CHARS])
+    named = (span.name[:_NAME_CHARS], span.cat[:_NAME_CHARS], track)
+    return TraceEvent(*named, span.ts, span.ts + span.dur, number)

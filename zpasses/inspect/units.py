@@ -38,11 +38,6 @@ def change_text(before: float, after: float) -> str:
 
 
 def _digits(size: float) -> str:
-    text = (
-        f"{size:.2f}"
-        if abs(size) < 9.995
-        else f"{size:.1f}"
-        if abs(size) < 99.95
-        else f"{size:.0f}"
-    )
+    digits = 2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0
+    text = f"{size:.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

@@ -5,7 +5,7 @@ plain values for programs.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,15 +66,9 @@ class Table:
         """The table as text. With a width, it is fitted into it."""
         body = "\n".join(line.rstrip() for line in self._render("simple").splitlines())
         if width is not None and self.rows and max(map(len, body.splitlines())) > width:
-            body, omitted = fitted_table(
-                self.headers,
-                self._cells(),
-                width,
-                right=self.right,
-                whole=self.whole,
-                yields=self.yields,
-                below=self.below,
-            )
+            how = {"right": self.right, "whole": self.whole, "below": self.below}
+            cells = self._cells()
+            body, omitted = fitted_table(self.headers, cells, width, yields=self.yields, **how)
             if omitted:
                 hint = f"Not shown at this width: {', '.join(omitted)}."
                 body += f"\n{_wrapped(f'{hint} A pipe and --json have all columns.', width)}"
@@ -166,34 +160,17 @@ class Code:
         )
 
 
-_COLORS = {
-    "inserted": 32,
-    "removed": 31,
-    "moved": 36,
-    "rewired": 33,
-    "retagged": 35,
-    "recompute-changed": 35,
-    "retyped": 34,
-    "renamed": 34,
+_STYLES = {
+    "inserted": ("+", 32, "#2e9e4f"),
+    "removed": ("-", 31, "#d1434b"),
+    "moved": (">", 36, "#1a93a8"),
+    "rewired": ("~", 33, "#b07d12"),
+    "retagged": ("#", 35, "#a557c0"),
+    "recompute-changed": ("*", 35, "#a557c0"),
+    "retyped": (":", 34, "#3f6fd1"),
+    "renamed": ("=", 34, "#3f6fd1"),
 }
-_SIGNS = {
-    "inserted": "+",
-    "removed": "-",
-    "moved": ">",
-    "rewired": "~",
-    "retagged": "#",
-    "recompute-changed": "*",
-    "retyped": ":",
-    "renamed": "=",
-}
-_CSS = {
-    "inserted": "#2e9e4f",
-    "removed": "#d1434b",
-    "moved": "#1a93a8",
-    "rewired": "#b07d12",
-    "retagged": "#a557c0",
-    "recompute-changed": "#a557c0",
-}
+"""Kind of change -> its sign, its color of terminals, and its color of HTML."""
 
 
 @dataclass(frozen=True)
@@ -211,8 +188,9 @@ class ChangeLines:
         if not kind:
             text = "\n".join(wrapped_lines(text, width))
             return _bold(text, color) if text.endswith(":") else text
-        line = "\n".join(wrapped_lines(f"{_SIGNS.get(kind, '?')} {text}", width))
-        return f"\x1b[{_COLORS.get(kind, 39)}m{line}\x1b[0m" if color else line
+        sign, number, _ = _STYLES[kind]
+        line = "\n".join(wrapped_lines(f"{sign} {text}", width))
+        return f"\x1b[{number}m{line}\x1b[0m" if color else line
 
     def html(self) -> str:
         return (
@@ -222,8 +200,8 @@ class ChangeLines:
     def _span(self, kind: str, text: str) -> str:
         if not kind:
             return f"<b>{html.escape(text)}</b>\n"
-        line = f"{_SIGNS.get(kind, '?')} {html.escape(text)}"
-        return f'<span style="color:{_CSS.get(kind, "#3f6fd1")}">{line}</span>\n'
+        sign, _, color = _STYLES[kind]
+        return f'<span style="color:{color}">{sign} {html.escape(text)}</span>\n'
 
 
 @dataclass(frozen=True)
@@ -301,15 +279,14 @@ def table(
     int are grouped, so a number that is a name, such as a rank, is given as a str. A tuple of texts
     is a cell of several lines. The other arguments are the fields of `Table`.
     """
-    return Table(
-        tuple(headers),
-        tuple(tuple(_cell(cell) for cell in row) for row in rows),
-        frozenset(right),
-        title,
-        tuple(yields),
-        frozenset(below),
-        frozenset(whole),
-    )
+    cells = tuple(tuple(_cell(cell) for cell in row) for row in rows)
+    about = (frozenset(right), title, tuple(yields), frozenset(below), frozenset(whole))
+    return Table(tuple(headers), cells, *about)
+
+
+def table_of(rows: Sequence[Mapping[str, object]], **about: Any) -> Table:
+    """A table of rows, column -> value, that all have the columns of the first one. See `table`."""
+    return table(tuple(rows[0]), [tuple(row.values()) for row in rows], **about)
 
 
 def _cell(value: object) -> Cell:

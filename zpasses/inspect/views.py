@@ -6,23 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from zpasses.dumps.format import Node, Snapshot
-from zpasses.inspect.collectives_page import collectives_view
 from zpasses.inspect.find import SelectedGraph, failure_text, snapshot_of, step_title, steps_after
 from zpasses.inspect.listing import MAX_ITEMS, NodeFilter, lines
-from zpasses.inspect.memory_page import memory_view
-from zpasses.inspect.overview_page import list_view, prediction_text
 from zpasses.inspect.shared import about_step, to_json_value
 from zpasses.inspect.units import bytes_text
 from zpasses.inspect.view import Code, View
-
-__all__ = [
-    "collectives_view",
-    "list_view",
-    "memory_view",
-    "prediction_text",
-    "show_view",
-    "to_json_value",
-]
 
 
 class _NodeValues:
@@ -56,34 +44,21 @@ def show_view(
         width = min(max((len(line.code) for line in found if line.note), default=0), 88)
         some = f", {len(found):,} of them shown" if len(found) < len(snapshot.nodes) else ""
         peak = bytes_text(snapshot.peak_bytes)
-        head = (
-            f"# {each.title}, {step_title(step)}: {len(snapshot.nodes):,} nodes{some}; peak {peak}"
-        )
+        shown = f"{len(snapshot.nodes):,} nodes{some}; peak {peak}"
+        head = f"# {each.title}, {step_title(step)}: {shown}"
         warning = [f"# {line}" for line in failure_text(step).splitlines()]
         parts.append(Code((head, *warning, *(line.text(width) for line in found))))
         if where is not None and where.params and not found:
             parts.append(_known_parameters(snapshot))
-        about = {
-            **about_step(each, step),
-            "failure": failure_text(step),
-        }
         live = dict(zip((node.id for node in snapshot.nodes), snapshot.live_bytes, strict=True))
-        data.append(
-            {
-                **about,
-                "nodes": [
-                    {**values_of(line.node), "live_bytes": live[line.node.id]} for line in found
-                ],
-            }
-        )
+        nodes = [{**values_of(line.node), "live_bytes": live[line.node.id]} for line in found]
+        about = {**about_step(each, step), "failure": failure_text(step)}
+        data.append({**about, "nodes": nodes})
     return View("", tuple(parts), data)
 
 
 def _known_parameters(snapshot: Snapshot) -> str:
     known = list(dict.fromkeys(name for node in snapshot.nodes for name in node.params))
     more = f", ... and {len(known) - 6:,} more" if len(known) > 6 else ""
-    return (
-        f"No node matches all conditions. The graph's parameters are {', '.join(known[:6])}{more}."
-        if known
-        else "No node matches all conditions. The graph has no parameters."
-    )
+    has = f"'s parameters are {', '.join(known[:6])}{more}" if known else " has no parameters"
+    return f"No node matches all conditions. The graph{has}."

@@ -280,15 +280,12 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
 
     def _optimizers_of_prepared(self) -> list[torch.optim.Optimizer]:
         prepared = {param for model in self._prepared() for param in model.parameters()}
-        return [
-            each.optimizer
-            for each in self._optimizers
-            if any(
-                param in prepared or is_sharded_parameter(param)
-                for group in each.param_groups
-                for param in group["params"]
-            )
-        ]
+        found = []
+        for each in self._optimizers:
+            params = [param for group in each.param_groups for param in group["params"]]
+            if any(param in prepared or is_sharded_parameter(param) for param in params):
+                found.append(each.optimizer)
+        return found
 
     @contextlib.contextmanager
     def _hidden(self, optimizers: list[torch.optim.Optimizer]) -> Iterator[list[nn.Module]]:

@@ -387,16 +387,16 @@ class _Offload:
     def before_load(self, optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
         """Hide values from `load_state_dict`, which would bring all of them to the device."""
         watched(optimizer).wait()  # they may be values of this optimizer
-        hidden = {
-            index: {
+
+        def hide(entries: Any) -> Any:
+            if not isinstance(entries, dict):
+                return entries
+            return {
                 key: value if layout_of_value(key, value) is None else _Hidden(value)
                 for key, value in entries.items()
             }
-            if isinstance(entries, dict)
-            else entries
-            for index, entries in loaded["state"].items()
-        }
-        return {**loaded, "state": hidden}
+
+        return {**loaded, "state": {key: hide(value) for key, value in loaded["state"].items()}}
 
     def after_load(self, optimizer: Optimizer) -> None:
         """Uncover them, in the dtypes that torch gives them. The next step brings them to rest."""

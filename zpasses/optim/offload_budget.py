@@ -78,14 +78,9 @@ def sharding_groups_of(params: Iterable[Tensor]) -> list[str]:
     """Returns the process groups of parameters, in the order of these: a rank of several groups
     comes to them in the same order as the others.
     """
-    return list(
-        dict.fromkeys(
-            name
-            for param in params
-            if isinstance(param, DTensor) and is_sharded_parameter(param)
-            for name in layout_of(param).sharding_groups
-        )
-    )
+    sharded = [each for each in params if isinstance(each, DTensor) and is_sharded_parameter(each)]
+    names = (name for param in sharded for name in layout_of(param).sharding_groups)
+    return list(dict.fromkeys(names))
 
 
 @dataclass(frozen=True)

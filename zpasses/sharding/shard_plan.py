@@ -106,19 +106,15 @@ class ShardPlan:
         dims = cut_dims(plain, names, shard_placement_fn) | dict.fromkeys(foreign, 0)
         del plain
         divide_factor = mesh.size() if grad_divide_factor is None else grad_divide_factor
-        compare_shard_calls(
-            mesh,
-            {
-                "param_dtype": str(param_dtype),
-                "reduce_dtype": str(reduce_dtype),
-                "grad_divide_factor": divide_factor,
-                "reshard_after_forward": reshard_after_forward,
-                "pack_mb": pack_mb,
-                "shard_placement_fn": {
-                    names[key]: f"Shard({dim})" for key, dim in dims.items() if dim
-                },
-            },
-        )
+        asked = {
+            "param_dtype": str(param_dtype),
+            "reduce_dtype": str(reduce_dtype),
+            "grad_divide_factor": divide_factor,
+            "reshard_after_forward": reshard_after_forward,
+            "pack_mb": pack_mb,
+            "shard_placement_fn": {names[key]: f"Shard({dim})" for key, dim in dims.items() if dim},
+        }
+        compare_shard_calls(mesh, asked)
         reshard_group = None
         if reshard_after_forward is not None:
             reshard_group = consecutive_ranks(shard_mesh, reshard_after_forward)
@@ -126,18 +122,8 @@ class ShardPlan:
             params, names, shard_mesh, hybrid_mesh, dims, grad_divide_factor, reshard_group
         )
         _check_tied(places, params, layouts)
-        return cls(
-            model,
-            mesh,
-            places,
-            params,
-            layouts,
-            foreign,
-            param_dtype,
-            reduce_dtype,
-            ignored_params,
-            pack_mb,
-        )
+        found = (model, mesh, places, params, layouts, foreign)
+        return cls(*found, param_dtype, reduce_dtype, ignored_params, pack_mb)
 
     def apply(self) -> None:
         """Shard the parameters. Empties `places`, `params` and `foreign`."""

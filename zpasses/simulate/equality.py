@@ -27,13 +27,9 @@ def random_inputs(
             valid indices of any dimension of at least that size.
     """
     generator = torch.Generator().manual_seed(seed)
+    given = [graph.graph.find_nodes(op="placeholder") for graph in graphs]
     return [
-        [
-            _random_input(node, len(graphs), bound, generator)
-            for node in graph.graph.nodes
-            if node.op == "placeholder"
-        ]
-        for graph in graphs
+        [_random_input(node, len(graphs), bound, generator) for node in nodes] for nodes in given
     ]
 
 

@@ -513,13 +513,8 @@ def _collective(name: str, inputs: Sequence[Tensor], arguments: Mapping[str, Any
     tensors = list(inputs)
     if name == "unshard":
         (shard,) = inputs
-        tensors = [
-            torch.empty(
-                (arguments["rows"], *shard.shape[1:]),
-                dtype=arguments["param_dtype"] or shard.dtype,
-                device="meta",
-            )
-        ]
+        dtype = arguments["param_dtype"] or shard.dtype
+        tensors = [torch.empty((arguments["rows"], *shard.shape[1:]), dtype=dtype, device="meta")]
     reduce_op = arguments.get("reduce_op")
     return Collective(
         op=name,

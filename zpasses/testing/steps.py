@@ -84,14 +84,10 @@ def simulate_step(captures: Sequence[StepCapture], inputs: Sequence[Sequence[Any
     joint = _present(captures[0].before.joint)
     user = number_of_outputs(joint)
     tangents = len([node for node in _placeholders(joint) if "tangents" in node.name])
-    return simulate_halves(
-        [_present(each.after.forward) for each in captures],
-        [_present(each.after.backward) for each in captures],
-        inputs,
-        groups_of_captures(captures),
-        outputs=user,
-        tangents=tangents,
-    )
+    forwards = [_present(each.after.forward) for each in captures]
+    backwards = [_present(each.after.backward) for each in captures]
+    groups = groups_of_captures(captures)
+    return simulate_halves(forwards, backwards, inputs, groups, outputs=user, tangents=tangents)
 
 
 def simulate_halves(

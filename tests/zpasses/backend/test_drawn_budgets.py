@@ -76,13 +76,8 @@ def test_plans_keep_the_bits_and_the_budget_and_are_never_slower_than_one_ahead(
     None plans without a budget.
     """
     model, batch = step
-    one_ahead = capture_graphs(
-        model,
-        (batch,),
-        world_size=WORLD,
-        pipeline=f"{stage}-one-ahead",
-        options={"target": target},
-    )
+    about = {"pipeline": f"{stage}-one-ahead", "options": {"target": target}}
+    one_ahead = capture_graphs(model, (batch,), world_size=WORLD, **about)
     time_us, peak_bytes = figures(one_ahead.after, target)
     options = {"target": target}
     if more is not None:

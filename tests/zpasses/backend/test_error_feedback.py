@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import nn
 
 import zpasses
 from tests.on_ranks import on_ranks
+from tests.zpasses.backend import test_encoded_training
 from tests.zpasses.parallel_models import mesh_2d
 from zpasses.backend.step_trials import StepTrials
 from zpasses.graph.encoding import Encoding, decode, encode
@@ -28,18 +28,10 @@ EAGER = {"pipeline": STAGE3, "codegen": "eager"}
 SLOW = pytest.mark.slow(quick="test_training_equals_plain_torch_bit_for_bit[stage 3]")
 
 
-class Layers(nn.Module):
-    """Without sums whose order generated code may change."""
-
+class Layers(test_encoded_training.Layers):
     def __init__(self):
         super().__init__()
-        self.first = nn.Linear(24, 31, bias=False)
-        self.last = nn.Linear(31, 24, bias=False)
-        self.frozen = nn.Parameter(torch.randn(24, 24), requires_grad=False)
         self.unused = nn.Linear(8, 8, bias=False)
-
-    def forward(self, x):
-        return self.last(F.relu(self.first(x))) @ self.frozen
 
 
 class Reference:
@@ -91,6 +83,36 @@ def models(mesh=None, made=Layers, **reference):
     return Reference(plain, **reference), model
 
 
+class Run:
+    """Trains a sharded model and its reference."""
+
+    def __init__(self, options=None, *, fullgraph=False, **given):
+        self.reference, self.model = models(**given)
+        options = {**EAGER, **(options or {})}
+        how = {"backend": "zpasses", "options": options, "fullgraph": fullgraph}
+        self.step = torch.compile(self.model, **how)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def backward(self, x):
+        self.step(x).sum().backward()
+        self.reference.model(x).sum().backward()
+
+    def update(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.reference.step()
+        theirs = self.reference.model.parameters()
+        for (name, ours), each in zip(self.model.named_parameters(), theirs, strict=True):
+            assert torch.equal(ours.full_tensor(), each), name
+
+    def steps(self, xs, backwards=1):
+        """Compares the parameters after each step."""
+        for batches in xs.split(backwards):
+            for x in batches:
+                self.backward(x)
+            self.update()
+
+
 def inputs(steps, *shape):
     generator = torch.Generator().manual_seed(dist.get_rank())
     return torch.randn(steps, *(shape or (4, 24)), generator=generator)
@@ -107,49 +129,30 @@ def gradient(model, name):
     return dict(model.named_parameters())[name].grad.full_tensor()
 
 
-def assert_trains_as(reference, model):
-    theirs = reference.model.parameters()
-    for (name, ours), each in zip(model.named_parameters(), theirs, strict=True):
-        assert torch.equal(ours.full_tensor(), each), name
-
-
-def assert_step_equals(reference, model, step, optimizer, xs):
-    """One step of the optimizer, after a backward for each of these inputs."""
-    for x in xs:
-        step(x).sum().backward()
-        reference.model(x).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    reference.step()
-    assert_trains_as(reference, model)
-
-
+CODE = {"codegen": "inductor"}
 INDUCTOR = [pytest.mark.inductor, SLOW]
 
 
 @pytest.mark.parametrize(
     ("options", "backwards"),
     [
-        pytest.param(EAGER, 1, id="stage 3"),
-        pytest.param({"pipeline": STAGE3}, 1, id="Inductor", marks=INDUCTOR),
-        pytest.param({"pipeline": STAGE1}, 1, id="stage 1", marks=INDUCTOR),
-        pytest.param({"pipeline": STAGE3, "backwards_per_step": 2}, 2, id="window", marks=INDUCTOR),
-        pytest.param({**EAGER, "pipeline": NEVER_DEFERS}, 1, id="never defers", marks=SLOW),
-        pytest.param({**EAGER, "verify": "simulate"}, 1, id="simulated", marks=SLOW),
+        pytest.param({}, 1, id="stage 3"),
+        pytest.param(CODE, 1, id="Inductor", marks=INDUCTOR),
+        pytest.param({**CODE, "pipeline": STAGE1}, 1, id="stage 1", marks=INDUCTOR),
+        pytest.param({**CODE, "backwards_per_step": 2}, 2, id="window", marks=INDUCTOR),
+        pytest.param({"pipeline": NEVER_DEFERS}, 1, id="never defers", marks=SLOW),
+        pytest.param({"verify": "simulate"}, 1, id="simulated", marks=SLOW),
     ],
 )
 @on_ranks(2, timeout_s=240)
 def test_training_equals_plain_torch_bit_for_bit(options, backwards):
-    reference, model = models()
-    step = torch.compile(model, backend="zpasses", options=options, fullgraph=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x in inputs(4 * backwards).split(backwards):
-        assert_step_equals(reference, model, step, optimizer, x)
-    assert sorted(residuals(model)) == ["first.weight", "last.weight"]
-    for name, ours in residuals(model).items():
-        rows, columns = reference.lost[name].shape
+    run = Run(options, fullgraph=True)
+    run.steps(inputs(4 * backwards), backwards)
+    assert sorted(residuals(run.model)) == ["first.weight", "last.weight"]
+    for name, ours in residuals(run.model).items():
+        rows, columns = run.reference.lost[name].shape
         padded = ours.reshape(2, -1)[:, : -(-rows // 2) * columns].reshape(-1, columns)
-        assert torch.equal(padded[:rows], reference.lost[name])
+        assert torch.equal(padded[:rows], run.reference.lost[name])
         assert ours.numel() * 4 == ours.untyped_storage().nbytes()
 
 
@@ -158,12 +161,11 @@ def test_training_equals_plain_torch_bit_for_bit(options, backwards):
 def test_feedback_changes_what_is_trained():
     trained = []
     for pipeline in (STAGE3, STAGE3.replace(FEEDBACK, EXACT)):
-        _, model = models()
-        step = torch.compile(model, backend="zpasses", options={**EAGER, "pipeline": pipeline})
+        run = Run({"pipeline": pipeline})
         for x in inputs(2):
-            step(x).sum().backward()
-        trained.append(gradient(model, "first.weight"))
-        assert bool(residuals(model)) == ("feedback" in pipeline)
+            run.step(x).sum().backward()
+        trained.append(gradient(run.model, "first.weight"))
+        assert bool(residuals(run.model)) == ("feedback" in pipeline)
     assert not torch.equal(*trained)
 
 
@@ -172,18 +174,12 @@ def test_feedback_changes_what_is_trained():
 @on_ranks(2, timeout_s=240)
 def test_the_end_of_a_window_encodes_the_sum_once():
     """Also one whose backwards come from two graphs of different shapes, and one in eager code."""
-    reference, model = models()
-    step = torch.compile(model, backend="zpasses", options={"pipeline": STAGE3})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run = Run(CODE)
     for number in range(3):
-        with zpasses.coalesce_grad_reduction(model):
+        with zpasses.coalesce_grad_reduction(run.model):
             for x in inputs(2, 4 + number % 2, 24) + number:
-                step(x).sum().backward()
-                reference.model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step()
-        assert_trains_as(reference, model)
+                run.backward(x)
+        run.update()
 
 
 @pytest.mark.inductor
@@ -192,12 +188,9 @@ def test_the_end_of_a_window_encodes_the_sum_once():
 def test_replicas_have_residuals_of_their_own():
     mesh = mesh_2d(2, 2, ("replicate", "shard"))
     groups = mesh.get_group("shard"), mesh.get_group("replicate")
-    reference, model = models(mesh, group=groups[0], every=groups[1])
     pipeline = STAGE3.replace("schedule", "schedule,average-replicas")
-    step = torch.compile(model, backend="zpasses", options={"pipeline": pipeline})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x in inputs(3).split(1):
-        assert_step_equals(reference, model, step, optimizer, x)
+    run = Run({**CODE, "pipeline": pipeline}, mesh=mesh, group=groups[0], every=groups[1])
+    run.steps(inputs(3))
 
 
 class Stack(nn.Module):
@@ -215,12 +208,11 @@ class Stack(nn.Module):
 @SLOW
 @on_ranks(2, timeout_s=240)
 def test_blocks_that_share_code_share_no_residuals():
-    reference, model = models(made=Stack)
-    zpasses.compile_blocks(model, "layers.*", pipeline=STAGE3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x in inputs(4).split(1):
-        assert_step_equals(reference, model, model, optimizer, x)
-    assert len(residuals(model)) == 3
+    run = Run(made=Stack)
+    zpasses.compile_blocks(run.model, "layers.*", pipeline=STAGE3)
+    run.step = run.model
+    run.steps(inputs(4))
+    assert len(residuals(run.model)) == 3
 
 
 class Broken(nn.Module):
@@ -239,77 +231,69 @@ class Broken(nn.Module):
 @SLOW
 @on_ranks(2)
 def test_two_graphs_of_a_step_hand_on_the_residual():
-    reference, model = models(made=Broken)
-    step = torch.compile(model, backend="zpasses", options=EAGER)
-    lost = reference.lost["shared.weight"]
+    run = Run(made=Broken)
+    reference, lost = run.reference, run.reference.lost["shared.weight"]
     for x in inputs(3):
-        step(x).sum().backward()
+        run.step(x).sum().backward()
         weight = reference.model.shared.weight.detach()
         first, second = (weight.clone().requires_grad_(True) for _ in range(2))
         (x @ first.T @ second.T).sum().backward()
         sent = [reference.averaged(reference.sent(lost, each.grad)) for each in (second, first)]
-        assert torch.equal(gradient(model, "shared.weight"), sent[0] + sent[1])
-        model.zero_grad()
+        assert torch.equal(gradient(run.model, "shared.weight"), sent[0] + sent[1])
+        run.model.zero_grad()
 
 
 @SLOW
 @on_ranks(2)
 def test_other_calls_leave_residuals_alone():
     """Evaluation, new shapes, gradients that nobody gets, copies, and loaded weights."""
-    reference, model = models()
-    step = torch.compile(model, backend="zpasses", options=EAGER)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    assert_step_equals(reference, model, step, optimizer, inputs(1))
+    run = Run()
+    model = run.model
+    run.steps(inputs(1))
     before = {name: each.clone() for name, each in residuals(model).items()}
     with torch.no_grad():
-        step(inputs(1)[0])
+        run.step(inputs(1)[0])
     x = inputs(1)[0].requires_grad_(True)
-    torch.autograd.grad(step(x).sum(), x)
+    torch.autograd.grad(run.step(x).sum(), x)
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     assert not residuals(copy.deepcopy(model))
     for name, each in residuals(model).items():
         assert torch.equal(each, before[name])
         assert each.any()
     for rows in (6, 7, 8):  # recompiles, for any number of rows
-        assert_step_equals(reference, model, step, optimizer, inputs(1, rows, 24))
+        run.steps(inputs(1, rows, 24))
 
 
 @SLOW
 @on_ranks(2)
 def test_a_run_that_resumes_begins_with_zeros(tmp_path):
-    reference, model = models()
-    step = torch.compile(model, backend="zpasses", options=EAGER)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    assert_step_equals(reference, model, step, optimizer, inputs(1))
-    dcp.save(zpasses.training_state(model, optimizer), checkpoint_id=tmp_path)
-    assert all(each.any() for each in residuals(model).values())
-    zpasses.load_training_state(tmp_path, model, optimizer)
-    assert not residuals(model)
-    for lost in reference.lost.values():
+    run = Run()
+    run.steps(inputs(1))
+    dcp.save(zpasses.training_state(run.model, run.optimizer), checkpoint_id=tmp_path)
+    assert all(each.any() for each in residuals(run.model).values())
+    zpasses.load_training_state(tmp_path, run.model, run.optimizer)
+    assert not residuals(run.model)
+    for lost in run.reference.lost.values():
         lost.zero_()
-    for x in inputs(2).split(1):
-        assert_step_equals(reference, model, step, optimizer, x)
+    run.steps(inputs(2))
 
 
 @SLOW
 @on_ranks(2)
 def test_a_residual_is_lost_with_a_gradient_that_is_not_finite():
-    reference, model = models()
-    step = torch.compile(model, backend="zpasses", options=EAGER)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    assert_step_equals(reference, model, step, optimizer, inputs(1))
+    run = Run()
+    run.steps(inputs(1))
     x = inputs(1)[0]
     x[0, 0] = float("inf") if dist.get_rank() else x[0, 0]
-    step(x).sum().backward()
-    reference.model(x).sum().backward()
-    assert not gradient(model, "first.weight").isfinite().all()
-    reference.step()
-    optimizer.zero_grad()  # as gradient scaling skips the step
-    for ours, theirs in zip(model.parameters(), reference.model.parameters(), strict=True):
-        theirs.data.copy_(ours.full_tensor())
-    assert all(each.isfinite().all() for each in residuals(model).values())
-    for x in inputs(2).split(1):
-        assert_step_equals(reference, model, step, optimizer, x)
+    run.backward(x)
+    assert not gradient(run.model, "first.weight").isfinite().all()
+    run.reference.step()
+    run.optimizer.zero_grad()  # as gradient scaling skips the step
+    theirs = run.reference.model.parameters()
+    for ours, each in zip(run.model.parameters(), theirs, strict=True):
+        each.data.copy_(ours.full_tensor())
+    assert all(each.isfinite().all() for each in residuals(run.model).values())
+    run.steps(inputs(2))
 
 
 @SLOW
@@ -318,11 +302,9 @@ def test_ranks_with_other_feedback_are_told():
     feedback = ("off", "on")[dist.get_rank()]
     # Blocks that no other test has: ranks do not compare twice what they have agreed on.
     options = f"encode=int8,block=20,exact_below_kib=0,feedback={feedback}"
-    _, model = models()
-    pipeline = f"gather-params,reduce-grads{{{options}}}"
-    step = torch.compile(model, backend="zpasses", options={**EAGER, "pipeline": pipeline})
+    run = Run({"pipeline": f"gather-params,reduce-grads{{{options}}}"})
     with pytest.raises(Exception, match=r"as int8/20\).*as int8/20/feedback\)"):
-        step(inputs(1)[0]).sum().backward()
+        run.step(inputs(1)[0]).sum().backward()
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -332,13 +314,9 @@ def limits(feedback, budget):
     options = f"encode=int8,exact_below_kib=0,feedback={feedback}"
     given = {f"reduce-grads.{each}" for each in options.split(",")}
     with listen(StepTrials, lambda each: found.append((each.limit_bytes(budget), each))):
-        capture_graphs(
-            Stack(),
-            (torch.zeros(4, 24),),
-            world_size=2,
-            pipeline=f"zero3{{{','.join(sorted(given))}}}",
-            options={"memory_budget": budget},
-        )
+        pipeline, options = f"zero3{{{','.join(sorted(given))}}}", {"memory_budget": budget}
+        x = (torch.zeros(4, 24),)
+        capture_graphs(Stack(), x, world_size=2, pipeline=pipeline, options=options)
     return found[0][0], found[0][1].residual_bytes
 
 

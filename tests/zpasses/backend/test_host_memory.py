@@ -4,8 +4,6 @@ memory budget, and the step has the same bits.
 
 import functools
 import gc
-import logging
-import os
 
 import pytest
 import torch
@@ -16,8 +14,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zpasses
+from tests.frozen_training import assert_same
 from tests.on_ranks import on_ranks
-from tests.zpasses.backend.cache.test_warm_start import COLD, Messages, on_fresh_ranks, words
+from tests.zpasses.backend.cache.test_warm_start import COLD, on_fresh_ranks, said_by_cache, words
 from tests.zpasses.backend.test_memory_budget import Blocks, peak
 from tests.zpasses.backend.test_step_trials import within_compile
 from tests.zpasses.cost.memory.test_liveness import allocated
@@ -28,7 +27,6 @@ from zpasses.cost.memory.liveness import liveness, use_fusion
 from zpasses.cost.plan.offloaded_values import fewest_that_fit, worthwhile
 from zpasses.graph.host_copies import host_copy_of
 from zpasses.option_values import parse_size
-from zpasses.pipeline import events
 from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
 from zpasses.runtime.free_memory import agreed_host_bytes
@@ -254,11 +252,6 @@ def counted(graphs):
     return max(liveness(graphs[kind]).peak_bytes for kind in ("forward", "backward"))
 
 
-def assert_same(results, expected):
-    for mine, theirs in zip(results, expected, strict=True):
-        assert torch.equal(mine, theirs)
-
-
 SHARES = (0.85, 0.7, 0.55)
 
 
@@ -380,12 +373,7 @@ def _started(folder):
     """A program that starts: one step. Returns what it computed, the bytes on the host in between,
     and what the compile cache did.
     """
-    os.environ["ZPASSES_CACHE_DIR"] = str(folder)
-    events._listeners.clear()  # that of all tests keeps graphs out of the cache
-    messages, log = Messages(), logging.getLogger("zpasses")
-    log.addHandler(messages)
-    log.setLevel(logging.INFO)
-    net = model()
+    said, net = said_by_cache(folder), model()
     zpasses.shard(net, mesh=world_mesh())
     options = {"target": TARGET, "memory_budget": "6MiB", "host_memory": "1GiB"}
     step = torch.compile(net, backend="zpasses", options=options)
@@ -393,7 +381,7 @@ def _started(folder):
     held = host.live
     loss.backward()
     grads = [param.grad.to_local().tolist() for param in net.parameters()]
-    return [loss.item(), *grads], held, messages.said
+    return [loss.item(), *grads], held, said
 
 
 @pytest.mark.slow(

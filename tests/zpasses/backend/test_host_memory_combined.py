@@ -14,12 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
+from tests.frozen_training import assert_same
 from tests.on_ranks import on_ranks
-from tests.zpasses.backend.test_host_memory import TARGET, assert_same, copies
+from tests.zpasses.backend.test_host_memory import TARGET, copies
 from zpasses.cost.memory.liveness import liveness, use_fusion
 from zpasses.pipeline.events import observe_graphs
 from zpasses.sdma.saved_arenas import host
 
+WIDTH = 64
 SIDES = ("forward", "backward")
 ENCODED = "{gather-params.encode=int8,gather-params.exact_below_kib=0,reduce-grads.encode=fp8}"
 
@@ -92,7 +94,7 @@ class Stack(nn.Module):
     def __init__(self, case):
         super().__init__()
         self.checkpoints = case.checkpoints
-        blocks = [Block(64, 4 if case.lora else 0) for _ in range(4)]
+        blocks = [Block(WIDTH, 4 if case.lora else 0) for _ in range(4)]
         halves = (Half(*blocks[:2]), Half(*blocks[2:]))
         self.blocks = nn.ModuleList(halves if case.parts else blocks)
         for name, param in self.named_parameters():
@@ -101,11 +103,43 @@ class Stack(nn.Module):
     def forward(self, x):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
-        return x
+        return x.square().mean()
+
+
+def batch(step, rows=1024):
+    draw = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(rows, WIDTH, generator=draw)
+
+
+def steps_of(model, optimizer, case, evaluates=False):
+    """Trains at least two steps. Returns losses, gradients and parameters, and the bytes on the
+    host between each forward and its backward.
+    """
+    results, held, window = [], [], case.options.get("backwards_per_step", 1)
+    for at in range(2 * max(2, len(case.lengths))):
+        x = batch(at, case.lengths[at % len(case.lengths)])
+        if len(case.lengths) > 1:
+            torch._dynamo.mark_dynamic(x, 0)
+        if evaluates:
+            with torch.no_grad():
+                results.append(model(x))
+        loss = model(x)
+        held.append(host.live)
+        loss.backward()
+        results.append(loss.detach())
+        if (at + 1) % window == 0:
+            grads = [each.grad for each in model.parameters() if each.grad is not None]
+            results += [each.to_local().clone() for each in grads]
+            optimizer.step()
+            optimizer.zero_grad()
+    assert host.live == 0
+    return results + [each.to_local().clone() for each in model.parameters()], held
 
 
 def trained(case, budget=None):
-    """Trains two steps. Returns losses, gradients and parameters, and all graphs by kind."""
+    """Trains. Returns losses, gradients and parameters, all graphs by kind, and the bytes on the
+    host between each forward and its backward.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     net = Stack(case)
@@ -124,24 +158,9 @@ def trained(case, budget=None):
     optimizer = torch.optim.AdamW([each for each in net.parameters() if each.requires_grad], 0.01)
     if case.states and budget is not None:
         zpasses.offload_optimizer(optimizer)
-    results, graphs, held = [], [], []
+    graphs = []
     with observe_graphs(lambda log: graphs.append((log.kind, log.graph))):
-        for at in range(2 * max(len(case.lengths), options.get("backwards_per_step", 1))):
-            rows = case.lengths[at % len(case.lengths)]
-            x = torch.linspace(-1, 1 + dist.get_rank(), rows * 64).reshape(rows, 64)
-            if len(case.lengths) > 1:
-                torch._dynamo.mark_dynamic(x, 0)
-            loss = net(x).square().mean()
-            held.append(host.live)
-            loss.backward()
-            results.append(loss.detach())
-            if (at + 1) % options.get("backwards_per_step", 1) == 0:
-                grads = [each.grad for each in net.parameters() if each.grad is not None]
-                results += [each.to_local().clone() for each in grads]
-                optimizer.step()
-                optimizer.zero_grad()
-    results += [each.to_local().clone() for each in net.parameters()]
-    assert host.live == 0
+        results, held = steps_of(net, optimizer, case)
     return results, graphs, held
 
 

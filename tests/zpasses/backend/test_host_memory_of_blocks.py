@@ -2,8 +2,6 @@
 
 import functools
 import gc
-import logging
-import os
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,12 +15,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
+from tests.frozen_training import assert_same
 from tests.host_stream import HostStream
 from tests.on_ranks import on_ranks
 from tests.zpasses.backend import test_per_block
-from tests.zpasses.backend.cache.test_warm_start import COLD, Messages, on_fresh_ranks, words
-from tests.zpasses.backend.test_host_memory import assert_same
-from tests.zpasses.backend.test_host_memory_combined import Block
+from tests.zpasses.backend.cache.test_warm_start import COLD, on_fresh_ranks, said_by_cache, words
+from tests.zpasses.backend.test_host_memory_combined import WIDTH, Block, batch, steps_of
 from tests.zpasses.cost.memory.test_liveness import allocated
 from tests.zpasses.layered_models import Checkpointed
 from zpasses.backend import split
@@ -36,7 +34,7 @@ from zpasses.sdma.platform import register_platform
 from zpasses.sdma.saved_arenas import host
 from zpasses.testing import world_mesh
 
-WIDTH, ROWS, LAYERS = 64, 1024, 6
+ROWS, LAYERS = 1024, 6
 TARGET = "h100,tflops=0.001,host_out_gb_s=2000,host_in_gb_s=2000"
 """Copies to the host are faster than matmuls there."""
 ONE = ROWS * 4 * WIDTH * 4
@@ -73,11 +71,6 @@ def build(mesh, budget=None, host_memory="1GiB", **options):
         options |= {"memory_budget": budget, "host_memory": host_memory}
     zpasses.compile_blocks(model, "layers.*", target=TARGET, cache=False, **options)
     return model
-
-
-def batch(step, rows=ROWS):
-    draw = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(rows, WIDTH, generator=draw)
 
 
 def plan():
@@ -346,27 +339,11 @@ def trained(case, budget=None):
         options |= {"memory_budget": f"{budget}B", "host_memory": "1GiB"}
     zpasses.compile_blocks(model, "layers.*", **options)
     params = [each for each in model.parameters() if each.requires_grad]
-    optimizer, results, held = torch.optim.AdamW(params, 0.01), [], []
-    window = case.options.get("backwards_per_step", 1)
     with own_block_schedule():
-        for at in range(2 * max(2, len(case.lengths))):
-            x = batch(at, case.lengths[at % len(case.lengths)])
-            if len(case.lengths) > 1:
-                torch._dynamo.mark_dynamic(x, 0)
-            if case.evaluates:
-                with torch.no_grad():
-                    results.append(model(x))
-            loss = model(x)
-            held.append(host.live)
-            loss.backward()
-            results.append(loss.detach())
-            if (at + 1) % window == 0:
-                results += [each.grad.to_local().clone() for each in params]
-                optimizer.step()
-                optimizer.zero_grad()
+        results, held = steps_of(
+            model, torch.optim.AdamW(params, 0.01), case, evaluates=case.evaluates
+        )
         plans = list(block_schedule()._plans.values())
-    results += [each.to_local().clone() for each in model.parameters()]
-    assert host.live == 0
     return results, held, plans
 
 
@@ -421,18 +398,12 @@ def _started(folder):
     """A program that starts: two steps. Returns what it computed, the bytes on the host in each,
     and what the compile cache did.
     """
-    os.environ["ZPASSES_CACHE_DIR"] = str(folder)
-    events._listeners.clear()  # that of all tests keeps graphs out of the cache
-    messages, log = Messages(), logging.getLogger("zpasses")
-    log.addHandler(messages)
-    log.setLevel(logging.INFO)
-    torch.manual_seed(0)
-    model = Net()
+    said, model = said_by_cache(folder), Net()
     zpasses.shard(model, mesh=world_mesh())
     options = {"memory_budget": "9MiB", "host_memory": "1GiB", "target": TARGET}
     zpasses.compile_blocks(model, "layers.*", **options)
     results, held = train(model, 2)
-    return [each.tolist() for each in results], held, messages.said
+    return [each.tolist() for each in results], held, said
 
 
 @pytest.mark.slow(quick="test_what_the_plan_says_rests_on_the_host_and_the_bits_are_the_same")

@@ -4,10 +4,8 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 
@@ -53,14 +51,6 @@ def _batch(kind, seed):
     return torch.randn(4, 3, 16, 16, generator=draw).cuda()
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cuda", (1,))
-    dist.destroy_process_group()
-
-
 @pytest.fixture(autouse=True)
 def fresh_caches(tmp_path, monkeypatch):
     torch.compiler.reset()
@@ -98,22 +88,22 @@ def _train(mesh, kind, backwards=1, **options):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", [Text, Image])
-def test_models_train_as_unsharded(mesh, kind, stage):
-    assert _train(mesh, kind, zero_stage=stage) < 1e-4
+def test_models_train_as_unsharded(one_gpu, kind, stage):
+    assert _train(one_gpu, kind, zero_stage=stage) < 1e-4
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_windows_equal_the_sum_of_their_backwards(mesh, stage):
-    assert _train(mesh, Text, backwards=3, zero_stage=stage) < 1e-4
+def test_windows_equal_the_sum_of_their_backwards(one_gpu, stage):
+    assert _train(one_gpu, Text, backwards=3, zero_stage=stage) < 1e-4
 
 
-def test_a_budget_and_static_checks(mesh):
+def test_a_budget_and_static_checks(one_gpu):
     options = {"memory_budget": "+64MiB", "verify": "static"}
-    assert _train(mesh, Text, zero_stage=3, **options) < 1e-4
+    assert _train(one_gpu, Text, zero_stage=3, **options) < 1e-4
 
 
-def test_other_options_take_kernels_of_inductors_cache(mesh, tmp_path, monkeypatch):
-    assert _train(mesh, Text, zero_stage=3) < 1e-4
+def test_other_options_take_kernels_of_inductors_cache(one_gpu, tmp_path, monkeypatch):
+    assert _train(one_gpu, Text, zero_stage=3) < 1e-4
     torch.compiler.reset()
     monkeypatch.setenv("ZPASSES_CACHE_DIR", str(tmp_path / "another"))
-    assert _train(mesh, Text, zero_stage=3, verify="static") < 1e-4
+    assert _train(one_gpu, Text, zero_stage=3, verify="static") < 1e-4

@@ -25,14 +25,8 @@ def within_compile(check, model=None, *, world_size=2, shard=None, x=X, **option
         done.append(trials)
 
     with listen(StepTrials, observe):
-        capture_graphs(
-            model or Blocks(),
-            (x,),
-            world_size=world_size,
-            shard=shard,
-            pipeline=SCHEDULED,
-            options={"target": "h100", **options},
-        )
+        about = {"pipeline": SCHEDULED, "options": {"target": "h100", **options}}
+        capture_graphs(model or Blocks(), (x,), world_size=world_size, shard=shard, **about)
     assert len(done) == 1
 
 

@@ -229,16 +229,12 @@ def test_names_that_differ_are_listed_and_nothing_is_changed(folder):
     assert not torch.equal(full(model)["a.weight"], before["a.weight"])
 
 
+COUNTS = nn.ParameterDict({"weight": nn.Parameter(torch.ones(2, 2).long(), requires_grad=False)})
+NESTED = nn.ModuleDict({"net": nn.Linear(2, 2)})
 WRONG = {
     "shape": (nn.Linear(3, 2), r"weight is \[2, 2\] in the checkpoint and \[2, 3\] here"),
-    "kind": (
-        nn.ParameterDict({"weight": nn.Parameter(torch.ones(2, 2).long(), requires_grad=False)}),
-        r"weight is F32 in the checkpoint and torch.int64 here",
-    ),
-    "prefix of the model": (
-        nn.ModuleDict({"net": nn.Linear(2, 2)}),
-        r"begin with 'net\.': load into that submodule",
-    ),
+    "kind": (COUNTS, r"weight is F32 in the checkpoint and torch.int64 here"),
+    "prefix of the model": (NESTED, r"begin with 'net\.': load into that submodule"),
 }
 
 
@@ -258,37 +254,29 @@ def test_mismatches_are_refused(folder):
         zpasses.load_safetensors(sharded(nn.Linear(2, 2)), folder)
 
 
-INDEX = '{"weight_map": {"weight": "%s"}}'
 EMPTY = safetensors.torch.save({})
-UNREADABLE = (
-    ("not a complete safetensors file", {"model.safetensors": b"x" * 100}),
-    (
-        "expected a JSON object with 'weight_map'",
-        {"model.safetensors.index.json": b'{"weights": 3}'},
+
+
+def _index(of="part", text='{"weight_map": {"weight": "%s.safetensors"}}'):
+    return {"model.safetensors.index.json": text.replace("%s", of).encode()}
+
+
+UNREADABLE = {
+    "not a complete safetensors file": {"model.safetensors": b"x" * 100},
+    "expected a JSON object with 'weight_map'": _index(text='{"weights": 3}'),
+    "names files that are not there: other.safetensors": _index("other"),
+    "a.safetensors, b.safetensors, and none is called model.safetensors": dict.fromkeys(
+        ("a.safetensors", "b.safetensors"), EMPTY
     ),
-    (
-        "names files that are not there: model-00001-of-00002.safetensors",
-        {"model.safetensors.index.json": (INDEX % "model-00001-of-00002.safetensors").encode()},
-    ),
-    (
-        "a.safetensors, b.safetensors, and none is called model.safetensors",
-        {"a.safetensors": EMPTY, "b.safetensors": EMPTY},
-    ),
-    ("no safetensors files. It holds pytorch_model.bin", {"pytorch_model.bin": b""}),
-    (
-        "lacks weight, which the index names",
-        {
-            "part.safetensors": EMPTY,
-            "model.safetensors.index.json": (INDEX % "part.safetensors").encode(),
-        },
-    ),
-)
+    "no safetensors files. It holds pytorch_model.bin": {"pytorch_model.bin": b""},
+    "lacks weight, which the index names": {"part.safetensors": EMPTY, **_index()},
+}
 """What is said, and the files of a checkpoint."""
 
 
 @on_ranks(2)
 def test_unreadable_checkpoints_are_refused(folder):
-    for number, (message, files) in enumerate(UNREADABLE):
+    for number, (message, files) in enumerate(UNREADABLE.items()):
         own = folder / str(number)
         own.mkdir(exist_ok=True)
         if dist.get_rank() == 0:

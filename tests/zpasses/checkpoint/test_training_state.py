@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import zpasses
 from tests.on_ranks import on_ranks
 from tests.zpasses.models import integers
-from zpasses.checkpoint import training_state
+from zpasses.checkpoint import optimizer_states
 from zpasses.checkpoint.random_states import packed_random_states, restore_random_states
 from zpasses.testing import fake_world, run_on_ranks, world_mesh
 
@@ -182,19 +182,19 @@ def test_state_of_other_kinds_comes_back_as_it_was(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-        (training_state.LIKE_PARAMETER, (7, 3)),
-        (training_state.LIKE_PARAMETER, (7, 1)),
-        (training_state.REPLICATED, (1, 3)),
-        (training_state.PLAIN, (5,)),
+        (optimizer_states.LIKE_PARAMETER, (7, 3)),
+        (optimizer_states.LIKE_PARAMETER, (7, 1)),
+        (optimizer_states.REPLICATED, (1, 3)),
+        (optimizer_states.PLAIN, (5,)),
     ],
 )
 def test_states_that_rest_on_the_host_are_read_there(kind, shape):
     """As if meta were the device."""
     with fake_world(2, rank=1) as mesh, torch.device("meta"):
         param = zpasses.shard(nn.Linear(3, 7), mesh=mesh).get_parameter("weight")
-        value = training_state._Value("", "weight", ("exp_avg",), kind)
+        value = optimizer_states._Value("", "weight", ("exp_avg",), kind)
         for on_host, device in ((False, "meta"), (True, "cpu")):
-            made = training_state._destination(
+            made = optimizer_states._destination(
                 param, torch.Size(shape), torch.float32, value, on_host
             )
             local = made.to_local() if isinstance(made, DTensor) else made

@@ -1,8 +1,7 @@
 """Tests of dumps that the backend writes: their content, and the handling of failures."""
 
+import json
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,13 +11,16 @@ import torch
 from torch import nn
 
 import zpasses
+from tests.programs import start_python
 from zpasses import Level, Pass, PassError, Pipeline, compat
 from zpasses.dumps import DumpError, DumpPathError, DumpVersionError, NotADumpError, read
+from zpasses.dumps.reader import HEADER
 from zpasses.errors import OptionError
 from zpasses.graph.verifier import CHECKS
 from zpasses.testing import fake_world
 
 X = torch.ones(2, 4)
+NAMES = ("inner.0.weight", "inner.0.bias", "inner.1.weight", "inner.1.bias")
 
 
 class Net(nn.Module):
@@ -63,33 +65,20 @@ def test_a_dump_holds_every_graph_before_and_after_every_pass(tmp_path):
         "reduce-grads",
         "reshard-after-forward",
     ]
-    assert [step.number for step in joint.steps[:2]] == [
-        1,
-        1,
-    ]  # no parameter is read twice, so merge-reads changes nothing
+    # No parameter is read twice, so merge-reads changes nothing.
+    assert [step.number for step in joint.steps[:2]] == [1, 1]
     for step in joint.steps[1:]:
         assert step.run.changes == (step.number != 1) * step.run.changes
         assert step.run.after.nodes == len(step.snapshot.nodes)
         assert step.run.checks == (CHECKS if step.run.changes else ("unchanged",))
     assert joint.steps[1].run.options == {"max_hold_mb": 1.0}
-    scheduled = next(
-        step.run
-        for step in found.graphs["backward"].steps
-        if step.run and step.run.name == "schedule"
-    )
+    runs = [step.run for step in found.graphs["backward"].steps if step.run]
+    (scheduled,) = (run for run in runs if run.name == "schedule")
     assert scheduled.notes[0].startswith("schedule: ")
     assert "4 collectives in launches: 0 of gathers and 1 of reductions" in scheduled.notes[0]
-    gathers = [
-        node
-        for node in joint.last.snapshot.nodes
-        if node.collective and "gather" in node.collective.kind
-    ]
-    assert [node.params for node in gathers] == [
-        ("inner.0.weight",),
-        ("inner.0.bias",),
-        ("inner.1.weight",),
-        ("inner.1.bias",),
-    ]
+    started = [node for node in joint.last.snapshot.nodes if node.collective]
+    gathers = [node for node in started if "gather" in node.collective.kind]
+    assert [node.params for node in gathers] == [(name,) for name in NAMES]
     assert gathers[0].source.module == "inner.0"
     assert gathers[0].collective.nbytes == 3 * 4 * 4  # three of six rows
 
@@ -107,13 +96,8 @@ def test_a_dump_records_options_target_groups_and_parameters(tmp_path):
     assert (found.info.target["name"], found.info.target["ranks_per_node"]) == ("mi300x", 4)
     assert found.info.groups == {"0": (0, 1)}
     weight = found.info.parameters["inner.0.weight"]
-    assert (weight.shape, weight.nbytes, weight.shard_bytes, weight.rows, weight.group) == (
-        (6, 4),
-        96,
-        48,
-        6,
-        "0",
-    )
+    assert (weight.shape, weight.rows, weight.group) == ((6, 4), 6, "0")
+    assert (weight.nbytes, weight.shard_bytes) == (96, 48)
     assert [each["param"] for each in found.info.inputs].count(None) == 1
     (agreement,) = found.graphs["forward"].agreements
     assert (agreement.group, agreement.result, agreement.collectives) == ("0", "single-rank", 1)
@@ -122,13 +106,11 @@ def test_a_dump_records_options_target_groups_and_parameters(tmp_path):
 
 def test_variants_record_their_inputs_and_outputs(tmp_path):
     train({"zero_stage": 2, "dump": tmp_path})
-    variant = only_compile(tmp_path).graphs["forward.variant0"]
-    names = ("inner.0.weight", "inner.0.bias", "inner.1.weight", "inner.1.bias")
-    assert (variant.of, variant.given, sorted(variant.kept)) == ("forward", (), sorted(names))
-    first = variant.first.snapshot
-    assert len(first.nodes[-1].inputs) == 4 + len(
-        only_compile(tmp_path).graphs["forward"].last.snapshot.nodes[-1].inputs
-    )
+    graphs = only_compile(tmp_path).graphs
+    variant, forward = graphs["forward.variant0"], graphs["forward"]
+    assert (variant.of, variant.given, sorted(variant.kept)) == ("forward", (), sorted(NAMES))
+    ends = [each.snapshot.nodes[-1] for each in (variant.first, forward.last)]
+    assert len(ends[0].inputs) == 4 + len(ends[1].inputs)
 
 
 def test_nodes_keep_their_ids_from_the_joint_graph_to_forward_and_backward(tmp_path):
@@ -154,10 +136,8 @@ def test_a_call_without_gradients_dumps_one_inference_graph(tmp_path):
 
 
 def test_every_compile_and_every_run_has_its_own_folder(tmp_path):
+    train({"zero_stage": 2, "dump": tmp_path}, rank=1, backward=False)
     for stage in (2, 3):
-        train(
-            {"zero_stage": stage, "dump": tmp_path}, rank=1, backward=False
-        ) if stage == 2 else None
         train({"zero_stage": stage, "dump": tmp_path})
     assert [each.folder for each in read(tmp_path).ranks[0].compiles] == ["000-0_0", "001-0_0"]
 
@@ -165,13 +145,9 @@ def test_every_compile_and_every_run_has_its_own_folder(tmp_path):
 @pytest.mark.parametrize(("ranks", "dumping"), [(None, {0}), ("0, 2", {0, 2}), ("7", set())])
 def test_only_rank_0_dumps_by_default(tmp_path, ranks, dumping):
     folder = tmp_path / "dump"
+    options = {"zero_stage": 3, "dump": folder, **({"dump_ranks": ranks} if ranks else {})}
     for rank in (0, 2):
-        train(
-            {"zero_stage": 3, "dump": folder, **({} if ranks is None else {"dump_ranks": ranks})},
-            world=3,
-            rank=rank,
-            backward=False,
-        )
+        train(options, world=3, rank=rank, backward=False)
     assert set(read(folder).ranks if dumping else []) == dumping
     assert folder.exists() == bool(dumping)
 
@@ -195,11 +171,8 @@ def test_the_option_overrides_the_environment(tmp_path, monkeypatch):
 def test_the_flush_of_a_window_is_dumped_with_its_compile(tmp_path):
     with fake_world(2) as mesh:
         model = zpasses.shard(Net(), mesh=mesh)
-        step = torch.compile(
-            model,
-            backend="zpasses",
-            options={"zero_stage": 2, "codegen": "eager", "dump": tmp_path},
-        )
+        options = {"zero_stage": 2, "codegen": "eager", "dump": tmp_path}
+        step = torch.compile(model, backend="zpasses", options=options)
         for _ in range(2):
             with zpasses.coalesce_grad_reduction(model):
                 step(X).sum().backward()
@@ -251,35 +224,21 @@ def test_a_compile_that_fails_after_the_passes_records_where(tmp_path, monkeypat
     with pytest.raises(Exception, match="division by zero"):
         train({"zero_stage": 3, "dump": tmp_path})
     found = only_compile(tmp_path)
-    assert (found.info.state, found.error.type, found.error.where) == (
-        "failed",
-        "ZeroDivisionError",
-        "compile",
-    )
+    error = found.error
+    assert (found.info.state, error.type, error.where) == ("failed", "ZeroDivisionError", "compile")
     assert found.graphs["joint"].last.after == "reshard-after-forward"
 
 
 def test_unusable_dump_folders_are_refused_with_advice(tmp_path):
     (tmp_path / "file").write_text("")
-    (tmp_path / "full").mkdir()
+    for name in ("full", "newer", "older", "linked", "elsewhere"):
+        (tmp_path / name).mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("")
-    (tmp_path / "newer").mkdir()
-    (tmp_path / "newer" / "zpasses-dump.json").write_text(
-        '{"format": "zpasses-dump", "version": 99}'
-    )
-    (tmp_path / "older").mkdir()
-    (tmp_path / "older" / "zpasses-dump.json").write_text(
-        '{"format": "zpasses-dump", "version": 2}'
-    )
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "linked" / "zpasses-dump.json").write_text(
-        '{"format": "zpasses-dump", "version": 3}'
-    )
+    for name, version in (("newer", 99), ("older", 2), ("linked", 3)):
+        header = {"format": "zpasses-dump", "version": version}
+        (tmp_path / name / HEADER).write_text(json.dumps(header))
     (tmp_path / "linked" / "rank0").symlink_to(tmp_path / "full")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "zpasses-dump.json").symlink_to(
-        tmp_path / "linked" / "zpasses-dump.json"
-    )
+    (tmp_path / "elsewhere" / HEADER).symlink_to(tmp_path / "linked" / HEADER)
     for name, kind, text in [
         ("elsewhere", DumpPathError, "zpasses-dump.json is a symbolic link"),
         ("file", DumpPathError, "is a file"),
@@ -325,17 +284,12 @@ def test_a_full_disk_ends_the_dump_and_not_the_training(tmp_path, monkeypatch, c
     assert "is incomplete: [Errno 28] No space left" in caplog.text
     found = only_compile(tmp_path)
     assert found.info.state == "compiling"
-    assert [step.after for step in found.graphs["joint"].steps] == [
-        None,
-        "merge-reads{max_hold_mb=1.0}",
-        "exchange-rows{rows=off}",
-    ]
+    left = [None, "merge-reads{max_hold_mb=1.0}", "exchange-rows{rows=off}"]
+    assert [step.after for step in found.graphs["joint"].steps] == left
 
 
 # --- without a dump -------------------------------------------------------------------------------
-def test_reading_loads_no_torch_and_a_compile_without_a_dump_loads_no_writer(
-    tmp_path,
-):
+def test_reading_loads_no_torch_and_a_compile_without_a_dump_loads_no_writer(tmp_path):
     code = """
 import sys
 import zpasses.dumps
@@ -347,15 +301,7 @@ with fake_world(2) as mesh:
     torch.compile(model, backend="zpasses", options={"codegen": "eager"})(torch.ones(1, 2)).sum().backward()
 assert "zpasses.dumps.writer" not in sys.modules and "zpasses.dumps.describe" not in sys.modules
 """  # noqa: E501
-    environment = {**os.environ, "TORCH_TRACE": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-        env=environment,
-    )
+    done = start_python("-c", code, variables={"TORCH_TRACE": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     (trace,) = tmp_path.iterdir()
     artifact, _, graph = (

@@ -14,11 +14,8 @@ pytestmark = pytest.mark.processes
 def _train(options, width=5):
     torch._dynamo.reset()
     model = zpasses.shard(nn.Linear(width, 3), mesh=world_mesh())
-    step = torch.compile(
-        model,
-        backend="zpasses",
-        options={"codegen": "eager", "agreement_timeout_s": 20.0, **options},
-    )
+    options = {"codegen": "eager", "agreement_timeout_s": 20.0, **options}
+    step = torch.compile(model, backend="zpasses", options=options)
     step(torch.ones(2, width)).sum().backward()
 
 

@@ -49,14 +49,9 @@ def dump(original, tmp_path):
 
 def read_all(folder, limits=None):
     found = read(folder, limits)
-    steps = [
-        step
-        for rank in found.ranks.values()
-        for each in rank.compiles
-        for graph in each.graphs.values()
-        for step in graph.steps
-    ]
-    return found, [step.snapshot for step in steps]
+    compiles = [each for rank in found.ranks.values() for each in rank.compiles]
+    graphs = [graph for each in compiles for graph in each.graphs.values()]
+    return found, [step.snapshot for graph in graphs for step in graph.steps]
 
 
 def compile_folder(folder):
@@ -91,10 +86,8 @@ def test_damaged_files_are_read_consistently_or_refused(original, tmp_path_facto
     except DumpError:
         pass
     else:
-        for snapshot in snapshots:
-            assert snapshot is None or len(snapshot.users) == len(snapshot.nodes) == len(
-                snapshot.live_bytes
-            )
+        for each in filter(None, snapshots):
+            assert len(each.users) == len(each.nodes) == len(each.live_bytes)
     finally:
         shutil.rmtree(folder)
 
@@ -239,13 +232,10 @@ def test_unknown_events_and_files_are_ignored(dump):
 )
 def test_a_dump_of_another_version_is_refused_with_advice(dump, version, advice):
     header = json.loads((dump / "zpasses-dump.json").read_text())
-    (dump / "zpasses-dump.json").write_text(
-        json.dumps({**header, "version": version, "zpasses": "9.9"})
-    )
-    expected = (
-        rf"version {version}, written by zpasses 9\.9; this zpasses reads version 3\. {advice}"
-    )
-    with pytest.raises(DumpVersionError, match=expected):
+    header |= {"version": version, "zpasses": "9.9"}
+    (dump / "zpasses-dump.json").write_text(json.dumps(header))
+    expected = rf"version {version}, written by zpasses 9\.9; this zpasses reads version 3\. "
+    with pytest.raises(DumpVersionError, match=expected + advice):
         read(dump)
 
 

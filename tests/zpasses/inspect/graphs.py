@@ -63,6 +63,17 @@ def node(
     return Node(id, name, op, target, tuple(args), vals=vals, **{**work, **more})
 
 
+def placeholder(id, name, shard_of=None):
+    """An input, which may be the shard of a parameter."""
+    params = () if shard_of is None else (shard_of,)
+    tag = None if shard_of is None else Tag("shard", params)
+    return node(id, name, name, op="placeholder", params=params, tag=tag)
+
+
+def output(id, *returned):
+    return node(id, "output", "output", (tuple(map(Ref, returned)),), op="output")
+
+
 def snapshot(*nodes, live=None, number=0):
     live = tuple(live) if live is not None else (0,) * len(nodes)
     return Snapshot(number, tuple(nodes), live, spans(nodes))
@@ -87,65 +98,31 @@ def spans(nodes):
 
 
 def gather(id, name, shard, wait, *, cost_us=10.0, param="w", buffers=(), **more):
-    return node(
-        id,
-        name,
-        GATHER,
-        (Ref(shard), 2, "0"),
-        cost_us=cost_us,
-        stream="communication",
-        params=(param,),
-        tag=Tag("gather", (param,), 32),
-        buffers=buffers,
-        collective=Collective("all_gather_into_tensor", "0", 2, 32, 64, (wait,), **more),
-    )
+    collective = Collective("all_gather_into_tensor", "0", 2, 32, 64, (wait,), **more)
+    about = {"cost_us": cost_us, "stream": "communication", "collective": collective}
+    about |= {"params": (param,), "tag": Tag("gather", (param,), 32), "buffers": buffers}
+    return node(id, name, GATHER, (Ref(shard), 2, "0"), **about)
 
 
 def wait(id, name, started, *, param="w"):
-    return node(
-        id,
-        name,
-        WAIT,
-        (Ref(started),),
-        cost_us=0.0,
-        stream=None,
-        params=(param,),
-        tag=Tag("full", (param,)),
-    )
+    about = {"cost_us": 0.0, "stream": None, "params": (param,), "tag": Tag("full", (param,))}
+    return node(id, name, WAIT, (Ref(started),), **about)
 
 
 def two_gathers(early=False):
     """x @ w @ v. Each parameter is gathered right before its use. With `early`, the second gather
     overlaps with the first product.
     """
-    x = node(0, "x", "x", op="placeholder")
-    shards = [
-        replace(
-            node(id, f"{name}_shard", f"{name}_shard", op="placeholder"),
-            params=(name,),
-            tag=Tag("shard", (name,)),
-        )
-        for id, name in ((1, "w"), (2, "v"))
-    ]
-    first, second = (
-        gather(3, "gather_w", 1, 4, buffers=(full(3, 5, "w"),)),
-        gather(6, "gather_v", 2, 7, param="v", buffers=(full(6, 8, "v"),)),
-    )
+    x = placeholder(0, "x")
+    shards = [placeholder(1, "w_shard", shard_of="w"), placeholder(2, "v_shard", shard_of="v")]
+    first = gather(3, "gather_w", 1, 4, buffers=(full(3, 5, "w"),))
+    second = gather(6, "gather_v", 2, 7, param="v", buffers=(full(6, 8, "v"),))
     first_wait, second_wait = wait(4, "w", 3), wait(7, "v", 6, param="v")
+    kept = [(Buffer(64, at, at + more, "activation"),) for at, more in ((5, 3), (8, 1))]
     source = Source("model.py", 3, "x = self.up(x)", "layers.0.up")
-    product = node(
-        5,
-        "mm",
-        MM,
-        (Ref(0), Ref(4)),
-        cost_us=8.0,
-        source=source,
-        buffers=(Buffer(64, 5, 8, "activation"),),
-    )
-    last = node(
-        8, "mm_1", MM, (Ref(5), Ref(7)), cost_us=8.0, buffers=(Buffer(64, 8, 9, "activation"),)
-    )
-    end = node(9, "output", "output", ((Ref(8),),), op="output")
+    product = node(5, "mm", MM, (Ref(0), Ref(4)), cost_us=8.0, source=source, buffers=kept[0])
+    last = node(8, "mm_1", MM, (Ref(5), Ref(7)), cost_us=8.0, buffers=kept[1])
+    end = output(9, 8)
     middle = (second, product, second_wait) if early else (product, second, second_wait)
     nodes = (x, *shards, first, first_wait, *middle, last, end)
     return snapshot(*nodes, live=alive(nodes))
@@ -158,7 +135,7 @@ def gradients(*layers, lines=True):
     Args:
         lines: whether the nodes have lines of the model.
     """
-    nodes = [node(0, "tangents_1", "tangents_1", op="placeholder")]
+    nodes = [placeholder(0, "tangents_1")]
 
     def add(name, layer, target, args, **more):
         number = sum(each.name.partition("_")[0] == name for each in nodes)
@@ -204,19 +181,12 @@ def alive(nodes):
 
 def chain(count, seed=0):
     """A graph of `count` nodes. Each node reads one or two earlier nodes."""
-    nodes = [node(0, "x", "x", op="placeholder")]
+    nodes = [placeholder(0, "x")]
     for at in range(1, count):
         reads = sorted({(at * 7 + seed) % at, at - 1})
-        nodes.append(
-            node(
-                at,
-                f"n{at}",
-                "aten.add.Tensor" if len(reads) > 1 else "aten.relu.default",
-                tuple(Ref(read) for read in reads),
-            )
-        )
-    nodes.append(node(count, "output", "output", ((Ref(count - 1),),), op="output"))
-    return snapshot(*nodes)
+        target = "aten.add.Tensor" if len(reads) > 1 else "aten.relu.default"
+        nodes.append(node(at, f"n{at}", target, map(Ref, reads)))
+    return snapshot(*nodes, output(count, count - 1))
 
 
 # --- dumps ----------------------------------------------------------------------------------------
@@ -231,28 +201,14 @@ def graph_of(name, *states, error=None):
     """
     steps, graphs = [], {}
     for index, (after, state) in enumerate(states):
-        number = (
-            next((key for key, known in graphs.items() if known is state), len(graphs))
-            if state is not None
-            else None
-        )
+        number = run = None
         if state is not None:
+            number = next((key for key, known in graphs.items() if known is state), len(graphs))
             graphs[number] = state
-        run = None
         if after and state is not None:
-            before = counts(states[index - 1][1])
-            changes = int(state is not states[index - 1][1])
-            run = PassRun(
-                after.partition("{")[0],
-                after,
-                {},
-                changes,
-                1500.0,
-                250.0,
-                ("lint", "values"),
-                before,
-                counts(state),
-            )
+            earlier = states[index - 1][1]
+            about = after.partition("{")[0], after, {}, int(state is not earlier), 1500.0, 250.0
+            run = PassRun(*about, ("lint", "values"), counts(earlier), counts(state))
         failure = error if after and index == len(states) - 1 else None
         steps.append(
             Step(index, name, after, number, run and run.after, run, failure, graphs.__getitem__)
@@ -262,25 +218,10 @@ def graph_of(name, *states, error=None):
 
 def dump_of(*graphs, rank=0, name="0/0", error=None, sources=None, **info):
     """A dump of one compile on one rank."""
-    about = CompileInfo(
-        name,
-        rank,
-        2,
-        "failed" if error else "done",
-        codegen="eager",
-        pipeline="overlap",
-        target={"name": "cpu"},
-        error=error,
-        **info,
-    )
-    compiled = Compile(
-        f"000-{name.replace('/', '_')}",
-        Path("dump"),
-        about,
-        (),
-        {each.name: each for each in graphs},
-        sources or {},
-    )
+    state, given = "failed" if error else "done", {"codegen": "eager", "pipeline": "overlap"}
+    about = CompileInfo(name, rank, 2, state, target={"name": "cpu"}, error=error, **given, **info)
+    folder, by_name = f"000-{name.replace('/', '_')}", {each.name: each for each in graphs}
+    compiled = Compile(folder, Path("dump"), about, (), by_name, sources or {})
     meta = {"zpasses": "0.1.0", "torch": "2.13.0", "created": "2030-01-01T00:00:00Z", "world": 2}
     return Dump(Path("dump"), 1, meta, {rank: Rank(rank, (compiled,))})
 
@@ -298,16 +239,7 @@ def two_groups():
     """Two gathers in two process groups, which both start before any compute."""
     by = two_gathers().by_name
     other = replace(by["gather_v"], collective=replace(by["gather_v"].collective, group="1"))
-    order = (
-        by["x"],
-        by["w_shard"],
-        by["v_shard"],
-        by["gather_w"],
-        other,
-        by["w"],
-        by["mm"],
-        by["v"],
-        by["mm_1"],
-        by["output"],
-    )
+    by["gather_v"] = other
+    names = ("x", "w_shard", "v_shard", "gather_w", "gather_v", "w", "mm", "v", "mm_1", "output")
+    order = [by[name] for name in names]
     return Inspection(dump_of(graph_of("forward", (None, snapshot(*order, live=alive(order))))))

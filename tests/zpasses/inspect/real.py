@@ -41,14 +41,8 @@ def dump_training_step(folder, world=2, rank=0, model=Layers, **options):
         observe_graphs(lambda log: seen.update({log.kind: liveness(log.graph).live_bytes})),
     ):
         model = zpasses.shard(model(), mesh=mesh)
-        given = {
-            "codegen": "eager",
-            "agreement": False,
-            "pipeline": PIPELINE,
-            "dump": str(folder),
-            "dump_ranks": "all",
-            **options,
-        }
+        given = {"codegen": "eager", "agreement": False, "pipeline": PIPELINE, **options}
+        given |= {"dump": str(folder), "dump_ranks": "all"}
         torch._dynamo.reset()
         torch.compile(model, backend="zpasses", options=given)(torch.ones(8, 64)).sum().backward()
         torch._dynamo.reset()

@@ -7,11 +7,14 @@ import pytest
 
 from tests.zpasses.inspect.browsing import HOSTILE, keys, needs_browser, one, texts, wait_for
 from tests.zpasses.inspect.graphs import (
+    MM,
     chain,
     dump_of,
     gradients,
     graph_of,
     node,
+    output,
+    placeholder,
     replace,
     retagged,
     snapshot,
@@ -35,12 +38,10 @@ def stage(keeps):
         if keeps
         else (Buffer(100, mm, end, "activation"), Buffer(60, mm, end, "gradient", ("w",)))
     )
-    nodes = (
-        node(x, "x", "x", op="placeholder"),
-        node(mm, "mm", "aten.mm.default", (Ref(x),), buffers=buffers),
-        node(relu, "relu", args=(Ref(mm),), buffers=(Buffer(8, relu, end, "activation"),)),
-        node(end, "output", "output", ((Ref(relu),),), op="output"),
-    )
+    kept = (Buffer(8, relu, end, "activation"),)
+    product = node(mm, "mm", MM, (Ref(x),), buffers=buffers)
+    last = node(relu, "relu", args=(Ref(mm),), buffers=kept)
+    nodes = (placeholder(x, "x"), product, last, output(end, relu))
     held = sum(each.nbytes for each in buffers)
     return snapshot(*nodes, live=(0, held, held + 8, held + 8))
 
@@ -51,9 +52,9 @@ def named(name, *graphs):
 
 
 def two_dumps():
-    return (
-        named("stage2", graph_of("forward", (None, stage(True)))),
-        named("stage3", graph_of("forward", (None, stage(False)))),
+    return tuple(
+        named(name, graph_of("forward", (None, stage(keeps))))
+        for name, keeps in (("stage2", True), ("stage3", False))
     )
 
 
@@ -62,24 +63,24 @@ def test_new_and_gone_buffers_explain_the_difference_of_the_peaks():
     found = Comparison(compare(before, after, pair_nodes(before, after)))
     assert (found.before.peak_bytes, found.after.peak_bytes) == (408, 168)
     assert [(each.kind, each.nbytes) for each in found.gone] == [("parameter", 400)]
-    assert [(each.kind, each.nbytes) for each in found.new] == [
-        ("activation", 100),
-        ("gradient", 60),
-    ]
+    new = [(each.kind, each.nbytes) for each in found.new]
+    assert new == [("activation", 100), ("gradient", 60)]
     change = sum(each.nbytes for each in found.new) - sum(each.nbytes for each in found.gone)
     assert change == found.after.peak_bytes - found.before.peak_bytes
     assert found.by_kind == {"parameter": (400, 0), "activation": (8, 108), "gradient": (0, 60)}
 
 
+def allocates(name, *buffers):
+    """A graph of one product, which allocates buffers of these kinds, bytes and parameters."""
+    held = tuple(Buffer(nbytes, 1, 2, kind, params) for kind, nbytes, params in buffers)
+    nodes = (placeholder(0, "x"), node(1, name, MM, (Ref(0),), buffers=held), output(2, 1))
+    alive = sum(each.nbytes for each in held)
+    return snapshot(*nodes, live=(0, alive, alive))
+
+
 def bucket_of(*, params, nbytes):
     """A graph whose node `mm` allocates the gradient of a bucket."""
-    buffer = Buffer(nbytes, 1, 2, "gradient", params)
-    nodes = (
-        node(0, "x", "x", op="placeholder"),
-        node(1, "mm", "aten.mm.default", (Ref(0),), buffers=(buffer,)),
-        node(2, "output", "output", ((Ref(1),),), op="output"),
-    )
-    return snapshot(*nodes, live=(0, nbytes, nbytes))
+    return allocates("mm", ("gradient", nbytes, params))
 
 
 def test_a_buffer_that_only_lost_its_parameter_is_neither_new_nor_gone():
@@ -101,14 +102,7 @@ def two_of_a_bucket(*members):
     Args:
         members: numbers of parameters.
     """
-    buffers = tuple(Buffer(100 * each, 1, 2, "bucket", (f"w{each}",)) for each in members)
-    nodes = (
-        node(0, "x", "x", op="placeholder"),
-        node(1, "gather", "aten.mm.default", (Ref(0),), buffers=buffers),
-        node(2, "output", "output", ((Ref(1),),), op="output"),
-    )
-    held = sum(each.nbytes for each in buffers)
-    return snapshot(*nodes, live=(0, held, held))
+    return allocates("gather", *(("bucket", 100 * each, (f"w{each}",)) for each in members))
 
 
 def test_buffers_of_a_bucket_are_compared_by_their_parameters():
@@ -123,17 +117,9 @@ def test_buffers_of_a_bucket_are_compared_by_their_parameters():
 def saves_or_computes(*, saves):
     """A graph that takes a view as an input, or computes it, of a parameter that may be cached."""
     cached = Tag("param", ("w",), cached=saves)
-    view = (
-        node(1, "view", "view", op="placeholder")
-        if saves
-        else node(1, "view", "aten.view.default", (Ref(0),))
-    )
-    nodes = (
-        node(0, "w", "w", op="placeholder", params=("w",), tag=cached),
-        view,
-        node(2, "output", "output", ((Ref(1),),), op="output"),
-    )
-    return snapshot(*nodes)
+    computed = node(1, "view", "aten.view.default", (Ref(0),))
+    param = node(0, "w", "w", op="placeholder", params=("w",), tag=cached)
+    return snapshot(param, placeholder(1, "view") if saves else computed, output(2, 1))
 
 
 @pytest.mark.parametrize("graph", ["joint", "forward", "backward"])
@@ -155,9 +141,8 @@ def test_diff_summarises_time_exposed_peak_and_collectives():
     assert text.startswith("graph ")  # figures first
     figures, counts, peaks = (text.index(part) for part in (" -58.8%", ": no change", "at peak"))
     assert figures < counts < peaks
-    assert ["peak", "408", "B", "168", "B", "-58.8%"] in [
-        line.split()[-6:] for line in text.splitlines()
-    ]
+    ends = [line.split()[-6:] for line in text.splitlines()]
+    assert ["peak", "408", "B", "168", "B", "-58.8%"] in ends
     assert "parameter 400 B -> 0 B" in text
     assert "gone       mm              parameter" in text
     figures = view.data["graphs"][0]["figures"]
@@ -240,10 +225,9 @@ def test_the_page_pairs_nodes_as_the_command_does(page, tmp_path):
 def test_two_dumps_are_compared_and_scroll_together(page):
     dumps = []
     for inspected, folder in zip(two_dumps(), ("old", "new"), strict=True):
-        meta = {**inspected.dump.meta, "torch": f"2.13.0+{folder}"}
-        dumps.append(
-            Inspection(replace(inspected.dump, path=Path(folder) / inspected.dump.path, meta=meta))
-        )
+        about = {"meta": {**inspected.dump.meta, "torch": f"2.13.0+{folder}"}}
+        about["path"] = Path(folder) / inspected.dump.path
+        dumps.append(Inspection(replace(inspected.dump, **about)))
     first, second = dumps
     shown = page(first, "0/forward/0/memory/", second)
     for at, folder in enumerate(("old", "new")):
@@ -269,14 +253,9 @@ def test_two_dumps_are_compared_and_scroll_together(page):
 @pytest.mark.slow(quick="test_timeline_and_memory_react_to_pointer_and_keys")
 @needs_browser
 def test_passes_of_one_graph_are_compared_and_the_earlier_graph_is_on_the_left(page):
-    graph = graph_of(
-        "forward",
-        (None, two_gathers()),
-        ("bucket", two_gathers()),
-        ("overlap", two_gathers(True)),
-        ("drop", chain(3)),
-    )
-    inspected = Inspection(dump_of(graph))
+    bucketed = (None, two_gathers()), ("bucket", two_gathers())
+    states = *bucketed, ("overlap", two_gathers(True)), ("drop", chain(3))
+    inspected = Inspection(dump_of(graph_of("forward", *states)))
     for address, left, right in (
         ("3/compare/", "before the first pass", "drop"),
         ("0/compare/", "before the first pass", "drop"),
@@ -363,12 +342,8 @@ def test_a_row_shows_what_differs_in_lists_that_are_cut(page):
         assert "with last" not in one(shown, ".cell.before", "gather_w").text
 
 
-NO_REPORTS = (
-    "",
-    HOSTILE,
-    '<script id="data">[1',
-    '<script id="data">{"format": 99, "compiles": []}</script>',
-)
+OF_LATER = '<script id="data">{"format": 99, "compiles": []}</script>'
+NO_REPORTS = ("", HOSTILE, '<script id="data">[1', OF_LATER)
 
 
 @needs_browser

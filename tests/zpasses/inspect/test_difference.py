@@ -209,26 +209,21 @@ def renumbered(graph, offset=100, names=None):
             return Ref(argument.node + offset)
         return tuple(map(shifted, argument)) if isinstance(argument, tuple) else argument
 
-    return snapshot(
-        *(
-            replace(
-                each,
-                id=each.id + offset,
-                name=(names or {}).get(each.name, each.name),
-                args=shifted(each.args),
-            )
-            for each in graph.nodes
-        )
-    )
+    nodes = []
+    for each in graph.nodes:
+        name = (names or {}).get(each.name, each.name)
+        nodes.append(replace(each, id=each.id + offset, name=name, args=shifted(each.args)))
+    return snapshot(*nodes)
+
+
+def changes_of(before, after):
+    """Kind and name of each change between two graphs whose nodes are paired."""
+    return changes(compare(before, after, pair_nodes(before, after)))
 
 
 def test_graphs_of_two_compiles_are_paired_by_what_they_compute():
-    before, after = (
-        two_gathers(),
-        renumbered(two_gathers(), names={"mm": "product", "mm_1": "mm_7"}),
-    )
-    difference = compare(before, after, pair_nodes(before, after))
-    assert changes(difference) == {("renamed", "product")}
+    after = renumbered(two_gathers(), names={"mm": "product", "mm_1": "mm_7"})
+    assert changes_of(two_gathers(), after) == {("renamed", "product")}
 
 
 def test_node_inserted_early_does_not_make_the_rest_different():
@@ -237,25 +232,16 @@ def test_node_inserted_early_does_not_make_the_rest_different():
     nodes.insert(5, node(50, "cast", "aten._to_copy.default", (Ref(0),)))
     nodes[6] = replace(nodes[6], args=(Ref(50), Ref(4)))
     after = renumbered(snapshot(*nodes))
-    assert changes(compare(before, after, pair_nodes(before, after))) == {
-        ("inserted", "cast"),
-        ("rewired", "mm"),
-    }
+    assert changes_of(before, after) == {("inserted", "cast"), ("rewired", "mm")}
 
 
 def test_renamed_node_after_a_change_is_paired_by_its_inputs():
     before = two_gathers()
-    nodes = [
-        replace(each, target="aten.bmm.default") if each.name == "mm" else each
-        for each in before.nodes
-    ]
-    nodes = [replace(each, name="mm_9") if each.name == "mm_1" else each for each in nodes]
+    other = {"mm": {"target": "aten.bmm.default"}, "mm_1": {"name": "mm_9"}}
+    nodes = (replace(each, **other.get(each.name, {})) for each in before.nodes)
     after = renumbered(snapshot(*nodes))
-    assert changes(compare(before, after, pair_nodes(before, after))) == {
-        ("inserted", "mm"),
-        ("removed", "mm"),
-        ("rewired", "mm_9"),
-    }
+    expected = {("inserted", "mm"), ("removed", "mm"), ("rewired", "mm_9")}
+    assert changes_of(before, after) == expected
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -275,25 +261,19 @@ def test_nodes_are_paired_by_their_parameters_before_their_shapes(lines):
 
 
 def test_a_layer_that_only_one_rank_has_is_inserted_and_the_others_are_not_retagged():
-    before, after = gradients("b"), gradients("b", "c")
-    assert changes(compare(before, after, pair_nodes(before, after))) == {
+    assert changes_of(gradients("b"), gradients("b", "c")) == {
         *(("inserted", name) for name in ("sum", "reduce", "wait", "mm")),
         *(("rewired", name) for name in ("sum_1", "mm_1", "output")),
     }
 
 
 def test_parameters_of_other_names_are_paired():
-    before, after = two_gathers(), two_gathers()
-    nodes = [
-        replace(
-            each,
-            params=tuple(f"module.{name}" for name in each.params),
-            tag=each.tag and replace(each.tag, params=tuple(f"module.{n}" for n in each.params)),
-        )
-        for each in after.nodes
-    ]
-    after = renumbered(snapshot(*nodes))
-    assert len(pair_nodes(before, after)) == len(before.nodes)
+    before, nodes = two_gathers(), []
+    for each in before.nodes:
+        params = tuple(f"module.{name}" for name in each.params)
+        tag = each.tag and replace(each.tag, params=params)
+        nodes.append(replace(each, params=params, tag=tag))
+    assert len(pair_nodes(before, renumbered(snapshot(*nodes)))) == len(nodes)
 
 
 def test_a_node_with_several_kinds_of_changes_counts_once():

@@ -33,11 +33,8 @@ def test_escapes_are_those_of_python():
 
 def test_values_are_escaped_with_their_keys():
     given = {"a\n": ["\x1b", {"b": "\u202e"}], "n": float("nan"), "i": 3}
-    assert one_line_values(given) == {
-        r"a\n": [r"\x1b", {"b": r"\u202e"}],
-        "n": "nan",
-        "i": 3,
-    }
+    expected = {r"a\n": [r"\x1b", {"b": r"\u202e"}], "n": "nan", "i": 3}
+    assert one_line_values(given) == expected
 
 
 EVIL = "x\nFORGED\x1b[2J\u202e"

@@ -143,11 +143,8 @@ def test_runs_that_do_not_fit_are_counted_and_not_joined(tmp_path, change, reaso
 
 
 def kernel(name, ts, dur, correlation, stream):
-    return {
-        **span(name, ts, dur, "kernel", args={"correlation": correlation}),
-        "pid": 0,
-        "tid": stream,
-    }
+    found = span(name, ts, dur, "kernel", args={"correlation": correlation})
+    return {**found, "pid": 0, "tid": stream}
 
 
 def cuda_run():
@@ -156,24 +153,15 @@ def cuda_run():
     def started(ts, correlation):
         return span("cudaLaunchKernel", ts, 2, "cuda_runtime", args={"correlation": correlation})
 
-    return [
-        graph_run("forward", NAMES, 0, 100),
-        span(launch, 10, 10),
-        span("c10d::_allgather_base_", 11, 8),
-        started(12, 1),
-        span(WAIT, 22, 2),
-        span(launch, 25, 10),
-        started(27, 2),
-        span("aten::mm", 40, 10),
-        started(42, 3),
-        span(WAIT, 52, 2),
-        span("aten::mm", 60, 10),
-        started(62, 4),
-        kernel("ncclDevKernel_AllGather", 100, 50, 1, 20),
-        kernel("ncclDevKernel_AllGather", 160, 100, 2, 20),
-        kernel("gemm", 150, 60, 3, 7),
-        kernel("gemm", 260, 40, 4, 7),
-    ]
+    gather, product = "ncclDevKernel_AllGather", "aten::mm"
+    first = [span(launch, 10, 10), span("c10d::_allgather_base_", 11, 8), started(12, 1)]
+    second = [span(WAIT, 22, 2), span(launch, 25, 10), started(27, 2)]
+    third = [span(product, 40, 10), started(42, 3), span(WAIT, 52, 2)]
+    fourth = [span(product, 60, 10), started(62, 4)]
+    gathers = [kernel(gather, 100, 50, 1, 20), kernel(gather, 160, 100, 2, 20)]
+    products = [kernel("gemm", 150, 60, 3, 7), kernel("gemm", 260, 40, 4, 7)]
+    run = graph_run("forward", NAMES, 0, 100)
+    return [run, *first, *second, *third, *fourth, *gathers, *products]
 
 
 def test_kernels_of_an_accelerator_belong_to_the_launch_that_started_them(tmp_path):
@@ -195,14 +183,9 @@ def test_exposed_time_counts_overlaps_once(tmp_path):
 
 
 def test_memory_rises_above_what_is_allocated_when_a_run_starts(tmp_path):
-    events = [
-        *gloo_run(100.0),
-        memory(50, 1000),
-        memory(300, 5000),
-        memory(400, 3000),
-        memory(2000, 90000),
-        memory(350, 77, device=-1),
-    ]
+    allocated = {50: 1000, 300: 5000, 400: 3000, 2000: 90000}
+    events = [*gloo_run(100.0), *(memory(at, nbytes) for at, nbytes in allocated.items())]
+    events.append(memory(350, 77, device=-1))
     (graph,) = measured(tmp_path, events).graphs
     assert graph.rise_bytes == 4000
     assert graph.predicted_rise_bytes == max(two_gathers(early=True).live_bytes)
@@ -224,14 +207,9 @@ def test_the_page_of_collectives_shows_both_times(tmp_path):
     trace = write(tmp_path / "t.json.gz", gloo_run(), zpasses={"peak_rss_bytes": 1 << 20})
     view = Inspection(small_dump()).collectives(show=CollectiveRows(sort="time"), trace=trace)
     text = str(view)
-    for part in (
-        "its exposed",
-        "140 us",
-        "0/0 forward by module",
-        "Measured in 1 run",
-        "100.0% of the measured time of collectives",
-        "Peak of the process's memory: 1 MiB",
-    ):
+    parts = ["its exposed", "140 us", "0/0 forward by module", "Measured in 1 run"]
+    parts += ["100.0% of the measured time of collectives"]
+    for part in (*parts, "Peak of the process's memory: 1 MiB"):
         assert part in text
     (graph,) = view.data["graphs"]
     assert [row["measured_us"] for row in graph["collectives"]] == [140, 230]

@@ -15,6 +15,8 @@ from tests.zpasses.inspect.graphs import (
     gather,
     graph_of,
     node,
+    output,
+    placeholder,
     replace,
     small_dump,
     snapshot,
@@ -136,10 +138,8 @@ def test_diff_is_side_by_side_and_folds_unchanged_nodes(page):
     assert moved == ["6 ↕ gather_v", "7 ↕ gather_v"]
     assert "changed nothing" in one(page(SMALL, "0/forward/1/diff/"), "main").text
     old = chain(60)
-    nodes = [
-        replace(each, id=900 + each.id, name=f"new{each.id}") if each.id in (20, 21, 50) else each
-        for each in old.nodes
-    ]
+    new = {at: {"id": 900 + at, "name": f"new{at}"} for at in (20, 21, 50)}
+    nodes = [replace(each, **new.get(each.id, {})) for each in old.nodes]
     nodes[31] = replace(nodes[31], tag=Tag("full", ("w",)))
     shown = page(inspection(old, snapshot(*nodes)), "0/forward/1/diff/")
     gaps = len([text for text in rows(shown) if "unchanged" in text])
@@ -200,22 +200,16 @@ def test_collectives_sort_filter_and_jump(page):
     active = wait_for(shown, "document.querySelector('main .row.active')?.textContent")
     assert "gather_v = all_gather_into_tensor" in active
     shown = page(SMALL, "0/forward/2/collectives//kind=all_gather&exposed=1")
-    assert one(shown, "main p.pad").text == (
-        'This graph has no collective of the kind "all_gather". Its kinds are '
-        "all_gather_into_tensor."
-    )
+    said = 'This graph has no collective of the kind "all_gather". Its kinds are '
+    assert one(shown, "main p.pad").text == f"{said}all_gather_into_tensor."
 
 
 def queueing():
     """Two gathers that start at once, of which the first is needed last."""
-    return snapshot(
-        node(0, "a", "a", op="placeholder"),
-        gather(1, "gather_w", 0, 3, cost_us=10.0),
-        gather(2, "gather_v", 0, 4, cost_us=5.0, param="v"),
-        wait(4, "v", 2, param="v"),
-        wait(3, "w", 1),
-        node(5, "output", "output", ((Ref(3), Ref(4)),), op="output"),
-    )
+    first = gather(1, "gather_w", 0, 3, cost_us=10.0)
+    second = gather(2, "gather_v", 0, 4, cost_us=5.0, param="v")
+    waits = wait(4, "v", 2, param="v"), wait(3, "w", 1)
+    return snapshot(placeholder(0, "a"), first, second, *waits, output(5, 3, 4))
 
 
 def test_exposed_time_beyond_the_transfer_is_queueing(page):
@@ -404,10 +398,8 @@ def test_a_fold_of_collectives_keeps_selection_order_and_heading(page):
     assert "bytes: 32 B each" in one(shown, ".grid-row").get_attribute("title")
     one(shown, ".grid-row").click()
     wait_for(shown, f"document.querySelectorAll('.grid-row').length > {LAYERS // 2}")
-    assert shown.execute_script("return [window.heading.isConnected, window.sortCalls]") == [
-        True,
-        0,
-    ]
+    assert shown.execute_script("return window.heading.isConnected")
+    assert shown.execute_script("return window.sortCalls") == 0
     all_of(shown, ".grid-row")[2].click()
     assert one(shown, ".detail h2").text == f"gather_{LAYERS - 2}"
     one(shown, ".grid-head button", "parameters").click()
@@ -447,18 +439,11 @@ def test_names_are_shortened_to_what_tells_them_apart(page):
     assert templates == [template(each) for each in modules]
     names = "model.layers.33.mlp.up_proj.weight", "lm_head.weight", "3"
     widest, headless, bare = shown.execute_script("return arguments[0].map(shortNames)", names)
-    assert widest == [
-        "model.layers.33.mlp.up_proj.weight",
-        "layers.33.mlp.up_proj.weight",
-        "33.mlp.up_proj.weight",
-        "33…up_proj.weight",
-        "33",
-    ]
+    longest = [names[0], "layers.33.mlp.up_proj.weight", "33.mlp.up_proj.weight"]
+    assert widest == [*longest, "33…up_proj.weight", "33"]
     assert (headless, bare) == (["lm_head.weight", "weight"], ["3"])
-    fitting = (
-        "return fittingText({measureText: (text) => ({width: text.length})}, arguments[0], "
-        "arguments[1])"
-    )
+    measured = "{measureText: (text) => ({width: text.length})}"
+    fitting = f"return fittingText({measured}, arguments[0], arguments[1])"
     for room, expected in ((28, widest[1]), (20, widest[3]), (5, "33"), (1, "")):
         assert shown.execute_script(fitting, widest, room) == expected
     assert shown.execute_script(fitting, ["scaled_dot_product_12"], 8) == "…duct_12"
@@ -467,11 +452,8 @@ def test_names_are_shortened_to_what_tells_them_apart(page):
         "cell.replaceChildren(paramCut(arguments[0]));"
         "return cell.innerText.replaceAll('\\n', '');"
     )
-    for name, expected in {
-        "model.layers.34.mlp.up.weight": "…34.mlp.up",
-        "blocks.1.mlp.0.weight": "…1.mlp.0",
-        "lm_head.weight": "lm_head.weight",
-    }.items():
+    short = {"model.layers.34.mlp.up.weight": "…34.mlp.up", "lm_head.weight": "lm_head.weight"}
+    for name, expected in {**short, "blocks.1.mlp.0.weight": "…1.mlp.0"}.items():
         assert shown.execute_script(cut, name) == expected
     name = "all_gather_into_tensor_coalesced_default_8"
     parts = shown.execute_script(

@@ -73,38 +73,23 @@ def test_ranks_with_equal_shards_have_the_same_graphs(dump):
 
 def test_trace_has_two_tracks_per_graph_and_the_times_of_the_schedule(dump):
     events = json.loads(json.dumps(dump.timeline()))["traceEvents"]
-    names = {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in events
-        if event["name"] == "thread_name"
-    }
+    threads = [event for event in events if event["name"] == "thread_name"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in threads}
     assert sorted(names.values()) == ["communication", "communication", "compute", "compute"]
-    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == [
-        "0/0 forward",
-        "0/0 backward",
-    ]
+    processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert processes == ["0/0 forward", "0/0 backward"]
     slices = [event for event in events if event["ph"] == "X"]
     for process, kind in ((1, "forward"), (2, "backward")):
         plan = dump.schedule_of(kind)
         took = dict.fromkeys(("compute", "communication", "exposed"), 0.0)
         for event in slices:
             if event["pid"] == process:
-                took["exposed" if event["cat"] == "exposed" else names[process, event["tid"]]] += (
-                    event["dur"]
-                )
-        assert took == pytest.approx(
-            {
-                "compute": plan.compute_us,
-                "communication": plan.communication_us,
-                "exposed": plan.exposed_us,
-            }
-        )
+                of_track = names[process, event["tid"]]
+                took["exposed" if event["cat"] == "exposed" else of_track] += event["dur"]
+        assert took == pytest.approx({name: getattr(plan, f"{name}_us") for name in took})
     for track in names:  # slices of a track do not overlap
-        own = sorted(
-            (event["ts"], event["ts"] + event["dur"])
-            for event in slices
-            if (event["pid"], event["tid"]) == track
-        )
+        of_track = [event for event in slices if (event["pid"], event["tid"]) == track]
+        own = sorted((event["ts"], event["ts"] + event["dur"]) for event in of_track)
         assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(own))
 
 
@@ -144,11 +129,8 @@ def test_exposed_time_is_one_number_in_list_collectives_and_on_the_page():
     dump = open_dump(real_dump()[0])
     (compiled,) = payload(dump.dump, 0, None)["compiles"]
     listed = [line.split("  ") for line in str(dump.overview()).splitlines()]
-    predicted = {
-        name: graph
-        for name, graph in dump.dump.ranks[0].compiles[0].graphs.items()
-        if graph.prediction
-    }
+    graphs = dump.dump.ranks[0].compiles[0].graphs
+    predicted = {name: graph for name, graph in graphs.items() if graph.prediction}
     assert set(predicted) == {"forward", "backward"}
     for name, graph in predicted.items():
         plan = dump.schedule_of(name)

@@ -7,7 +7,16 @@ import re
 from pathlib import Path
 
 from tests.zpasses.inspect.browsing import ESCAPED, HOSTILE, all_of, needs_browser, one, wait_for
-from tests.zpasses.inspect.graphs import GATHER, WAIT, chain, dump_of, graph_of, node, snapshot
+from tests.zpasses.inspect.graphs import (
+    GATHER,
+    WAIT,
+    chain,
+    dump_of,
+    graph_of,
+    node,
+    placeholder,
+    snapshot,
+)
 from zpasses.dumps.format import Buffer, Collective, Failure, Ref, Source, Tag
 from zpasses.inspect import Inspection, report
 
@@ -15,53 +24,29 @@ from zpasses.inspect import Inspection, report
 def hostile_dump():
     source = Source(HOSTILE, 1, HOSTILE, HOSTILE)
     tag = Tag(HOSTILE, (HOSTILE,), origin=HOSTILE, note=HOSTILE)
-    started = node(
-        1,
-        HOSTILE,
-        GATHER,
-        (Ref(0), HOSTILE),
-        tag=tag,
-        source=source,
-        params=(HOSTILE,),
-        stream="communication",
-        cost_us=5.0,
-        collective=Collective(HOSTILE, HOSTILE, 2, 32, 64, (2,), HOSTILE, HOSTILE),
-        buffers=(Buffer(64, 1, 2, HOSTILE, (HOSTILE,)),),
-    )
-    nodes = (
-        node(0, HOSTILE, HOSTILE, op="placeholder"),
-        started,
-        node(2, f"{HOSTILE}2", WAIT, (Ref(1),), source=source),
-    )
-    failure = Failure(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
-    states = (
-        (None, snapshot(*nodes[:1])),
-        (HOSTILE, snapshot(*nodes, live=[0, 64, 64], number=1)),
-        (HOSTILE, None),
-    )
-    graph = graph_of("joint", *states, error=failure)
-    return dump_of(
-        graph,
-        error=failure,
-        sources={HOSTILE: HOSTILE},
-        options={HOSTILE: HOSTILE, "limit": float("inf")},
-    )
+    about = {"tag": tag, "source": source, "params": (HOSTILE,)}
+    about |= {"stream": "communication", "cost_us": 5.0}
+    about["collective"] = Collective(HOSTILE, HOSTILE, 2, 32, 64, (2,), HOSTILE, HOSTILE)
+    about["buffers"] = (Buffer(64, 1, 2, HOSTILE, (HOSTILE,)),)
+    started = node(1, HOSTILE, GATHER, (Ref(0), HOSTILE), **about)
+    ended = node(2, f"{HOSTILE}2", WAIT, (Ref(1),), source=source)
+    failure, first = Failure(HOSTILE, HOSTILE, HOSTILE, HOSTILE), placeholder(0, HOSTILE)
+    later = snapshot(first, started, ended, live=[0, 64, 64], number=1)
+    states = (None, snapshot(first)), (HOSTILE, later), (HOSTILE, None)
+    given = {"sources": {HOSTILE: HOSTILE}, "options": {HOSTILE: HOSTILE, "limit": float("inf")}}
+    return dump_of(graph_of("joint", *states, error=failure), error=failure, **given)
 
 
 def test_data_cannot_end_its_html_element():
     text = Inspection(hostile_dump()).html()
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[
-        1
-    ]
+    element = r'<script type="application/json" id="data">(.*?)</script>'
+    data = re.search(element, text, re.DOTALL)[1]
     assert not set("<>&") & set(data)
-    assert json.loads(data)["compiles"][0]["options"] == {
-        ESCAPED: ESCAPED,
-        "limit": "inf",
-    }  # JSON in browsers has no infinity
+    options = {ESCAPED: ESCAPED, "limit": "inf"}  # JSON in browsers has no infinity
+    assert json.loads(data)["compiles"][0]["options"] == options
     assert text.count("<script") == 2
-    assert not re.search(
-        r"https?://(?!www\.w3\.org/2000/svg)", text.replace(data, "")
-    )  # the namespace of SVG is no address
+    # The namespace of SVG is no address.
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text.replace(data, ""))
 
 
 @needs_browser
@@ -83,15 +68,8 @@ def test_only_visible_nodes_of_a_large_graph_are_on_the_page(page):
     before = chain(size)
     nodes = list(before.nodes)
     for at in range(100, size, 400):
-        nodes.insert(
-            at,
-            node(
-                100_000 + at,
-                f"extra{at}",
-                args=(Ref(0),),
-                buffers=(Buffer(1 << 20, 100_000 + at, size, "bucket"),),
-            ),
-        )
+        buffers = (Buffer(1 << 20, 100_000 + at, size, "bucket"),)
+        nodes.insert(at, node(100_000 + at, f"extra{at}", args=(Ref(0),), buffers=buffers))
     after = snapshot(*nodes, live=[0] * len(nodes), number=1)
     browser = page(Inspection(dump_of(graph_of("joint", (None, before), ("insert", after)))))
     for tab in ("diff", "memory", "timeline", "listing", "source", "overview"):
@@ -101,9 +79,8 @@ def test_only_visible_nodes_of_a_large_graph_are_on_the_page(page):
         assert counts == [], tab  # digits are in groups
     assert "50" in one(browser, "main .chip.inserted").text
     browser.execute_script("go({graph: 'joint', step: 1, tab: 'listing', node: 19990})")
-    assert "n19990 = " in wait_for(
-        browser, "document.querySelector('main .row.active')?.textContent"
-    )
+    active = "document.querySelector('main .row.active')?.textContent"
+    assert "n19990 = " in wait_for(browser, active)
 
 
 def luminance(color):
@@ -122,11 +99,15 @@ def mixed(color, ground, share):
     return "#" + "".join(f"{round(a * share + b * (1 - share)):02x}" for a, b in pairs)
 
 
-def test_exposed_times_are_readable_on_every_ground():
+def themes():
+    """Name of a color -> the color, of the light page and of the dark one."""
     style = (Path(report.__file__).parent / "style.css").read_text()
-    found = dict(re.findall(r"--([a-z-]+): light-dark\((#\w{6}, #\w{6})\)", style))
-    for theme in (0, 1):
-        color = {name: pair.split(", ")[theme] for name, pair in found.items()}
+    found = re.findall(r"--([a-z-]+): light-dark\((#\w{6}), (#\w{6})\)", style)
+    return [{name: pair[theme] for name, *pair in found} for theme in (0, 1)]
+
+
+def test_exposed_times_are_readable_on_every_ground():
+    for color in themes():
         for ground in ("page", "panel", "raised"):
             assert contrast(color["exposed-text"], color[ground]) >= 4.5
             bar = mixed(color["exposed"], color[ground], 0.2)  # the bar behind the figure
@@ -138,10 +119,7 @@ CHANGES = ("inserted", "removed", "moved", "rewired", "retagged", "retyped")
 
 
 def test_changes_are_readable_on_their_ground():
-    style = (Path(report.__file__).parent / "style.css").read_text()
-    found = dict(re.findall(r"--([a-z-]+): light-dark\((#\w{6}, #\w{6})\)", style))
-    for theme in (0, 1):
-        color = {name: pair.split(", ")[theme] for name, pair in found.items()}
+    for theme, color in enumerate(themes()):
         for change in CHANGES:
             for ground in ("page", "panel", "raised"):
                 chip = mixed(color[change], color[ground], 0.14)

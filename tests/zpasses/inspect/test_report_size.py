@@ -14,6 +14,8 @@ from tests.zpasses.inspect.graphs import (
     gather,
     graph_of,
     node,
+    output,
+    placeholder,
     replace,
     snapshot,
     value,
@@ -28,6 +30,7 @@ MOST_BYTES = 9_400_000
 limit is 15 MB."""
 MOST_ELEMENTS = 1500
 PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+SHAPE = (1, 4096, 8192)
 OPS = ("aten.mul.Tensor", "aten.rsqrt.default", "aten.view.default", "aten.add.Tensor")
 
 
@@ -39,7 +42,7 @@ def llama(first_id, calls):
         calls: computing calls per parameter.
     """
     ids = iter(range(first_id, first_id + 1_000_000))
-    nodes = [node(next(ids), "x", "primals_1", op="placeholder", shape=(1, 4096, 8192))]
+    nodes = [node(next(ids), "x", "primals_1", op="placeholder", shape=SHAPE)]
     last = nodes[0].id
     for layer in range(LAYERS):
         for part in PARTS:
@@ -47,34 +50,20 @@ def llama(first_id, calls):
             source = Source(f"modeling_{part[:3]}.py", 100 + calls, "x = x * y", param[:-7])
             shard, start, full = next(ids), next(ids), next(ids)
             at = f"{layer}_{part.replace('.', '_')}"
+            about = {"param": param, "buffers": (Buffer(1 << 20, start, full, "parameter"),)}
             nodes += [
-                node(shard, f"primals_{shard}", f"primals_{shard}", op="placeholder"),
-                gather(
-                    start,
-                    f"all_gather_into_tensor_{at}",
-                    shard,
-                    full,
-                    param=param,
-                    buffers=(Buffer(1 << 20, start, full, "parameter", (param,)),),
-                ),
+                placeholder(shard, f"primals_{shard}"),
+                gather(start, f"all_gather_into_tensor_{at}", shard, full, **about),
                 wait(full, f"wait_tensor_{at}", start, param=param),
             ]
             for call in range(calls):
                 id, op = next(ids), MM if call == 0 else OPS[call % len(OPS)]
-                args = (Ref(last), Ref(full)) if call == 0 else (Ref(last), [1, 4096, 8192])
-                nodes.append(
-                    node(
-                        id,
-                        f"{op.split('.')[1]}_{id}",
-                        op,
-                        tuple(tuple(each) if isinstance(each, list) else each for each in args),
-                        shape=(1, 4096, 8192),
-                        source=source,
-                        buffers=(Buffer(64 << 20, id, id, "activation"),),
-                    )
-                )
+                args = (Ref(last), Ref(full) if call == 0 else SHAPE)
+                buffers = (Buffer(64 << 20, id, id, "activation"),)
+                about = {"shape": SHAPE, "source": source, "buffers": buffers}
+                nodes.append(node(id, f"{op.split('.')[1]}_{id}", op, args, **about))
                 last = id
-    nodes.append(node(next(ids), "output", "output", ((Ref(last),),), op="output"))
+    nodes.append(output(next(ids), last))
     return snapshot(*nodes, live=[1 << 30] * len(nodes))
 
 

@@ -9,6 +9,8 @@ from tests.zpasses.inspect.graphs import (
     gather,
     graph_of,
     node,
+    output,
+    placeholder,
     replace,
     small_dump,
     snapshot,
@@ -16,7 +18,7 @@ from tests.zpasses.inspect.graphs import (
     two_groups,
     wait,
 )
-from zpasses.dumps.format import Buffer, Collective, Counts, Failure, Prediction, Ref, Source
+from zpasses.dumps.format import Buffer, Collective, Counts, Failure, Prediction, Source
 from zpasses.inspect import (
     Inspection,
     NodeFilter,
@@ -139,13 +141,11 @@ def test_difference_groups_what_moved_together():
 
 
 def test_copies_from_the_host_are_not_counted_as_collectives():
-    shards = [node(id, f"shard{id}", f"shard{id}", op="placeholder") for id in (0, 1)]
-    copy = replace(
-        gather(2, "reload_w", 0, 3), collective=Collective("reload", "host-in", 1, 32, 32, (3,))
-    )
-    found = snapshot(
-        *shards, copy, wait(3, "w", 2), gather(4, "gather_v", 1, 5, param="v"), wait(5, "v", 4)
-    )
+    shards = [placeholder(id, f"shard{id}") for id in (0, 1)]
+    reload = Collective("reload", "host-in", 1, 32, 32, (3,))
+    copy = replace(gather(2, "reload_w", 0, 3), collective=reload)
+    gathered = gather(4, "gather_v", 1, 5, param="v"), wait(5, "v", 4)
+    found = snapshot(*shards, copy, wait(3, "w", 2), *gathered)
     shown = communication(found)
     assert [row.kind for row in shown.rows] == ["reload", "all_gather_into_tensor"]
     assert shown.to_json()["totals"]["collectives"] == 1
@@ -206,14 +206,9 @@ v              128 B"""
 def test_gather_is_exposed_for_the_time_that_compute_does_not_cover():
     late = Inspection(small_dump()).collectives_of("forward", 0)
     early = Inspection(small_dump()).collectives_of("forward")
-    assert [(row.distance, row.compute_us, row.time_us, row.exposed_us) for row in late.rows] == [
-        (0, 0, 10, 10),
-        (0, 0, 10, 10),
-    ]
-    assert [(row.distance, row.compute_us, row.time_us, row.exposed_us) for row in early.rows] == [
-        (0, 0, 10, 10),
-        (1, 8, 10, 2),
-    ]
+    for found, second in ((late, (0, 0, 10, 10)), (early, (1, 8, 10, 2))):
+        rows = [(row.distance, row.compute_us, row.time_us, row.exposed_us) for row in found.rows]
+        assert rows == [(0, 0, 10, 10), second]
     assert (late.schedule.total_us, early.schedule.total_us) == (36, 28)
     assert early.schedule.hidden == pytest.approx(0.4)
 
@@ -224,23 +219,18 @@ def test_collectives_of_a_group_share_one_stream():
     by = graph.by_name
     order = ("x", "w_shard", "v_shard", "gather_w", "gather_v", "w", "mm", "v", "mm_1", "output")
     plan = schedule(snapshot(*(by[name] for name in order)))
-    assert [(span.start_us, span.end_us, span.exposed_us) for span in plan.collectives] == [
-        (0, 10, 10),
-        (10, 20, 2),
-    ]
+    spans = [(span.start_us, span.end_us, span.exposed_us) for span in plan.collectives]
+    assert spans == [(0, 10, 10), (10, 20, 2)]
     assert plan.exposed_us == plan.total_us - plan.compute_us == 12
 
 
 def test_an_op_of_the_dialect_includes_its_wait_and_a_launch_without_a_wait_is_not_exposed():
     unshard = gather(1, "unshard", 0, 0)
     launch = gather(3, "launch", 2, 0)
-    nodes = [
-        node(0, "x", "x", op="placeholder"),
-        replace(unshard, collective=replace(unshard.collective, waits=())),
-        node(2, "mm", cost_us=4.0),
-        replace(launch, collective=replace(launch.collective, waits=())),
-        node(4, "output", "output", ((Ref(2),),), op="output"),
-    ]
+    unshard, launch = (
+        replace(each, collective=replace(each.collective, waits=())) for each in (unshard, launch)
+    )
+    nodes = placeholder(0, "x"), unshard, node(2, "mm", cost_us=4.0), launch, output(4, 2)
     times = ((0, 0), (0, 10), (10, 14), (14, 24), (14, 14))
     plan = schedule(replace(snapshot(*nodes), spans=times))
     assert [span.exposed_us for span in plan.collectives] == [10, 0]
@@ -249,18 +239,12 @@ def test_an_op_of_the_dialect_includes_its_wait_and_a_launch_without_a_wait_is_n
 
 def labelled(snapshot, **labels):
     """The graph with labels of groups."""
-    return replace(
-        snapshot,
-        nodes=tuple(
-            replace(
-                each,
-                collective=replace(each.collective, label=labels[f"group_{each.collective.group}"]),
-            )
-            if each.collective
-            else each
-            for each in snapshot.nodes
-        ),
-    )
+    nodes = []
+    for each in snapshot.nodes:
+        if (of := each.collective) is not None:
+            each = replace(each, collective=replace(of, label=labels[f"group_{of.group}"]))
+        nodes.append(each)
+    return replace(snapshot, nodes=tuple(nodes))
 
 
 def test_groups_of_a_mesh_are_called_after_their_dimensions():
@@ -295,41 +279,23 @@ def test_each_group_has_its_own_stream():
     dump = two_groups()
     plan = dump.schedule_of("forward")
     assert plan.groups == ("0", "1")
-    assert [
-        (span.group, span.start_us, span.end_us, span.exposed_us) for span in plan.collectives
-    ] == [
-        ("0", 0, 10, 10),
-        ("1", 0, 10, 0),
-    ]
+    spans = [(each.group, each.start_us, each.end_us, each.exposed_us) for each in plan.collectives]
+    assert spans == [("0", 0, 10, 10), ("1", 0, 10, 0)]
     assert (plan.total_us, plan.exposed_us, plan.hidden) == (26, 10, 0.5)
     assert [row.exposed_us for row in dump.collectives_of("forward").rows] == [10, 0]
     events = dump.timeline("forward")["traceEvents"]
-    tracks = {
-        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
-    }
+    named = [event for event in events if event["name"] == "thread_name"]
     groups = ["communication, group 0 (2 ranks)", "communication, group 1 (2 ranks)"]
+    tracks = {event["tid"]: event["args"]["name"] for event in named}
     assert tracks == {1: "compute", 2: groups[0], 3: groups[1]}
-    assert {
-        event["name"]: event["tid"]
-        for event in events
-        if event.get("cat") == "all_gather_into_tensor"
-    } == {
-        "gather_w": 2,
-        "gather_v": 3,
-    }
+    gathers = [event for event in events if event.get("cat") == "all_gather_into_tensor"]
+    assert {event["name"]: event["tid"] for event in gathers} == {"gather_w": 2, "gather_v": 3}
 
 
 def test_collective_with_its_own_wait_is_exposed_completely():
-    op = node(
-        1,
-        "full",
-        "zpasses.unshard.default",
-        cost_us=5.0,
-        stream="communication",
-        collective=Collective("unshard", "0", 2, 8, 16),
-    )
-    end = node(2, "output", "output", ((Ref(1),),), op="output")
-    (row,) = communication(snapshot(node(0, "x", "x", op="placeholder"), op, end)).rows
+    about = {"stream": "communication", "collective": Collective("unshard", "0", 2, 8, 16)}
+    op = node(1, "full", "zpasses.unshard.default", cost_us=5.0, **about)
+    (row,) = communication(snapshot(placeholder(0, "x"), op, output(2, 1))).rows
     assert (row.exposed_us, row.wait, row.distance) == (5, "full", 0)
 
 
@@ -339,17 +305,13 @@ def test_memory_at_a_node_and_at_the_peak():
     assert (peak.at.name, peak.nbytes, peak.peak_bytes) == ("mm", 320, 320)
     assert peak.by_kind == {"parameter": 256, "activation": 64}
     assert peak.by_parameter == {"w": 128, "v": 128}
-    assert [each.node for each in inspection.memory_of("forward", at="mm_1").alive] == [
-        "gather_v",
-        "mm",
-        "mm_1",
-    ]
+    alive = [each.node for each in inspection.memory_of("forward", at="mm_1").alive]
+    assert alive == ["gather_v", "mm", "mm_1"]
 
 
 def test_shared_buffer_is_divided_by_parameter_size():
-    graph = snapshot(
-        node(0, "flat", buffers=(Buffer(120, 0, 0, "bucket", ("a", "b")),)), live=[120]
-    )
+    buffer = Buffer(120, 0, 0, "bucket", ("a", "b"))
+    graph = snapshot(node(0, "flat", buffers=(buffer,)), live=[120])
     assert memory(graph).by_parameter == {"a": 60, "b": 60}
     assert memory(graph, sizes={"a": 10, "b": 30}).by_parameter == {"b": 90, "a": 30}
 
@@ -379,10 +341,7 @@ def test_listings_are_filtered(where, names):
             "no pass 'overlp' ran on graph 0/0 forward. Did you mean \"overlap\"? Known: bucket, "
             "overlap.",
         ),
-        (
-            lambda it: it.show("forward", 7),
-            "has no step 7; expected 0 (before the first pass) to 2",
-        ),
+        (lambda it: it.show("forward", 7), "no step 7; expected 0 (before the first pass) to 2"),
         (lambda it: it.memory("forward", at="mmm"), "has no node 'mmm'. Did you mean \"mm\"?"),
         (lambda it: Inspection(it.dump, 3).show(), "contains only ranks 0, and not rank 3"),
         (
@@ -398,18 +357,9 @@ def test_unknown_names_are_refused_with_suggestions(ask, message):
 
 
 def test_steps_are_found_by_name_text_and_number():
-    inspection = Inspection(small_dump())
-    assert [
-        inspection.step_of("forward", after).index
-        for after in ("bucket", "bucket{cap_mb=0}", "1", 1, None, "overlap")
-    ] == [
-        1,
-        1,
-        1,
-        1,
-        2,
-        2,
-    ]
+    steps = {"bucket": 1, "bucket{cap_mb=0}": 1, "1": 1, 1: 1, None: 2, "overlap": 2}
+    for after, index in steps.items():
+        assert Inspection(small_dump()).step_of("forward", after).index == index
 
 
 def test_long_lists_are_shortened_by_default():
@@ -419,11 +369,12 @@ def test_long_lists_are_shortened_by_default():
 
 
 def test_filter_without_a_match_lists_the_parameters():
-    shown = str(Inspection(small_dump()).show("forward", where=NodeFilter(params=("layers.*",))))
-    assert shown.endswith("No node matches all conditions. The graph's parameters are w, v.")
-    assert "parameters are" not in str(
-        Inspection(small_dump()).show("forward", where=NodeFilter(params=("w",)))
+    missing, found = (
+        str(Inspection(small_dump()).show("forward", where=NodeFilter(params=(name,))))
+        for name in ("layers.*", "w")
     )
+    assert missing.endswith("No node matches all conditions. The graph's parameters are w, v.")
+    assert "parameters are" not in found
 
 
 def test_captured_graph_has_no_estimates():
@@ -434,39 +385,22 @@ def test_captured_graph_has_no_estimates():
 
 def test_html_for_notebooks_escapes_names():
     hostile = "<script>alert(1)</script>"
-    dump = dump_of(
-        graph_of(
-            "joint",
-            (None, snapshot(node(0, hostile, hostile, op="placeholder"))),
-            ("retag", snapshot(node(1, hostile))),
-        )
-    )
-    inspection = Inspection(dump)
-    for view in (
-        inspection,
-        inspection.show(),
-        inspection.diff(),
-        inspection.memory("joint"),
-        inspection.collectives("joint"),
-    ):
+    before, after = snapshot(placeholder(0, hostile)), snapshot(node(1, hostile))
+    inspection = Inspection(dump_of(graph_of("joint", (None, before), ("retag", after))))
+    pages = [inspection.memory("joint"), inspection.collectives("joint")]
+    for view in (inspection, inspection.show(), inspection.diff(), *pages):
         assert "<script" not in view._repr_html_()
     assert "&lt;script&gt;" in inspection.diff()._repr_html_()
 
 
 def test_missing_graph_does_not_hide_the_others():
-    failure = Failure("OSError", "disk full")
-    inspection = Inspection(
-        dump_of(
-            graph_of("joint", (None, chain(3))), graph_of("forward", (None, None), error=failure)
-        )
-    )
+    lost = graph_of("forward", (None, None), error=Failure("OSError", "disk full"))
+    inspection = Inspection(dump_of(graph_of("joint", (None, chain(3))), lost))
     assert [each["graph"] for each in inspection.show().data] == ["joint"]
-    assert [each["title"] for each in inspection.diff().data["graphs"]] == [
-        "0/0 joint, before its first pass"
-    ]
-    with pytest.raises(
-        NotInDumpError, match="0/0 forward before the first pass is not in the dump"
-    ):
+    titles = [each["title"] for each in inspection.diff().data["graphs"]]
+    assert titles == ["0/0 joint, before its first pass"]
+    said = "0/0 forward before the first pass is not in the dump"
+    with pytest.raises(NotInDumpError, match=said):
         inspection.show("forward")
     assert "forward" in inspection.html()
 
@@ -487,25 +421,15 @@ def test_bound_possible_and_achieved_are_one_bar(achieved, possible, bound, bar)
 
 
 def test_slices_of_a_bucket_have_the_lines_and_modules_of_all_its_parameters():
-    reads = [
-        node(
-            at,
-            name,
-            "zpasses.unshard.default",
-            params=(name,),
-            source=Source("model.py", at + 10, "code", name.rpartition(".")[0]),
-        )
-        for at, name in enumerate(("layers.0.up.weight", "layers.1.up.weight"))
-    ]
-    bucket = replace(gather(5, "bucket", 4, 6), params=tuple(each.name for each in reads))
-    shard = node(4, "shard", "shard", op="placeholder")
-    end = node(7, "output", "output", ((Ref(6),),), op="output")
-    dump = Inspection(
-        dump_of(
-            graph_of("joint", (None, snapshot(*reads))),
-            graph_of("forward", (None, snapshot(shard, bucket, wait(6, "w", 5), end))),
-        )
-    )
+    names, reads = ("layers.0.up.weight", "layers.1.up.weight"), []
+    for at, name in enumerate(names):
+        source = Source("model.py", at + 10, "code", name.rpartition(".")[0])
+        about = {"params": (name,), "source": source}
+        reads.append(node(at, name, "zpasses.unshard.default", **about))
+    bucket = replace(gather(5, "bucket", 4, 6), params=names)
+    forward = snapshot(placeholder(4, "shard"), bucket, wait(6, "w", 5), output(7, 6))
+    joint = graph_of("joint", (None, snapshot(*reads)))
+    dump = Inspection(dump_of(joint, graph_of("forward", (None, forward))))
     events = dump.timeline("forward")["traceEvents"]
     for name in ("bucket", "exposed: bucket"):
         (about,) = [each["args"] for each in events if each["name"] == name]
@@ -530,8 +454,7 @@ def test_digits_of_counts_are_grouped_and_those_of_json_are_not():
 
 def test_the_reason_of_a_route_is_shown_whole():
     why = "32 MiB per rank in 1,234 us by mori, would lose 17 us because no kernel runs beside it"
-    shard = node(0, "shard", "shard", op="placeholder")
-    nodes = shard, gather(1, "gather_w", 0, 2, decision=why), wait(2, "full", 1)
+    nodes = placeholder(0, "shard"), gather(1, "gather_w", 0, 2, decision=why), wait(2, "full", 1)
     dump = dump_of(graph_of("forward", (None, snapshot(*nodes))))
     wide = str(Inspection(dump).collectives())
     narrow = "".join(Inspection(dump).collectives().pieces(width=60))

@@ -69,17 +69,10 @@ class ManualModule(Module):
 def _trainer(strategy, ranks=2, steps=3, accumulate=1, **changes):
     training.as_started_by_torchrun()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    return lightning.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=strategy,
-        max_steps=steps,
-        accumulate_grad_batches=accumulate,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"gradient_clip_val": 0.1, "enable_checkpointing": False, **changes},
-    )
+    place = {"accelerator": "cpu", "devices": ranks, "strategy": strategy}
+    given = {"max_steps": steps, "accumulate_grad_batches": accumulate}
+    given |= {"gradient_clip_val": 0.1, "enable_checkpointing": False, **changes}
+    return lightning.Trainer(**place, **training.QUIET, **given)
 
 
 def _loader(batch=2):

@@ -115,12 +115,10 @@ def _fine_tune(folder, prepared, name, how):
     datasets.disable_progress_bars()
     texts = [" ".join(chr(97 + (i * j) % 26) for j in range(6)) for i in range(32)]
     pairs = {"chosen": [" a b c"] * 32, "rejected": [" d e"] * 32}
+    generated = {"beta": 0.1, "num_generations": 2, "max_completion_length": 4}
     columns, changes = {
         "SFT": ({"text": texts}, {"max_length": 16, "gradient_accumulation_steps": 2}),
-        "GRPO": (
-            {"prompt": texts},
-            {"beta": 0.1, "num_generations": 2, "max_completion_length": 4},
-        ),
+        "GRPO": ({"prompt": texts}, generated),
         "DPO": ({"prompt": texts, **pairs}, {"beta": 0.1, "max_length": 16}),
     }[name]
     args = training.arguments(folder, kind=getattr(trl, f"{name}Config"), bf16=False, **changes)
@@ -132,14 +130,10 @@ def _fine_tune(folder, prepared, name, how):
     given = {"reward_funcs": _letters} if name == "GRPO" else {}
     given |= {"ref_model": models[1]} if how == "reference" else {}
     torch.manual_seed(5)
-    trainer = getattr(trl, f"{name}Trainer")(
-        models[0],
-        args=args,
-        train_dataset=datasets.Dataset.from_dict(columns),
-        processing_class=_tokenizer(),
-        peft_config=_config() if how == "adapters" else None,
-        **given,
-    )
+    given |= {"peft_config": _config() if how == "adapters" else None}
+    given |= {"train_dataset": datasets.Dataset.from_dict(columns)}
+    given |= {"processing_class": _tokenizer()}
+    trainer = getattr(trl, f"{name}Trainer")(models[0], args=args, **given)
     training.quiet(trainer).train()
     return training.logged(trainer, *NAMES, "kl")
 

@@ -1,5 +1,6 @@
 """A drawn run under a trainer that is resumed from a checkpoint, by new objects, ends as the run
-that goes on, bit for bit. On another number of ranks, it begins with the values that were saved.
+that goes on, bit for bit, also with the optimizer's states on the host. On another number of ranks,
+it begins with the values that were saved.
 """
 
 import copy
@@ -15,6 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+import zpasses
+from tests.cases import some_quick
+from tests.on_ranks import on_ranks
+from zpasses.optim import state_plan
 from zpasses.testing import run_on_ranks
 from zpasses.tools.stress.drawn_models import WIDTH, Model, ModelChoice, draw_model
 
@@ -65,6 +70,8 @@ class Run:
     thaws: bool
     """Whether every other parameter is frozen until the checkpoint. accelerate only."""
     codegen: str
+    offloads: bool
+    """Whether the states of the optimizer rest on the host."""
 
 
 TRAINERS = ("accelerate", "lightning", "transformers")
@@ -101,6 +108,7 @@ def _draw(seed):
         adapter=adapter,
         thaws=trainer == "accelerate" and not adapter and more.random() < 0.4,
         codegen="inductor" if more.random() < 0.15 else "eager",
+        offloads=more.random() < 0.2,
     )
 
 
@@ -136,7 +144,11 @@ def _optimizer(run, model):
         {"params": params[at :: run.groups], "lr": 0.01 * (1 + at)} for at in range(run.groups)
     ]
     groups = [group for group in groups if group["params"]]
-    return getattr(torch.optim, name)(groups, lr=0.01, **arguments)
+    optimizer = getattr(torch.optim, name)(groups, lr=0.01, **arguments)
+    if run.offloads:
+        zpasses.offload_optimizer(optimizer, bucket_bytes="1KiB", device_bytes="200B")
+        assert state_plan(optimizer).host_bytes > 0 or run.optimizer == ("SGD", {})
+    return optimizer
 
 
 def _scheduler(run, optimizer):
@@ -228,17 +240,13 @@ def _with_lightning(run, folder, shift, loaded=None):
         every_n_train_steps=run.saved_at,
         save_top_k=-1,
     )
+    steps = {"max_steps": run.steps, "accumulate_grad_batches": run.accumulate}
+    ranks = {"accelerator": "cpu", "devices": dist.get_world_size()}
+    strategy = ZpassesStrategy(options=_options(run))
+    # Both save: that gives every rank the buffers of rank 0.
+    callbacks = [saves, *([_LightningLoaded(loaded)] if loaded else [])]
     trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=ZpassesStrategy(options=_options(run)),
-        max_steps=run.steps,
-        accumulate_grad_batches=run.accumulate,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        # Both save: that gives every rank the buffers of rank 0.
-        callbacks=[saves, *([_LightningLoaded(loaded)] if loaded else [])],
+        **ranks, strategy=strategy, callbacks=callbacks, **steps, **training.QUIET
     )
     module = _Lit(run, shift)
     path = folder / f"step={run.saved_at}.ckpt" if loaded else None
@@ -268,24 +276,14 @@ class _TrainerLoaded(transformers.TrainerCallback):
 
 
 def _with_transformers(run, folder, shift, loaded=None):
-    arguments = training.arguments(
-        folder,
-        gradient_accumulation_steps=run.accumulate,
-        max_steps=run.steps,
-        max_grad_norm=0.0,
-        save_strategy="steps",
-        save_steps=run.saved_at,
-        remove_unused_columns=False,
-    )
+    steps = {"max_steps": run.steps, "gradient_accumulation_steps": run.accumulate}
+    steps |= {"save_strategy": "steps", "save_steps": run.saved_at, "max_grad_norm": 0.0}
+    arguments = training.arguments(folder, **steps, remove_unused_columns=False)
     model = for_transformers.prepare(_model(run, shift), options=_options(run))
     optimizer = _optimizer(run, model)
-    trainer = transformers.Trainer(
-        model,
-        arguments,
-        train_dataset=_Samples(run),
-        optimizers=(optimizer, _scheduler(run, optimizer)),
-        callbacks=[_TrainerLoaded(loaded)] if loaded else [],
-    )
+    how = {"optimizers": (optimizer, _scheduler(run, optimizer))}
+    how["callbacks"] = [_TrainerLoaded(loaded)] if loaded else []
+    trainer = transformers.Trainer(model, arguments, train_dataset=_Samples(run), **how)
     checkpoint = str(folder / f"checkpoint-{run.saved_at}") if loaded else None
     training.quiet(trainer).train(resume_from_checkpoint=checkpoint)
     return model, optimizer
@@ -310,7 +308,9 @@ def _full(model, optimizer):
 
 
 def _resume(run, folder):
-    """Train, resume, and compare. Stores the values that the second run began with."""
+    """Train, resume, and compare. Stores the values that the second run began with. Returns what
+    the first ended with.
+    """
     training.as_started_by_torchrun()
     train, began = RUNS[run.trainer], {}
     expected = values_of(*train(run, folder, 0))
@@ -319,6 +319,7 @@ def _resume(run, folder):
     assert_equal_values(found, expected)
     if dist.get_rank() == 0:
         torch.save(began, folder / "began.pt")
+    return expected
 
 
 class _EnoughError(Exception):
@@ -356,3 +357,20 @@ def test_runs_end_as_without_a_stop(tmp_path, first):
     seeds = range(first, first + 20)
     run_on_ranks(_each, str(tmp_path), seeds, _resume, timeout_s=600)
     run_on_ranks(_each, str(tmp_path), seeds, _resume_elsewhere, ranks=3, timeout_s=600)
+
+
+CHOICES = {"stage": 3, "groups": 2, "accumulate": 2, "saved_at": 2, "steps": 4, "codegen": "eager"}
+YES = dict.fromkeys(("scheduler", "dropout"), True)
+NO = dict.fromkeys(("unused", "adapter", "thaws", "offloads"), False)
+FIXED = Run(0, "", ModelChoice(("feed",)), ("AdamW", {}), **CHOICES, **YES, **NO)
+
+
+@pytest.mark.parametrize("trainer", some_quick(TRAINERS, ["accelerate"]))
+@on_ranks(2, timeout_s=240)
+def test_trainers_train_and_resume_with_offloaded_states_as_without(tmp_path, trainer):
+    ends = []
+    for offloads in (False, True):
+        folder = tmp_path / str(offloads)
+        folder.mkdir(exist_ok=True)
+        ends.append(_resume(replace(FIXED, trainer=trainer, offloads=offloads), folder))
+    assert_equal_values(*ends)

@@ -15,6 +15,8 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from sentence_transformers.sentence_transformer import losses, modules  # noqa: E402
 
+from tests.models.families import of_transformers  # noqa: E402
+from tests.models.test_transformers_families import NO_DROPOUT, WIDTHS  # noqa: E402
 from tests.zpasses.integrations import training  # noqa: E402
 from zpasses.integrations.transformers import prepare  # noqa: E402
 
@@ -31,18 +33,8 @@ def _save_parts(folder):
         tokenizer_object=fast, pad_token="[PAD]", unk_token="[UNK]", model_max_length=16
     ).save_pretrained(folder)
     torch.manual_seed(0)
-    transformers.BertModel(
-        transformers.BertConfig(
-            vocab_size=len(words),
-            hidden_size=12,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=24,
-            max_position_embeddings=16,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    ).save_pretrained(folder)
+    sizes = {**WIDTHS, **NO_DROPOUT, "hidden_size": 12, "max_position_embeddings": 16}
+    of_transformers("BertModel", **sizes, vocab_size=len(words)).save_pretrained(folder)
 
 
 def _model(parts):

@@ -15,29 +15,38 @@ from zpasses.testing import run_on_ranks, world_mesh
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+from tests.models.families import of_transformers  # noqa: E402
+from tests.models.test_transformers_families import ENCODER_DECODER  # noqa: E402
 from tests.zpasses.integrations import snapshots, training  # noqa: E402
 from zpasses.integrations.transformers import last_checkpoint, prepare  # noqa: E402
 
 pytestmark = pytest.mark.processes
 
 
-def _train(folder, task, prepared, param_dtype=None, options=None, **changes):
+def _trainer(
+    folder,
+    task=training.llama,
+    *,
+    prepared=True,
+    options=None,
+    param_dtype=None,
+    seed=0,
+    callbacks=(),
+    **changes,
+):
     training.as_started_by_torchrun()
     args = training.arguments(folder, **changes)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = task()
     if prepared:
         prepare(model, options={**training.OPTIONS, **(options or {})}, param_dtype=param_dtype)
-    samples = training.Samples(task)
-    trainer = training.quiet(
-        transformers.Trainer(
-            model,
-            args,
-            train_dataset=samples,
-            eval_dataset=samples,
-            callbacks=[_ReducesOnce()] if prepared else [],
-        )
-    )
+    data = {"train_dataset": training.Samples(task), "eval_dataset": training.Samples(task)}
+    return training.quiet(transformers.Trainer(model, args, callbacks=[*callbacks], **data))
+
+
+def _train(folder, task, prepared, **changes):
+    callbacks = [_ReducesOnce()] if prepared else []
+    trainer = _trainer(folder, task, prepared=prepared, callbacks=callbacks, **changes)
     trainer.train()
     return trainer
 
@@ -84,18 +93,13 @@ class _StopBetweenBackwards(transformers.TrainerCallback):
 
 
 def _stopped(folder, prepared):
-    training.as_started_by_torchrun()
-    args = training.arguments(folder, gradient_accumulation_steps=4)
-    torch.manual_seed(0)
-    model = training.llama()
-    if prepared:
-        prepare(model, options=training.OPTIONS)
+    callbacks = [_StopBetweenBackwards()]
+    first = _trainer(folder, prepared=prepared, callbacks=callbacks, gradient_accumulation_steps=4)
+    data = {"train_dataset": first.train_dataset}
+    second = training.quiet(transformers.Trainer(first.model, first.args, **data))
     losses = []
-    for callbacks in ([_StopBetweenBackwards()], []):
-        trainer = transformers.Trainer(
-            model, args, train_dataset=training.Samples(training.llama), callbacks=callbacks
-        )
-        training.quiet(trainer).train()
+    for trainer in (first, second):
+        trainer.train()
         losses += training.logged(trainer, "loss", "grad_norm")
     return losses
 
@@ -107,14 +111,8 @@ def test_training_that_stopped_between_two_backwards_starts_anew(tmp_path):
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
-SAVES = {
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "max_steps": 4,
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "load_best_model_at_end": True,
-}
+SAVES = dict.fromkeys(("save_strategy", "eval_strategy"), "steps")
+SAVES |= {"save_steps": 2, "eval_steps": 2, "max_steps": 4, "load_best_model_at_end": True}
 
 
 def _save(folder):
@@ -124,12 +122,8 @@ def _save(folder):
 
 
 def _resume(folder, checkpoint, steps):
-    training.as_started_by_torchrun()
-    args = training.arguments(folder, gradient_accumulation_steps=steps, max_steps=4)
-    torch.manual_seed(7)  # the weights come from the checkpoint
-    model = prepare(training.llama(), options=training.OPTIONS)
-    samples = training.Samples(training.llama)
-    trainer = training.quiet(transformers.Trainer(model, args, train_dataset=samples))
+    # Another seed: the weights come from the checkpoint.
+    trainer = _trainer(folder, seed=7, gradient_accumulation_steps=steps, max_steps=4)
     trainer.train(resume_from_checkpoint=checkpoint)
     return training.logged(trainer, "loss", "grad_norm")
 
@@ -168,24 +162,13 @@ class _CopyComplete(transformers.TrainerCallback):
 def _save_twice(folder):
     """Two runs write into the same folder; the second one, which has other weights, is recorded."""
     for number in range(2):
-        training.as_started_by_torchrun()
-        args = training.arguments(
-            folder / "out",
-            save_strategy="steps",
-            save_steps=1,
-            max_steps=3 + number,
-            save_total_limit=3,
-        )
-        torch.manual_seed(number)
-        model = prepare(training.llama(), options=training.OPTIONS)
-        trainer = transformers.Trainer(
-            model,
-            args,
-            train_dataset=training.Samples(training.llama),
-            callbacks=[_CopyComplete(folder / f"complete{number}")],
+        changes = {"save_steps": 1, "max_steps": 3 + number, "save_total_limit": 3}
+        callbacks = [_CopyComplete(folder / f"complete{number}")]
+        trainer = _trainer(
+            folder / "out", seed=number, callbacks=callbacks, save_strategy="steps", **changes
         )
         with snapshots.recorded(folder / "out", folder / "states", number == 1):
-            training.quiet(trainer).train()
+            trainer.train()
 
 
 @pytest.mark.slow(quick="test_incomplete_checkpoint_is_refused")
@@ -218,17 +201,13 @@ def test_incomplete_checkpoint_is_refused(tmp_path):
 @pytest.mark.slow(quick="test_a_callback_that_saves_on_one_rank_is_an_error_on_all")
 @on_ranks(2)
 def test_rank_that_cannot_write_fails_on_all_ranks(tmp_path):
-    training.as_started_by_torchrun()
-    args = training.arguments(tmp_path / "out", save_strategy="steps", save_steps=1)
-    model = prepare(training.llama(), options=training.OPTIONS)
-    samples = training.Samples(training.llama)
-    trainer = training.quiet(transformers.Trainer(model, args, train_dataset=samples))
+    trainer = _trainer(tmp_path / "out", save_strategy="steps", save_steps=1)
     if dist.get_rank() == 0:
 
         def fail(*args, **kwargs):
             raise OSError("disk full")
 
-        model.save_pretrained = fail
+        trainer.model.save_pretrained = fail
     with pytest.raises(zpasses.ShardingError, match=r"failed on rank 0: OSError: disk full"):
         trainer.train()
 
@@ -267,16 +246,10 @@ class _SaveOnOneRank(transformers.TrainerCallback):
 @pytest.mark.parametrize("event", some_quick(["on_save", "on_train_end"], ["on_save"]))
 @on_ranks(2)
 def test_a_callback_that_saves_on_one_rank_is_an_error_on_all(tmp_path, event):
-    training.as_started_by_torchrun()
-    model = prepare(training.llama(), options={**training.OPTIONS, "agreement_timeout_s": 20})
-    trainer = training.quiet(
-        transformers.Trainer(
-            model,
-            training.arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1),
-            train_dataset=training.Samples(training.llama),
-            callbacks=[_SaveOnOneRank(event, tmp_path / "own")],
-        )
-    )
+    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    callbacks = [_SaveOnOneRank(event, tmp_path / "own")]
+    options = {"agreement_timeout_s": 20}
+    trainer = _trainer(tmp_path, options=options, callbacks=callbacks, **changes)
     advice = r"save_pretrained without state_dict \(call it on every rank"
     with pytest.raises(zpasses.AgreementError, match=advice):
         trainer.train()
@@ -355,19 +328,9 @@ def test_embeddings_are_resized_before_sharding():
 def _skip_layers(layerdrop):
     training.as_started_by_torchrun()
     torch.manual_seed(0)
-    config = transformers.BartConfig(
-        vocab_size=training.VOCABULARY,
-        d_model=16,
-        encoder_layers=3,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        dropout=0.0,
-        encoder_layerdrop=layerdrop,
-    )
-    model = transformers.BartForConditionalGeneration(config).train()
+    sizes = {**ENCODER_DECODER, "vocab_size": training.VOCABULARY, "encoder_layers": 3}
+    sizes |= {"encoder_layerdrop": layerdrop}
+    model = of_transformers("BartForConditionalGeneration", **sizes).train()
     prepare(model, options=training.OPTIONS)
     torch.manual_seed(dist.get_rank())
     ids = torch.arange(3, 13)[None]
@@ -413,11 +376,8 @@ COMPILE_OR_SHARD = [
 
 def _refused_arguments(folder):
     for changes, words in COMPILE_OR_SHARD:
-        training.as_started_by_torchrun()
-        args = training.arguments(folder, **changes)
-        model = prepare(training.llama(), options=training.OPTIONS)
         with pytest.raises(zpasses.OptionError) as caught:
-            transformers.Trainer(model, args)
+            _trainer(folder, **changes)
         assert all(word in str(caught.value) for word in (*words, "zpasses"))
 
 

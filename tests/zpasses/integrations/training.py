@@ -9,9 +9,10 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import Dataset
 
+from tests.models.families import of_transformers
+from tests.models.test_transformers_families import TOKENS, VOCABULARY, WIDTHS
 from zpasses import compat
 
-VOCABULARY = 61  # prime, so not divisible by the number of ranks
 OPTIONS = {"codegen": "eager"}
 
 
@@ -27,52 +28,19 @@ def as_started_by_torchrun():
 
 
 def llama(**changes):
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            **{
-                "vocab_size": VOCABULARY,
-                "hidden_size": 16,
-                "intermediate_size": 24,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "max_position_embeddings": 32,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-                "pad_token_id": 0,
-                **changes,
-            }
-        )
-    )
+    attention = {"num_key_value_heads": 1, "max_position_embeddings": 32}
+    return of_transformers("LlamaForCausalLM", **{**TOKENS, **WIDTHS, **attention, **changes})
 
 
 def t5():
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=VOCABULARY,
-            d_model=16,
-            d_kv=8,
-            d_ff=24,
-            num_layers=1,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-    )
+    widths = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    others = {"vocab_size": VOCABULARY, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    return of_transformers("T5ForConditionalGeneration", **widths, **others)
 
 
 def vit():
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=24,
-            image_size=8,
-            patch_size=4,
-            num_labels=3,
-        )
-    )
+    images = {"image_size": 8, "patch_size": 4, "num_labels": 3}
+    return of_transformers("ViTForImageClassification", **WIDTHS, **images)
 
 
 class Samples(Dataset):
@@ -94,26 +62,17 @@ class Samples(Dataset):
 
 
 def arguments(folder, kind=transformers.TrainingArguments, **changes):
-    return kind(
-        **{
-            "output_dir": str(folder),
-            "use_cpu": True,
-            "ddp_backend": "gloo",
-            "ddp_find_unused_parameters": False,
-            "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 2,
-            "max_steps": 3,
-            "learning_rate": 1e-2,
-            "max_grad_norm": 0.5,
-            "logging_steps": 1,
-            "logging_nan_inf_filter": False,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "dataloader_pin_memory": False,
-            **changes,
-        }
-    )
+    device = {"use_cpu": True, "ddp_backend": "gloo", "dataloader_pin_memory": False}
+    device |= {"ddp_find_unused_parameters": False}
+    steps = {"max_steps": 3, "learning_rate": 1e-2, "max_grad_norm": 0.5}
+    steps |= dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 2)
+    said = {"logging_steps": 1, "logging_nan_inf_filter": False, "disable_tqdm": True}
+    said |= {"save_strategy": "no", "report_to": "none"}
+    return kind(str(folder), **{**device, **steps, **said, **changes})
+
+
+QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+"""Arguments of Lightning's Trainer."""
 
 
 def quiet(trainer):

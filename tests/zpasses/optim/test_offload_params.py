@@ -23,8 +23,6 @@ from zpasses.optim import parameter_plan
 from zpasses.option_values import parse_size
 from zpasses.testing import capture_graphs, capture_ranks, fake_world
 
-TARGET = "h100,tflops=1"
-
 
 class Net(nn.Module):
     """Layers whose matrices are frozen, with a small trained part each, as with adapters."""
@@ -46,15 +44,15 @@ def offloaded(model, mesh, **options):
     zpasses.offload_parameters(model, **options)
 
 
-def captured(pipeline="zero3", capture=capture_graphs, layers=4, width=256, **options):
-    return capture(
-        Net(layers, width),
-        (torch.randn(8 * width, width),),
-        world_size=2,
-        pipeline=pipeline,
-        shard=offloaded,
-        options={"target": TARGET, **options},
-    )
+def captured_of(net, shard, pipeline, capture=capture_graphs, layers=4, width=256, **options):
+    """The graphs of a net of this many layers of a width, on a slow device of two ranks."""
+    about = {"pipeline": pipeline, "options": {"target": "h100,tflops=1", **options}}
+    x = (torch.randn(8 * width, width),)
+    return capture(net(layers, width), x, world_size=2, shard=shard, **about)
+
+
+def captured(pipeline="zero3", **options):
+    return captured_of(Net, offloaded, pipeline, **options)
 
 
 def graphs_of(found):

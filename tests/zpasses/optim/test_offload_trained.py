@@ -11,6 +11,7 @@ from torch import nn
 import zpasses
 from tests.host_stream import HostStream
 from tests.streams import assert_each_wait_is_needed
+from tests.zpasses.optim.test_offload_params import captured_of
 from zpasses import MemoryBudgetError, OptionError, ShardingError, ZpassesError
 from zpasses.cost.memory import device_memory
 from zpasses.graph.dialect import TO_HOST
@@ -29,7 +30,6 @@ from zpasses.sdma.platform import register_platform
 from zpasses.sdma.saved_arenas import SavedArenas, gradients, host, like_on_host
 from zpasses.testing import capture_graphs, capture_ranks, fake_world
 
-TARGET = "h100,tflops=1"
 MATRIX, BIAS = 32 * 64 * 4, 32 * 4
 """Bytes of a shard, on two ranks."""
 
@@ -53,15 +53,8 @@ def offloaded(model, mesh, **options):
     zpasses.offload_parameters(model, trained=True, **options)
 
 
-def captured(pipeline="zero3", capture=capture_graphs, layers=4, width=256, **options):
-    return capture(
-        Net(layers, width),
-        (torch.randn(8 * width, width),),
-        world_size=2,
-        pipeline=pipeline,
-        shard=offloaded,
-        options={"target": TARGET, **options},
-    )
+def captured(pipeline="zero3", **options):
+    return captured_of(Net, offloaded, pipeline, **options)
 
 
 # --- what is moved --------------------------------------------------------------------------------

@@ -20,37 +20,26 @@ from zpasses.testing import run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
 
+FORMS = [{}, {"foreach": True}]
+FUSED = [*FORMS, {"fused": True}]
 EXACT = {
-    "SGD": (
-        optim.SGD,
-        [{}, {"foreach": True}, {"fused": True}, {"momentum": 0.9, "nesterov": True}],
-    ),
-    "Adam": (optim.Adam, [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}]),
-    "AdamW": (optim.AdamW, [{}, {"foreach": True}, {"fused": True}]),
-    "NAdam": (optim.NAdam, [{}, {"foreach": True}]),
-    "RAdam": (optim.RAdam, [{}, {"foreach": True}]),
-    "Adamax": (optim.Adamax, [{}, {"foreach": True}]),
-    "Adadelta": (optim.Adadelta, [{}, {"foreach": True}]),
-    "Adagrad": (optim.Adagrad, [{}, {"foreach": True}, {"fused": True}]),
-    "RMSprop": (optim.RMSprop, [{}, {"foreach": True}, {"momentum": 0.9, "centered": True}]),
-    "ASGD": (optim.ASGD, [{}, {"foreach": True}]),
+    "SGD": (optim.SGD, [*FUSED, {"momentum": 0.9, "nesterov": True}]),
+    "Adam": (optim.Adam, [*FUSED, {"amsgrad": True}]),
+    "RMSprop": (optim.RMSprop, [*FORMS, {"momentum": 0.9, "centered": True}]),
+    **{name: (getattr(optim, name), FUSED) for name in ("AdamW", "Adagrad")},
+    **{
+        name: (getattr(optim, name), FORMS)
+        for name in ("NAdam", "RAdam", "Adamax", "Adadelta", "ASGD")
+    },
 }
 """Optimizers of torch that work on DTensors -> their variants."""
 
 OURS = {
-    "Rprop": (zpasses.optim.Rprop, optim.Rprop, [{}, {"foreach": True}, {"maximize": True}]),
-    "Adafactor": (
-        zpasses.optim.Adafactor,
-        optim.Adafactor,
-        [{}, {"weight_decay": 0.1, "eps": (1e-5, 1e-2), "d": 1.2}, {"maximize": True}],
-    ),
-    "Muon": (
-        zpasses.optim.Muon,
-        optim.Muon,
-        [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.3}],
-    ),
+    "Rprop": [{}, {"foreach": True}, {"maximize": True}],
+    "Adafactor": [{}, {"weight_decay": 0.1, "eps": (1e-5, 1e-2), "d": 1.2}, {"maximize": True}],
+    "Muon": [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.3}],
 }
-"""Optimizers of zpasses, and those of torch that they replace."""
+"""Optimizers of zpasses that replace those of torch -> their variants."""
 
 
 class Net(nn.Module):
@@ -108,9 +97,9 @@ def test_optimizers_of_torch_are_exact(which):
 @on_ranks(3)
 def test_optimizers_of_zpasses_are_exact(which):
     """Also with parameters in them that are not sharded."""
-    ours, theirs, variants = OURS[which]
+    ours, theirs = getattr(zpasses.optim, which), getattr(optim, which)
     atol = 1e-5 if which == "Adafactor" else 1e-6
-    for options in variants:
+    for options in OURS[which]:
         _compare(which, ours, theirs, options, atol)
     _compare(which, ours, theirs, {}, 1e-5, ignores=True)
 
@@ -118,7 +107,7 @@ def test_optimizers_of_zpasses_are_exact(which):
 def _save(which, folder):
     torch.manual_seed(0)
     model = zpasses.shard(Net(), mesh=world_mesh())
-    optimizer = OURS[which][0](_params(model, which), lr=0.05)
+    optimizer = getattr(zpasses.optim, which)(_params(model, which), lr=0.05)
     _steps(model, optimizer, range(2))
     sharded = [
         value
@@ -135,7 +124,7 @@ def _save(which, folder):
 
 def _resume(which, folder):
     model = zpasses.shard(Net(), mesh=world_mesh())
-    optimizer = OURS[which][0](_params(model, which), lr=0.05)
+    optimizer = getattr(zpasses.optim, which)(_params(model, which), lr=0.05)
     zpasses.load_training_state(folder, model, optimizer)
     _steps(model, optimizer, range(2, 4))
     return zpasses.full_state_dict(model)

@@ -171,19 +171,10 @@ def test_a_part_has_the_names_of_its_parameters():
 
 # --- sizes ----------------------------------------------------------------------------------------
 def test_sizes_are_read_and_written():
-    assert [parse_size(text, "") for text in ("0B", "2KiB", "1.5 MiB", "3GiB")] == [
-        0,
-        2 << 10,
-        3 << 19,
-        3 << 30,
-    ]
-    assert [format_size(n) for n in (0, 512, 1536, 5 << 20, 3 << 40)] == [
-        "0 B",
-        "512 B",
-        "1.5 KiB",
-        "5 MiB",
-        "3072 GiB",
-    ]
+    read = {"0B": 0, "2KiB": 2 << 10, "1.5 MiB": 3 << 19, "3GiB": 3 << 30}
+    assert {text: parse_size(text, "") for text in read} == read
+    written = {0: "0 B", 512: "512 B", 1536: "1.5 KiB", 5 << 20: "5 MiB", 3 << 40: "3072 GiB"}
+    assert {size: format_size(size) for size in written} == written
 
 
 @pytest.mark.parametrize("text", ["5%", "+1GiB", "2GB", "", "GiB", 1024, None])

@@ -1,10 +1,8 @@
 """The heartbeat of a process ends with it."""
 
-import subprocess
-import sys
-
 import pytest
 
+from tests.programs import start_python
 from zpasses.ranks import heartbeat
 
 PROGRAM = """
@@ -22,7 +20,7 @@ heartbeat._hearts[0]._stopped.wait(0.05)
 @pytest.mark.slow(quick="tests/zpasses/ranks/test_heartbeat.py")
 def test_process_that_exits_during_a_heartbeat_ends_normally():
     """An interpreter that exits kills its daemon threads, for which C++ would abort the process."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    done = start_python("-c", PROGRAM)
     assert done.returncode == 0, done.stderr
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from tests.cases import some_quick
 from tests.fake_mori import Settings, installed
 from zpasses.dumps import read
+from zpasses.inspect.overview_page import list_view
 from zpasses.inspect.view import Text
-from zpasses.inspect.views import list_view
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 PLAIN = "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=nothing}"

@@ -223,14 +223,9 @@ def test_moves_copies_and_records_of_a_state_dict():
 
 # --- graphs ---------------------------------------------------------------------------------------
 def captured(pipeline="zero3", format="nf4", **options):
-    return capture_graphs(
-        Net(),
-        (torch.randn(8, WIDTH),),
-        world_size=2,
-        pipeline=pipeline,
-        shard=lambda net, mesh: encoded(net, mesh, format),
-        options=options,
-    )
+    x, about = (torch.randn(8, WIDTH),), {"pipeline": pipeline, "options": options}
+    about["shard"] = lambda net, mesh: encoded(net, mesh, format)
+    return capture_graphs(Net(), x, world_size=2, **about)
 
 
 @pytest.mark.parametrize("pipeline", some_quick(["zero3", "zero2"], ["zero3"]))

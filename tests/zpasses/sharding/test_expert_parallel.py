@@ -70,17 +70,11 @@ def _train(stage=3, dtensors=True, along=None, windows=1, clip=None):
             full = torch.cat(parts)
         return full
 
-    assert_trains_as(
-        plain,
-        model,
-        token_batches(STEPS, 4 * windows),
-        dist.get_rank(),
-        {"zero_stage": stage, "backwards_per_step": windows} if stage else None,
-        windows=windows,
-        clip=clip,
-        clip_grad_norm_=zpasses.clip_grad_norm_,
-        collect=collect,
-    )
+    options = {"zero_stage": stage, "backwards_per_step": windows} if stage else None
+    how = {"clip_grad_norm_": zpasses.clip_grad_norm_, "collect": collect}
+    batches = token_batches(STEPS, 4 * windows)
+    given = (plain, model, batches, dist.get_rank(), options)
+    assert_trains_as(*given, windows=windows, clip=clip, **how)
 
 
 @pytest.mark.slow(quick="test_experts_as_plain_parameters")

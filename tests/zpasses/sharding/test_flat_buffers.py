@@ -3,7 +3,6 @@
 import copy
 import gc
 import json
-import subprocess
 import sys
 
 import pytest
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zpasses
 from tests.graphs import few_examples
 from tests.on_ranks import on_ranks
+from tests.programs import start_python
 from tests.zpasses.models import (
     Odd,
     Tied,
@@ -357,8 +357,7 @@ for ranks, pack_mb in json.loads(sys.argv[1]):
 def test_sharding_never_holds_a_second_copy_of_the_model():
     # (ranks, MiB of a group): most MiB on top of the model's 256.
     expected = {(1, None): 32, (1, 64): 64, (4, None): 8, (4, 16): 16}
-    command = [sys.executable, "-c", _PEAK, json.dumps(list(expected))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    done = start_python("-c", _PEAK, json.dumps(list(expected)))
     assert done.returncode == 0, done.stderr
     for ((ranks, _), most), line in zip(expected.items(), done.stdout.splitlines(), strict=True):
         peak, rest = map(float, line.split())

@@ -53,16 +53,11 @@ def _train(schedule, explicit=False, stage=3, most=MICRO_BATCHES, tp=1):
     zpasses.shard(model, mesh=mesh["dp"])
     options = {"zero_stage": stage, "codegen": "eager"}
     options |= {} if explicit else {"backwards_per_step": most}
-    stages = [
-        PipelineStage(
-            torch.compile(part, backend="zpasses", options=options),
-            number,
-            4 if several else 2,
-            torch.device("cpu"),
-            group=mesh["pp"].get_group(),
-        )
-        for number, part in owned.items()
-    ]
+    count, place = 4 if several else 2, (torch.device("cpu"), mesh["pp"].get_group())
+    stages = []
+    for number, part in owned.items():
+        compiled = torch.compile(part, backend="zpasses", options=options)
+        stages.append(PipelineStage(compiled, number, count, place[0], group=place[1]))
     run = schedule(stages if several else stages[0], MICRO_BATCHES, loss_fn=_loss)
     optim = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     theirs = torch.optim.SGD(reference.parameters(), lr=0.2, momentum=0.9)

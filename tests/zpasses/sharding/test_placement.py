@@ -54,12 +54,8 @@ def test_parameters_are_cut_where_the_function_says(mesh):
     plain = Wide()
     model = zpasses.shard(copy.deepcopy(plain), mesh=mesh, shard_placement_fn=longest)
     params = dict(model.named_parameters())
-    assert {name: param.placements[0] for name, param in params.items()} == {
-        "short": Shard(1),
-        "deep": Shard(2),
-        "bias": Shard(0),
-        "scale": Replicate(),
-    }
+    expected = {"short": Shard(1), "deep": Shard(2), "bias": Shard(0), "scale": Replicate()}
+    assert {name: param.placements[0] for name, param in params.items()} == expected
     assert torch.equal(params["short"].to_local(), plain.short[:, 2:4])
     deep = params["deep"].to_local()
     assert torch.equal(deep, plain.deep[..., 3:6])
@@ -109,19 +105,11 @@ FLAT_BUCKETS = "gather-params,reduce-grads,schedule{plan=one-ahead,mode=flat},fl
 ALL_REDUCE = "gather-params,reduce-grads{form=all_reduce},schedule"
 
 
-@pytest.mark.parametrize(
-    "pipeline",
-    ["zero3-one-ahead", FLAT_BUCKETS, ALL_REDUCE],
-)
+@pytest.mark.parametrize("pipeline", ["zero3-one-ahead", FLAT_BUCKETS, ALL_REDUCE])
 @pytest.mark.slow(quick="test_gradients_equal_those_of_the_unsharded_model")
 def test_passes_deal_with_any_dimension(pipeline):
-    captures = capture_ranks(
-        Wide(),
-        [torch.zeros(3, 7)],
-        world_size=4,
-        shard={"shard_placement_fn": longest},
-        pipeline=pipeline,
-    )
+    about = {"shard": {"shard_placement_fn": longest}, "pipeline": pipeline}
+    captures = capture_ranks(Wide(), [torch.zeros(3, 7)], world_size=4, **about)
     assert_step_equals_reference(captures)
 
 
@@ -167,14 +155,8 @@ def test_gradients_equal_those_of_the_unsharded_model(pack_mb, stage, factor):
     reference = copy.deepcopy(plain)
     for batch in batches:
         (reference(batch) / (factor or mesh.size())).backward()
-    model = zpasses.shard(
-        copy.deepcopy(plain),
-        mesh=mesh,
-        shard_placement_fn=longest,
-        grad_divide_factor=factor,
-        pack_mb=pack_mb,
-    )
-    run = model
+    about = {"shard_placement_fn": longest, "grad_divide_factor": factor, "pack_mb": pack_mb}
+    run = model = zpasses.shard(copy.deepcopy(plain), mesh=mesh, **about)
     if stage:
         options = {"zero_stage": stage, "codegen": "eager"}
         run = torch.compile(model, backend="zpasses", options=options, fullgraph=True)

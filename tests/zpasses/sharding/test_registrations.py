@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import zpasses
 from tests.cases import some_quick
+from tests.models.families import of_transformers
 from tests.on_ranks import needs, on_ranks
 from zpasses.testing import world_mesh
 
@@ -312,19 +313,12 @@ def test_tied_weights_need_equal_layouts():
 @needs("transformers")
 @on_ranks(2)
 def test_tie_weights_of_transformers():
-    import transformers
+    from tests.models.test_transformers_families import TOKENS, WIDTHS
 
     for tied_before in (True, False):
-        config = transformers.LlamaConfig(
-            vocab_size=33,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            tie_word_embeddings=tied_before,
-        )
-        model = _sharded(transformers.LlamaForCausalLM(config))
+        sizes = {**TOKENS, **WIDTHS, "vocab_size": 33}
+        model = of_transformers("LlamaForCausalLM", **sizes, tie_word_embeddings=tied_before)
+        _sharded(model)
         model.config.tie_word_embeddings = True
         model.tie_weights()
         tied = model.model.embed_tokens._parameters["weight"]

@@ -171,48 +171,30 @@ def _complex(mesh):
     return model
 
 
+def _plain(mesh):
+    return nn.Linear(2, 2)
+
+
+def _of(*kind, **options):
+    """A function that makes a module at place 1 of a sequence."""
+    return lambda mesh: nn.Sequential(nn.Linear(2, 2), kind[0](*kind[1:], **options))
+
+
+NUMBER = "expected a floating-point"
 REFUSED = {
-    "rnn": (
-        lambda mesh: nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)),
-        {},
-        r"module 1 \(LSTM\).*'_flat_weights'.*LSTMCell",
-    ),
-    "hidden": (
-        lambda mesh: nn.Sequential(Hides()),
-        {},
-        r"module 0 \(Hides\).*'groups'.*ignored_params",
-    ),
+    "rnn": (_of(nn.LSTM, 2, 2), {}, r"module 1 \(LSTM\).*'_flat_weights'.*LSTMCell"),
+    "hidden": (_of(Hides), {}, r"module 1 \(Hides\).*'groups'.*ignored_params"),
     "twice": (_already_sharded, {}, "Linear is sharded already. Shard a model once"),
     "nothing": (lambda mesh: nn.ReLU(), {}, "ReLU has no parameter to shard"),
     "dtensor": (_dtensor_model, {}, "parameter weight is a DTensor already"),
-    "lazy": (
-        lambda mesh: nn.Sequential(nn.LazyLinear(2)),
-        {},
-        r"parameter 0\.weight has no shape yet.*Run one forward",
-    ),
+    "lazy": (_of(nn.LazyLinear, 2), {}, r"parameter 1\.weight has no shape yet.*Run one forward"),
     "complex": (_complex, {}, "parameter phase is complex.*view_as_real"),
-    "max_norm": (
-        lambda mesh: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)),
-        {},
-        r"module 0 \(Embedding\) has max_norm",
-    ),
-    "sparse": (
-        lambda mesh: nn.Sequential(nn.Embedding(4, 2, sparse=True)),
-        {},
-        r"module 0 \(Embedding\) has sparse gradients",
-    ),
+    "max_norm": (_of(nn.Embedding, 4, 2, max_norm=1), {}, r"module 1 \(Embedding\) has max_norm"),
+    "sparse": (_of(nn.Embedding, 4, 2, sparse=True), {}, r"1 \(Embedding\) has sparse gradients"),
     "script": (lambda mesh: torch.jit.script(nn.Linear(2, 2)), {}, "TorchScript"),
-    "integer dtype": (
-        lambda mesh: nn.Linear(2, 2),
-        {"param_dtype": torch.int8},
-        "param_dtype is torch.int8; expected a floating-point",
-    ),
-    "text dtype": (
-        lambda mesh: nn.Linear(2, 2),
-        {"reduce_dtype": "float32"},
-        "reduce_dtype is 'float32'; expected a floating-point",
-    ),
-    "no mesh": (lambda mesh: nn.Linear(2, 2), {"mesh": 8}, "mesh is a int; expected a DeviceMesh"),
+    "integer": (_plain, {"param_dtype": torch.int8}, f"param_dtype is torch.int8; {NUMBER}"),
+    "text": (_plain, {"reduce_dtype": "float32"}, f"reduce_dtype is 'float32'; {NUMBER}"),
+    "no mesh": (_plain, {"mesh": 8}, "mesh is a int; expected a DeviceMesh"),
 }
 
 
@@ -257,13 +239,10 @@ def test_shard_without_a_process_group_is_refused():
 
 # --- gradients ------------------------------------------------------------------------------------
 def _run(model, stage):
-    return (
-        model
-        if stage is None
-        else torch.compile(
-            model, backend="zpasses", options={"zero_stage": stage, "codegen": "eager"}
-        )
-    )
+    if stage is None:
+        return model
+    options = {"zero_stage": stage, "codegen": "eager"}
+    return torch.compile(model, backend="zpasses", options=options)
 
 
 @pytest.mark.parametrize("stage", some_quick([None, 2, 3], [None, 2]))

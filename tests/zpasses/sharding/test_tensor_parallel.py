@@ -139,18 +139,12 @@ def _train(stage=3, sequence=True, loss_cut=False, windows=1, clip=None):
     plain, mesh = Words(layers=1), mesh_2d()
     model = parallelized(copy.deepcopy(plain), mesh["tp"], sequence=sequence, loss=loss_cut)
     zpasses.shard(model, mesh=mesh["dp"])
-    options = {"zero_stage": stage, "backwards_per_step": windows}
-    assert_trains_as(
-        plain,
-        model,
-        token_batches(STEPS, 2 * windows),
-        mesh["dp"].get_local_rank(),
-        options if stage else None,
-        windows=windows,
-        clip=clip,
-        mode=loss_parallel if loss_cut else contextlib.nullcontext,
-        rtol=1e-5,  # rounding differs between processors, such as one without AVX-512
-    )
+    options = {"zero_stage": stage, "backwards_per_step": windows} if stage else None
+    batches = token_batches(STEPS, 2 * windows)
+    given = (plain, model, batches, mesh["dp"].get_local_rank(), options)
+    how = {"clip": clip, "mode": loss_parallel if loss_cut else contextlib.nullcontext}
+    # Rounding differs between processors, such as one without AVX-512.
+    assert_trains_as(*given, windows=windows, rtol=1e-5, **how)
 
 
 def _whole_state(model):

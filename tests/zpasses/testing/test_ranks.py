@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 import time
 import types
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.programs import start_python
 from zpasses.testing import RanksError, run_in_fresh_ranks, run_on_ranks
 
 pytestmark = pytest.mark.processes
@@ -134,8 +134,7 @@ def answer():
 def _run_script(folder, guard):
     script = folder / "script.py"
     script.write_text(SCRIPT.format(guard=guard))
-    command = [sys.executable, str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    return start_python(script)
 
 
 @pytest.mark.slow(quick="test_every_rank_returns_its_result")
@@ -189,10 +188,7 @@ def test_ranks_meet(x):
 @pytest.mark.slow(quick="test_failed_assertion_shows_the_values")
 def test_a_project_of_its_own_runs_in_parallel(tmp_path):
     (tmp_path / "test_project.py").write_text(PROJECT)
-    command = [sys.executable, "-m", "pytest", "-n", "2"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
-    )
+    done = start_python("-m", "pytest", "-n", "2", cwd=tmp_path)
     assert "1 failed, 3 passed" in done.stdout, done.stdout
     assert re.search(r"AssertionError: too many\nE +assert 3 < 3\n", done.stdout), done.stdout
     assert "def run_on_ranks" not in done.stdout, "the traceback ends in the test"

@@ -22,37 +22,8 @@ from zpasses.inspect.report.payload import payload
 
 __all__ = ["render", "render_pieces"]
 
-_SCRIPTS = (
-    "dom",
-    "model",
-    "rows",
-    "state",
-    "warnings",
-    "modules",
-    "detail",
-    "predicted",
-    "measured",
-    "ranks",
-    "overview",
-    "listing",
-    "pairs",
-    "diff",
-    "pairing",
-    "counterparts",
-    "compare",
-    "dropped",
-    "chart",
-    "memory",
-    "alive",
-    "labels",
-    "timeline",
-    "timeline_modules",
-    "collectives",
-    "collective_folds",
-    "source",
-    "app",
-)
-"""The scripts in the order in which they are concatenated into one."""
+_FIRST, _LAST = ("dom", "model"), "app"
+"""The scripts that define what the others use when they start, and the one that starts the page."""
 
 
 def render(dump: Dump, rank: int | None = None, compile_name: str | None = None) -> str:
@@ -82,20 +53,21 @@ def render_pieces(
     from jinja2 import Environment, select_autoescape
 
     data = payload(dump, rank, compile_name, others, measured)
-    script = '"use strict";\n' + "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    script = '"use strict";\n' + "\n".join(_asset(f"{name}.js") for name in _script_names())
     template = Environment(autoescape=select_autoescape(default=True)).from_string(
         _asset("page.html")
     )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = template.render(
-        title=data["title"],
-        style=_asset("style.css"),
-        script=script,
-        digest=digest,
-        data=_DATA,
-    )
+    about = {"title": data["title"], "style": _asset("style.css"), "data": _DATA}
+    page = template.render(script=script, digest=digest, **about)
     before, _, after = page.partition(_DATA)
     return itertools.chain([before], _inert(data), [after])
+
+
+def _script_names() -> list[str]:
+    found = (each.name for each in files("zpasses.inspect.report").iterdir())
+    names = {each.removesuffix(".js") for each in found if each.endswith(".js")}
+    return [*_FIRST, *sorted(names - {*_FIRST, _LAST}), _LAST]
 
 
 def _asset(name: str) -> str:

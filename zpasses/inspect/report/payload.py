@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zpasses.dumps.format import (
+    Buffer,
     Compile,
     Dump,
     Failure,
@@ -32,7 +33,7 @@ from zpasses.inspect.measured_page import joined_lines, module_times
 from zpasses.inspect.model_sources import parameter_sources
 from zpasses.inspect.node_spans import Schedule, schedule
 from zpasses.inspect.rank_agreement import rank_agreements
-from zpasses.inspect.views import to_json_value
+from zpasses.inspect.shared import to_json_value
 
 FORMAT = 6
 """Version of the page's data. A page reads only reports of the same version."""
@@ -57,16 +58,14 @@ def payload(
     for other, of_rank in others:
         chosen = select_rank(other, of_rank)
         compiles += _compiles(other, names[other.path], chosen, compile_name)
-    return {
-        "format": FORMAT,
-        "title": one_line(f"zpasses report: {dump.path.name}"),
-        "path": one_line(str(dump.path)),
-        "meta": one_line_values(dump.meta),
-        "rank": rank,
-        "ranks": sorted(dump.ranks),
-        "agreement": one_line_values([each.to_json() for each in rank_agreements(dump)]),
-        "compiles": compiles,
+    agreement = one_line_values([each.to_json() for each in rank_agreements(dump)])
+    about = {
+        "title": f"zpasses report: {dump.path.name}",
+        "path": str(dump.path),
+        "meta": dump.meta,
     }
+    ranks = {"rank": rank, "ranks": sorted(dump.ranks), "agreement": agreement}
+    return {"format": FORMAT, **one_line_values(about), **ranks, "compiles": compiles}
 
 
 def _names(paths: Sequence[Path]) -> dict[Path, str]:
@@ -89,12 +88,8 @@ def _compiles(
         for each in dump.ranks[rank].compiles
         if each.folder in chosen or (compile_name is None and each.error is not None)
     ]
-    about = {
-        "dump": one_line(name),
-        "path": one_line(str(dump.path)),
-        "torch": one_line(str(dump.meta.get("torch", ""))),
-        "rank": rank,
-    }
+    texts = {"dump": name, "path": str(dump.path), "torch": str(dump.meta.get("torch", ""))}
+    about = {**one_line_values(texts), "rank": rank}
     return [{**about, **_compile(each, rank, measured)} for each in compiles]
 
 
@@ -105,30 +100,18 @@ def _compile(each: Compile, rank: int, measured: Measured | None) -> dict[str, A
     ]
     info = each.info
     sources = parameter_sources(each)
-    joined = None if measured is None else [one_line(line) for line in joined_lines(measured)]
+    fields = ("name", "world", "state", "codegen", "pipeline", "target", "options")
+    about = {field: getattr(info, field) for field in fields}
+    about["groups"] = {info.group_title(name): ranks for name, ranks in info.groups.items()}
+    parameters = {}
+    for name, param in info.parameters.items():
+        sizes, shape = [param.nbytes, param.shard_bytes], _plain(param.shape)
+        place = _place(sources.get(name), pool)
+        parameters[one_line(name)] = [*sizes, shape, one_line(param.dtype), place]
     return {
-        "name": one_line(info.name),
-        "folder": one_line(each.folder),
-        "world": info.world,
-        "state": one_line(info.state),
-        "codegen": one_line(info.codegen),
-        "pipeline": one_line(info.pipeline),
-        "target": one_line_values(info.target),
-        "joined": joined,
-        "options": one_line_values(info.options),
-        "groups": one_line_values(
-            {info.group_title(name): ranks for name, ranks in info.groups.items()}
-        ),
-        "parameters": {
-            one_line(name): [
-                param.nbytes,
-                param.shard_bytes,
-                _plain(param.shape),
-                one_line(param.dtype),
-                _place(sources.get(name), pool),
-            ]
-            for name, param in info.parameters.items()
-        },
+        **one_line_values({**about, "folder": each.folder}),
+        "joined": None if measured is None else [one_line(line) for line in joined_lines(measured)],
+        "parameters": parameters,
         "error": _failure(each.error),
         "notes": [printable(note) for note in each.notes],
         "sources": {
@@ -179,15 +162,9 @@ def _graph(picked: SelectedGraph, pool: _NodePool, measured: Measured | None) ->
     ran = measured.of(picked) if measured is not None else None
     if ran is not None and graph.last.number is not None:
         steps[seen[graph.last.number]]["measured"] = _measured(ran)
-    return {
-        "name": one_line(graph.name),
-        "of": one_line(graph.of),
-        "about": one_line(variant_text(graph)),
-        "error": _failure(graph.error),
-        "agreements": _plain(graph.agreements),
-        "prediction": _plain(graph.prediction),
-        "steps": steps,
-    }
+    texts = {"name": graph.name, "of": graph.of, "about": variant_text(graph)}
+    about = {"agreements": graph.agreements, "prediction": graph.prediction}
+    return {**_plain({**texts, **about}), "error": _failure(graph.error), "steps": steps}
 
 
 def _step(
@@ -199,13 +176,8 @@ def _step(
         seen: number of each snapshot of earlier steps -> index of the first; this step's is added.
         before: the last snapshot of earlier steps.
     """
-    about = {
-        "index": step.index,
-        "level": one_line(step.level),
-        "after": None if step.after is None else one_line(step.after),
-        "run": _run(step.run),
-        "error": _failure(step.error),
-    }
+    about = one_line_values({"index": step.index, "level": step.level, "after": step.after})
+    about |= {"run": _run(step.run), "error": _failure(step.error)}
     if step.snapshot is None or step.number is None:
         return {**about, "number": None}
     if step.number in seen:
@@ -229,18 +201,14 @@ def _measured(found: MeasuredGraph) -> dict[str, Any]:
     times = {
         key: [_us(each.time_us), _us(each.exposed_us)] for key, each in found.collectives.items()
     }
+    communication = sum(each.time_us for each in found.collectives.values())
+    predicted = sum(found.snapshot.by_id[key].cost_us for key in found.operators)
     rise = found.rise_bytes
     return {
         "runs": found.runs,
         "total": [_us(found.total_us), _us(plan.total_us)],
-        "compute": [
-            _us(sum(found.operators.values())),
-            _us(sum(found.snapshot.by_id[key].cost_us for key in found.operators)),
-        ],
-        "communication": [
-            _us(sum(each.time_us for each in found.collectives.values())),
-            _us(plan.communication_us),
-        ],
+        "compute": [_us(sum(found.operators.values())), _us(predicted)],
+        "communication": [_us(communication), _us(plan.communication_us)],
         "exposed": [_us(found.exposed_us), _us(plan.exposed_us)],
         "rise": None if rise is None else [rise, found.predicted_rise_bytes],
         "collectives": times,
@@ -272,29 +240,17 @@ def _difference(difference: Difference) -> dict[str, list[list[Any]]]:
 
 def _schedule(snapshot: Snapshot) -> dict[str, Any]:
     plan = schedule(snapshot)
-    collectives = [
-        [
-            span.node.id,
-            _us(span.start_us),
-            _us(span.end_us),
-            span.wait.id,
-            span.distance,
-            _us(span.compute_us),
-            [[stall.at.id, _us(stall.start_us), _us(stall.end_us)] for stall in span.stalls],
-        ]
-        for span in plan.collectives
-    ]
-    totals = {
-        "total": plan.total_us,
-        "compute": plan.compute_us,
-        "communication": plan.communication_us,
-        "exposed": plan.exposed_us,
-    }
+    collectives = []
+    for span in plan.collectives:
+        stalls = [[each.at.id, _us(each.start_us), _us(each.end_us)] for each in span.stalls]
+        place = [span.node.id, _us(span.start_us), _us(span.end_us), span.wait.id, span.distance]
+        collectives.append([*place, _us(span.compute_us), stalls])
+    totals = ("total", "compute", "communication", "exposed")
     return {
         "collectives": collectives,
         "launches": plan.launches,
         "odd_spans": _odd_spans(plan),
-        **{key: _us(value) for key, value in totals.items()},
+        **{name: _us(getattr(plan, f"{name}_us")) for name in totals},
     }
 
 
@@ -352,78 +308,43 @@ class _NodePool:
             return known[1]
         if self._names[0] is not snapshot:
             self._names = (snapshot, {each.id: each.name for each in snapshot.nodes})
-        self._states[id(node)] = (
-            node,
-            len(self.rows),
-        )  # keeps the node alive, so that its id() is not reused
+        # The node is kept, so that its id() is not reused.
+        self._states[id(node)] = node, len(self.rows)
         self.rows.append(self._state(node, self._names[1]))
         return len(self.rows) - 1
 
     def _state(self, node: Node, names: dict[int, str]) -> list[Any]:
-        source = node.source
+        source, tag, collective = node.source, node.tag, node.collective
+        tagged = placed = communicates = None
+        if tag is not None:
+            flags = _flags(tag)
+            tagged = self._share(tag.role, tag.bucket, tag.origin, flags, tag.nbytes, tag.note)
         if source is not None:
             self.files.add(source.file)
-        collective = node.collective
+            placed = self._share(source.file, source.line, source.text, source.module)
+        if collective is not None:
+            about = (collective.kind, collective.title, collective.ranks, collective.nbytes)
+            rest = (collective.full_bytes, collective.route, collective.decision)
+            communicates = self._share(*about, *rest)
+        texts = (node.name, node.op, op_text(node.target), _code(node, names), note_text(node))
         return [
             node.id,
-            self._text(node.name),
-            self._text(node.op),
-            self._text(op_text(node.target)),
-            self._text(_code(node, names)),
-            self._text(note_text(node)),
-            self._text(value_text(node.vals)),
-            node.nbytes,
-            [self._text(name) for name in node.params],
-            None
-            if node.tag is None
-            else self._share(
-                self._text(node.tag.role),
-                node.tag.bucket,
-                self._text(node.tag.origin),
-                self._text(_flags(node.tag)),
-                node.tag.nbytes,
-                self._text(node.tag.note),
-            ),
-            None
-            if source is None
-            else self._share(
-                self._text(source.file),
-                source.line,
-                self._text(source.text),
-                self._text(source.module),
-            ),
-            _us(node.cost_us),
-            list(node.inputs),
-            [
-                [
-                    each.nbytes,
-                    each.first,
-                    each.last,
-                    self._text(each.kind),
-                    self._texts(each.params),
-                ]
-                for each in node.buffers
-            ],
-            None
-            if collective is None
-            else self._share(
-                self._text(collective.kind),
-                self._text(collective.title),
-                collective.ranks,
-                collective.nbytes,
-                collective.full_bytes,
-                self._text(collective.route),
-                self._text(collective.decision),
-            ),
+            *map(self._text, (*texts, value_text(node.vals))),
+            *(node.nbytes, self._texts(node.params), tagged, placed, _us(node.cost_us)),
+            *(list(node.inputs), [self._buffer(each) for each in node.buffers], communicates),
             None if node.mark is None else self._text(node.mark.text),
         ]
 
+    def _buffer(self, each: Buffer) -> list[Any]:
+        kind, params = self._text(each.kind), self._texts(each.params)
+        return [each.nbytes, each.first, each.last, kind, params]
+
     def _share(self, *values: Any) -> int:
-        """Number of a row of values in `shared`."""
-        number = self._of_shared.get(values)
-        if number is None:
-            number = self._of_shared[values] = len(self.shared)
-            self.shared.append(values)
+        """Number of a row of values in `shared`, whose texts are numbers, too."""
+        row = tuple(self._text(each) if isinstance(each, str) else each for each in values)
+        number = self._of_shared.setdefault(row, len(self.shared))
+        if number == len(self.shared):
+            self.shared.append(row)
         return number
 
     def _texts(self, texts: Sequence[str]) -> list[int]:
@@ -431,8 +352,7 @@ class _NodePool:
 
     def _text(self, text: str) -> int:
         """Number of a text in `strings`."""
-        number = self._numbers.get(text)
-        if number is None:
-            number = self._numbers[text] = len(self.strings)
+        number = self._numbers.setdefault(text, len(self.strings))
+        if number == len(self.strings):
             self.strings.append(one_line(text))
         return number

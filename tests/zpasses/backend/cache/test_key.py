@@ -155,13 +155,19 @@ def test_worlds_and_ranks_have_keys_of_their_own_and_one_question(plain):
 
 
 @contextlib.contextmanager
-def setting(change, read, value):
-    before = read()
+def setting(name, value):
+    """A setting of torch that has functions to read and to change it."""
+    change = getattr(torch, f"set_{name}")
+    before = getattr(torch, f"get_{name}")()
     change(value)
     try:
         yield
     finally:
         change(before)
+
+
+def returning(module, function, value):
+    return mock.patch.object(module, function, return_value=value)
 
 
 OTHER = {
@@ -189,25 +195,13 @@ def test_the_program_is_part_of_the_key(plain, name):
 STATE = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "no gradients": torch.no_grad,
-    "default dtype": lambda: setting(
-        torch.set_default_dtype, torch.get_default_dtype, torch.float64
-    ),
-    "matmul precision": lambda: setting(
-        torch.set_float32_matmul_precision, torch.get_float32_matmul_precision, "medium"
-    ),
-    "threads": lambda: setting(
-        torch.set_num_threads, torch.get_num_threads, torch.get_num_threads() + 1
-    ),
-    "deterministic": lambda: setting(
-        torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled, True
-    ),
+    "default dtype": lambda: setting("default_dtype", torch.float64),
+    "matmul precision": lambda: setting("float32_matmul_precision", "medium"),
+    "threads": lambda: setting("num_threads", torch.get_num_threads() + 1),
+    "deterministic": lambda: setting("deterministic_debug_mode", "error"),
     "Inductor": lambda: torch._inductor.config.patch(max_fusion_size=3),
-    "sources": lambda: mock.patch.object(
-        key_module, "package_digest", return_value="other sources"
-    ),
-    "environment": lambda: mock.patch.object(
-        torch.backends.cpu, "get_cpu_capability", return_value="another processor"
-    ),
+    "sources": lambda: returning(key_module, "package_digest", "other sources"),
+    "environment": lambda: returning(torch.backends.cpu, "get_cpu_capability", "another one"),
 }
 
 

@@ -60,6 +60,17 @@ SIGNS = {
 }
 
 
+def said_by_cache(folder):
+    """A program begins whose compile cache is in a folder. Returns its messages, which grow."""
+    os.environ["ZPASSES_CACHE_DIR"] = str(folder)
+    events._listeners.clear()  # that of all tests keeps graphs out of the cache
+    messages, log = Messages(), logging.getLogger("zpasses")
+    log.addHandler(messages)
+    log.setLevel(logging.INFO)
+    torch.manual_seed(0)
+    return messages.said
+
+
 def start(
     folder,
     options=None,
@@ -73,15 +84,10 @@ def start(
     reduce_dtype=None,
 ):
     """Train for a few steps; returns the losses, the parameters, and what the cache did."""
-    os.environ["ZPASSES_CACHE_DIR"] = str(folder)
-    events._listeners.clear()  # that of all tests keeps graphs out of the cache
+    said = said_by_cache(folder)
     if patch is not None:
         patch()
-    messages, log = Messages(), logging.getLogger("zpasses")
-    log.addHandler(messages)
-    log.setLevel(logging.INFO)
     torch._dynamo.reset()
-    torch.manual_seed(0)
     model = zpasses.shard(
         Net(), mesh=mesh(), reshard_after_forward=reshard, reduce_dtype=reduce_dtype
     )
@@ -102,7 +108,7 @@ def start(
                 losses.append(step(x).item())
     weights = [param.full_tensor().tolist() for param in model.parameters()]
     losses.append(planned_peak_bytes())  # which a stored graph says, too
-    return losses, weights, messages.said
+    return losses, weights, said
 
 
 def on_fresh_ranks(fn, *args, **kwargs):
