@@ -138,7 +138,7 @@ class Describer:
         """Label of a process group, also of one that was made after the compile started."""
         parent = compat.parent_group(group)
         known = self.labels.get(group) or (
-            self.labels.get(parent, "") and (self.labels[parent] + group[len(parent) :])
+            self.labels.get(parent, "") and (self.labels[parent] + compat.group_suffix(group))
         )
         return known or ""
 

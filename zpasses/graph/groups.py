@@ -27,9 +27,9 @@ def group_labels(known: Mapping[str, str] | None = None) -> dict[str, str]:
 
     The label is the name of the mesh dimension: "dp". Other groups of dimensions of the same name,
     in the order in which they were made, are "dp/2", "dp/3", ...; groups of one rank come last. The
-    label of a second group, which runs gradient reductions, is that of its parent group with the
-    same ending. Ranks that make the same meshes have the same labels, whereas the names of their
-    groups differ. Groups that belong to no mesh have no label.
+    label of a group that a pass made for gradient reductions is that of its parent group with an
+    ending. Ranks that make the same meshes have the same labels, whereas the names of their groups
+    differ. Groups that belong to no mesh have no label.
 
     Args:
         known: `mesh_dimensions` of the meshes in use.
@@ -50,7 +50,7 @@ def group_labels(known: Mapping[str, str] | None = None) -> dict[str, str]:
         for number, name in enumerate(groups, 1):
             labels[name] = dimension if number == 1 else f"{dimension}/{number}"
     return {
-        name: labels[parent] + name[len(parent) :]
+        name: labels[parent] + compat.group_suffix(name)
         for name, parent in parents.items()
         if dimensions.get(parent)
     }
