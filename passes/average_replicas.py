@@ -38,7 +38,8 @@ of one byte (zpasses.graph.encoding), and sends codes of the result to them. The
 the next launch does, or before the first reader. The graph equals, bit for bit, the one whose
 `average_grad` has the argument `encoding`. All replicas get the same values. Averages between nodes
 are the second hop of `reduce-grads{encode=...}`: they are encoded as that pass says, and each rank
-gets its own shard.
+gets its own shard. Their records are larger than shards, so each exchange is awaited where the next
+one has started.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class AverageReplicas(EncodingPass):
                 encoded.append((average, members, reader))
             for average, _, reader in under_way:
                 if order[before] < order[reader]:
-                    average.gather(Editor(graph, before, like=members[0]))
+                    average.advance(Editor(graph, before, like=members[0]))
         for average, members, reader in encoded:
             results = average.results(Editor(graph, reader, like=members[0]))
             for node, result in zip(members, results, strict=True):

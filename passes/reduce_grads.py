@@ -228,40 +228,30 @@ class ReduceGrads(EncodingPass):
 
 
 def _slower_exchanges(graph: fx.Graph) -> list[str]:
-    """Returns what to say of each group over several nodes in which exact reductions are predicted
-    to be faster.
+    """Returns what to say of each group over several nodes in which exact reductions are faster
+    than exchanges in one hop.
+
+    An exact reduction adds up within a node before it crosses the network. So do two hops, which
+    use links within and between nodes at once, for different gradients.
     """
+    traffic: dict[str, Traffic] = {}
+    for node in calls(graph, REDUCE_GRAD):
+        given = ReduceArguments.of(node)
+        if given.encoding is not None:
+            added = Traffic.of(given, given.encoding, group_size(given.group))
+            traffic.setdefault(given.group, Traffic()).add(added)
     target, said = current_target(), []
-    for (group, hops), traffic in _encoded_traffic(graph).items():
+    for group, moved in traffic.items():
         at = Nodes.of(group, target)
-        took, without = traffic.one_hop_us(at, target), traffic.exact_us(at, target)
-        why = "because only exact ones are added up within a node first"
-        if hops == 2:  # those of different gradients run beside each other
-            took = max(traffic.two_hops_us(at, target))
-            why = "because the links within a node are no faster than the network"
+        took, without = moved.one_hop_us(at, target) / 1e3, moved.exact_us(at, target) / 1e3
         if at.nodes > 1 and took > without:
             said.append(
                 f"the encoded gradients of {at.ranks} ranks on {at.nodes} nodes are predicted to "
-                f"take {took / 1e3:.3g} ms, and {without / 1e3:.3g} ms if they were exact, {why}. "
-                "Leave encode out, or shard within nodes and give average-replicas.encode "
-                "(docs/encoding.md)."
+                f"take {took:.3g} ms, and {without:.3g} ms if they were exact, because only exact "
+                "ones are added up within a node first. Leave encode out, or shard within nodes "
+                "and give average-replicas.encode (docs/encoding.md)."
             )
     return said
-
-
-def _encoded_traffic(graph: fx.Graph) -> dict[tuple[str, int], Traffic]:
-    """Returns the encoded gradients by group and number of hops."""
-    found: dict[tuple[str, int], Traffic] = {}
-    for node in calls(graph, REDUCE_GRAD):
-        given, average, hops = ReduceArguments.of(node), _average_of(node), 1
-        group, encoding = given.group, given.encoding
-        if average is not None and is_second_hop(average):
-            # Blocks of all ranks of the group, padded.
-            group, hops, encoding = compat.parent_group(group), 2, str(average.args[3])
-        if encoding is not None:
-            traffic = Traffic.of(given, encoding, group_size(group))
-            found.setdefault((group, hops), Traffic()).add(traffic)
-    return found
 
 
 @functools.cache

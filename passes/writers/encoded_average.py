@@ -69,12 +69,16 @@ class EncodedAverage:
         )
         self._tag_start(self._exchange, packed)
         self._gather: fx.Node | None = None
+        self._own: list[fx.Node] = []
 
-    def gather(self, edit: Editor) -> None:
-        """Awaits the exchange, and starts to gather the averages, if there is anything to gather
-        and it was not called before.
+    def advance(self, edit: Editor) -> None:
+        """Awaits the exchange, and starts to gather the averages if all ranks get them. Further
+        calls do nothing.
         """
-        if self._gather is not None or self._scatters:
+        if self._gather is not None or self._own:
+            return
+        if self._scatters:
+            self._own = self._own_parts(edit)
             return
         means = []
         for each, records in zip(self._members, self._parts(edit, self._exchange), strict=True):
@@ -92,9 +96,9 @@ class EncodedAverage:
 
     def results(self, edit: Editor) -> list[fx.Node]:
         """Awaits the last launch, and returns the averages in the order of the members."""
+        self.advance(edit)
         if self._scatters:
-            return self._own_parts(edit)
-        self.gather(edit)
+            return self._own
         assert self._gather is not None
         made = []
         for each, records in zip(self._members, self._parts(edit, self._gather), strict=True):

@@ -17,7 +17,7 @@ that it would send in one hop, and a value is rounded once per node and not once
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,10 +50,9 @@ class ReduceArguments:
     @classmethod
     def of(cls, node: fx.Node) -> ReduceArguments:
         given = named_arguments(node, REDUCE_GRAD)
-        *arguments, group, encoding = (
-            given.get(each.name) for each in REDUCE_GRAD._schema.arguments
-        )
-        return cls(*arguments, compat.group_name(group), encoding)  # type: ignore[arg-type]
+        values: list[Any] = [given.get(each.name) for each in REDUCE_GRAD._schema.arguments]
+        found = cls(*values)
+        return replace(found, group=compat.group_name(found.group))
 
     @property
     def between(self) -> torch.dtype:

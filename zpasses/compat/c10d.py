@@ -191,7 +191,7 @@ def _set_timeout(group: dist.ProcessGroup, device: torch.device, limit: timedelt
 
 
 # --- groups that are made of others ---------------------------------------------------------------
-_DERIVED = re.compile(r"(.+)(\.(?:reductions|in_node|across_nodes))(?:_\d+)?(-\d+)?")
+_DERIVED = re.compile(r"(.+)(\.(?:reductions|in_node|across_nodes))(?:_\d+_\d+)?(-\d+)?")
 
 # torch holds the groups that exist, so a group that was made of another is forgotten where it was
 # destroyed.
@@ -305,7 +305,7 @@ def make_node_group(
 
 def node_group_name(name: str, kind: str, ranks: Sequence[int], number: int) -> str:
     """Returns the name of what `make_node_group` makes, which no other group has."""
-    return f"{name}.{kind}_{ranks[0]}" + (f"-{number}" if number else "")
+    return f"{name}.{kind}_{ranks[0]}_{ranks[-1]}" + (f"-{number}" if number else "")
 
 
 def node_group_exists(name: str) -> bool:

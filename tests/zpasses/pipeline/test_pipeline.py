@@ -209,6 +209,7 @@ CHANGED = {
     "gathers": "all",
     "rows": "on",
     "feedback": "on",
+    "hops": "two",
 }
 
 
@@ -220,7 +221,12 @@ CHANGED = {
 def test_uuid_changes_with_every_option(cls):
     for option in field_types(cls):
         encodes = {"encode": "int8"}
-        needs = {"block": encodes, "feedback": encodes, "cap_mb": {"plan": "single"}}
+        needs = {
+            "block": encodes,
+            "feedback": encodes,
+            "hops": encodes,
+            "cap_mb": {"plan": "single"},
+        }
         needs = needs.get(option, {})
         changed = dataclasses.replace(cls(), **{option: CHANGED[option], **needs})
         assert cls(**needs).uuid() != changed.uuid(), option
