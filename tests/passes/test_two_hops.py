@@ -1,6 +1,7 @@
 """`reduce-grads{encode=...,hops=...}` over several nodes: graphs, choices and values."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import zpasses
 from tests.cases import some_quick
 from tests.graphs import Param, expect_listing, few_examples
-from zpasses import OptionError, Pipeline, compat
+from tests.on_ranks import on_ranks
+from zpasses import AgreementError, OptionError, Pipeline, compat
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.roofline import ring_collective_us
 from zpasses.cost.time.step_time import collective_timing, step_time
@@ -291,6 +293,25 @@ def test_groups_are_made_once():
         assert compat.group_ranks(first.across) == [1, 5]
         assert {compat.parent_group(each) for each in vars(first).values()} == {"0"}
         assert node_groups("0", 2).inside == "0.in_node_4_5"
+
+
+@on_ranks(2)
+def test_groups_between_nodes_on_real_ranks():
+    name = torch.distributed.group.WORLD.group_name
+    lost = mock.patch("zpasses.compat.make_node_group", side_effect=RuntimeError("lost"))
+    with lost, pytest.raises(AgreementError, match=r"could not connect process group .*lost"):
+        node_groups(name, 1)
+    made = node_groups(name, 1)  # by names that were not tried before
+    assert made == node_groups(name, 1)
+    assert made.across.endswith("across_nodes_0_1-1")
+    # Collectives have the time limit of their group.
+    groups = [compat.process_group(each) for each in (name, made.across)]
+    with compat.limited_timeouts([name], 5.0):
+        found = [compat.collective_timeout(each).total_seconds() for each in groups]
+    assert found == [5.0, 5.0]
+    value = torch.full((2,), float(torch.distributed.get_rank()))
+    total = compat.functional.all_reduce(value, "sum", made.across)
+    assert compat.functional.wait_tensor(total).tolist() == [1.0, 1.0]
 
 
 # --- what the rest of a pipeline does with them ---------------------------------------------------

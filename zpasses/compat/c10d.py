@@ -310,12 +310,12 @@ def node_group_name(name: str, kind: str, ranks: Sequence[int], number: int) -> 
 
 def node_group_exists(name: str) -> bool:
     """Whether `make_node_group` made a group of this name, which was not destroyed."""
-    return name in c10d._world.pg_names.values()
+    return name in group_names()
 
 
 def _live_node_groups(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
     made = _node_groups.get(group, set())
-    return [each for each, name in c10d._world.pg_names.items() if name in made]
+    return [each for each in process_groups() if group_name(each) in made] if made else []
 
 
 def make_zero_sm_group(name: str, zero_name: str, limit: timedelta) -> None:

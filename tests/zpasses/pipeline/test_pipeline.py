@@ -122,6 +122,7 @@ ALONE = {
         "block": st.none(),
         "form": st.just("reduce_scatter"),
         "feedback": st.just("off"),
+        "hops": st.just("auto"),
     },
     Schedule: {"cap_mb": st.none()},
 }
