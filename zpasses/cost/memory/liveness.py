@@ -316,12 +316,12 @@ def scratch_bytes(node: fx.Node, collective: Collective | None = None) -> int:
     if call in ROW_EXCHANGES:
         return collective.nbytes
     if call is AVERAGE_GRAD:
-        given = named_arguments(node, call)
-        if given.get("shard_rows") is None:
+        how = named_arguments(node, call)
+        if how.get("shard_rows") is None:
             return 0
         ranks = group_size(collective.group)
         count = numel(value_of(node.all_input_nodes[0])) // ranks
-        return 2 * ranks * int(Encoding.parse(given["encoding"]).record_bytes(count))
+        return 2 * ranks * int(Encoding.parse(how["encoding"]).record_bytes(count))
     if call.namespace != "_c10d_functional" or not compat.is_gloo(collective.group):
         return 0
     if "all_reduce" in collective.op:
