@@ -28,6 +28,8 @@ from zpasses.passes.writers.two_hops import Nodes
 from zpasses.pipeline.runner import run_passes
 from zpasses.ranks.agree import simulated_answers
 from zpasses.ranks.new_groups import node_groups
+from zpasses.runtime.codegen import eager_codegen
+from zpasses.runtime.flush import GraphLowering
 from zpasses.runtime.grad_slots import grad_slots
 from zpasses.simulate.simulator import simulate
 from zpasses.testing import (
@@ -323,6 +325,15 @@ def test_windows_defer_the_whole_reduction():
     assert slots["p0"].reduction == Reduction(7, F32, F32, "0")
     assert slots["p0"].shape == (7, 20)
     assert slots["p1"].reduction == Reduction(9, F32, None, "0")
+
+
+def test_ranks_without_a_graph_end_a_window_for_the_same_target():
+    """They get the passes as text. With another target, they would take other hops."""
+    pipeline = Pipeline.parse(f"{ENCODE},average-replicas")
+    ours = GraphLowering(pipeline, eager_codegen, target="h100,ranks_per_node=4")
+    theirs = GraphLowering.of(ours.text)
+    assert theirs.text == ours.text != GraphLowering(pipeline, eager_codegen).text
+    assert theirs._target == Target.parse("h100,ranks_per_node=4")
 
 
 def test_memory_counts_full_blocks_on_all_ranks():
