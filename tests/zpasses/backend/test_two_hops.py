@@ -15,8 +15,10 @@ import zpasses
 from tests.on_ranks import on_ranks
 from tests.zpasses.backend.cache.test_warm_start import COLD, start, starts, words
 from zpasses import AgreementError, compat
+from zpasses.dumps import read
 from zpasses.graph.encoding import Encoding, decode, encode
 from zpasses.graph.queries import collectives
+from zpasses.inspect.rank_agreement import rank_agreements
 from zpasses.pipeline.events import observe_graphs
 from zpasses.runtime.windows import grad_state_of
 from zpasses.testing import run_in_fresh_ranks, world_mesh
@@ -234,3 +236,20 @@ def test_ranks_with_other_hops_get_an_error_before_they_communicate(target, said
     assert "trained" not in found
     for each in found[:3]:
         assert re.search(said, each), each
+
+
+# --- dumps ----------------------------------------------------------------------------------------
+def dump_a_step(folder):
+    options = {"pipeline": STAGE3, "codegen": "eager", "target": TARGET}
+    options |= {"dump": folder, "dump_ranks": "all"}
+    model = zpasses.shard(nn.Linear(24, 16, bias=False), mesh=world_mesh())
+    torch.compile(model, backend="zpasses", options=options)(torch.ones(2, 24)).sum().backward()
+
+
+@pytest.mark.slow(quick="test_groups_of_nodes_are_called_alike_on_all_ranks")
+def test_ranks_of_different_nodes_are_found_to_agree(tmp_path):
+    outcomes = run_in_fresh_ranks(dump_a_step, tmp_path, ranks=4, timeout_s=100)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    found = rank_agreements(read(tmp_path))
+    assert "backward" in {each.graph for each in found}
+    assert all(each.alike == ((0, 1, 2, 3),) for each in found)
