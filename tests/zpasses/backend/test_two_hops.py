@@ -90,7 +90,7 @@ class Reference:
         return sent
 
 
-def train(options, backwards, *, feedback=False):
+def train(options, backwards, *, feedback=False, blocks=None):
     """Trains for some steps, compares each with the reference, and returns which groups reduced."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -100,7 +100,11 @@ def train(options, backwards, *, feedback=False):
     given = {"target": TARGET, **options}
     graphs = []
     with observe_graphs(lambda observed: graphs.append((observed.kind, observed.graph))):
-        step = torch.compile(model, backend="zpasses", options=given, fullgraph=True)
+        step = model
+        if blocks is None:
+            step = torch.compile(model, backend="zpasses", options=given, fullgraph=True)
+        else:
+            zpasses.compile_blocks(model, blocks, **given)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(dist.get_rank())
         for _ in range(3):
@@ -167,6 +171,14 @@ TWO_HOPS = {
 @on_ranks(4, timeout_s=280)
 def test_training_equals_plain_torch_bit_for_bit(options, backwards):
     used = train(options, backwards, feedback="feedback" in options["pipeline"])
+    assert {(op.replace("_coalesced", ""), group) for op, group in used} == TWO_HOPS
+
+
+@pytest.mark.inductor
+@SLOW
+@on_ranks(4, timeout_s=280)
+def test_blocks_that_are_compiled_one_by_one_train_alike():
+    used = train({"pipeline": DEFAULT}, 1, blocks="first,last,short")
     assert {(op.replace("_coalesced", ""), group) for op, group in used} == TWO_HOPS
 
 
