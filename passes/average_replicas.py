@@ -20,6 +20,12 @@ After, encode=int8, for each launch
   mine = zpasses.encode(zpasses.decode_mean(wait(s), ...), ...)
   mean_a = zpasses.decode(wait(all_gather(mine, replicate_group)), ...)
 
+After, between nodes (reduce-grads.encode)
+  records = zpasses.encode(sums, ...)
+  s = all_to_all_single(records, ..., across_nodes)
+  gc = mm(..)
+  mean_a = zpasses.decode_mean(wait(s), ...)
+
 Contract: gradients that are awaited together are averaged together, as soon as they are there. They
 share one all-reduce; only over gloo, which copies what shares one, large gradients have one each.
 Averages are awaited before their first reader, mostly the graph's output. They so run beside the
@@ -30,7 +36,10 @@ reduction. Averages go to the host at the end of the graph, each beside the all-
 With `encode`, each replica averages a part of the values in fp32, of which the others send it codes
 of one byte (zpasses.graph.encoding), and sends codes of the result to them. The gather starts where
 the next launch does, or before the first reader. The graph equals, bit for bit, the one whose
-`average_grad` has the argument `encoding`. All replicas get the same values.
+`average_grad` has the argument `encoding`. All replicas get the same values. Averages between nodes
+are the second hop of `reduce-grads{encode=...}`: they are encoded as that pass says, and each rank
+gets its own shard. Their records are larger than shards, so each exchange is awaited where the next
+one has started.
 """
 
 from __future__ import annotations
@@ -60,6 +69,7 @@ from zpasses.graph.queries import (
 from zpasses.graph.tags import REDUCE_ROLES, Tag, add_tag, tag_of
 from zpasses.passes.writers.encode_options import EncodeOptions, EncodingPass
 from zpasses.passes.writers.encoded_average import EncodedAverage, EncodedMember
+from zpasses.passes.writers.two_hops import is_second_hop
 from zpasses.pipeline.passes import Level
 
 aten = torch.ops.aten
@@ -67,7 +77,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AverageReplicas(EncodingPass):
-    """Insert the all-reduces of hybrid sharding."""
+    """Insert the all-reduces of hybrid sharding, and exchanges between nodes."""
 
     name: ClassVar[str] = "average-replicas"
     encoded: ClassVar[compat.OpOverload] = AVERAGE_GRAD
@@ -109,7 +119,7 @@ class AverageReplicas(EncodingPass):
                 encoded.append((average, members, reader))
             for average, _, reader in under_way:
                 if order[before] < order[reader]:
-                    average.gather(Editor(graph, before, like=members[0]))
+                    average.advance(Editor(graph, before, like=members[0]))
         for average, members, reader in encoded:
             results = average.results(Editor(graph, reader, like=members[0]))
             for node, result in zip(members, results, strict=True):
@@ -152,7 +162,7 @@ def _block_rows(average: fx.Node) -> Any:
 def _launches(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node]]]:
     """Returns averages that can start together, and the node before which they start.
 
-    They have one group, dtype and encoding, and nothing but parts of reductions lies between them.
+    They have one group, dtype and form, and nothing but parts of reductions lies between them.
     """
     found: list[tuple[fx.Node, list[fx.Node]]] = []
     together: dict[Any, list[fx.Node]] = {}
@@ -160,7 +170,7 @@ def _launches(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node]]]:
     for node in graph.nodes if calls(graph, AVERAGE_GRAD) else ():
         if node.target is AVERAGE_GRAD:
             value = value_of(node.all_input_nodes[0])
-            key = node.args[2], value.dtype, value.device, _encoding_of(node)
+            key = node.args[2], value.dtype, value.device, _encoding_of(node), is_second_hop(node)
             together.setdefault(key, []).append(node)
         elif not _reads_average(node) and _completes_reduction(node, completing):
             completing.add(node)
@@ -229,12 +239,15 @@ def _start_encoded(
 ) -> EncodedAverage:
     group: Any = members[0].args[2]
     given = [
-        EncodedMember(node.all_input_nodes[0], _params(node), value_of(node).dtype)
+        EncodedMember(
+            node.all_input_nodes[0], _params(node), value_of(node).dtype, value_of(node).shape
+        )
         for node in members
     ]
     edit = Editor(graph, before, like=members[0])
     name = compat.group_name(group)
-    return EncodedAverage(edit, given, encoding, name, AverageReplicas.name)
+    scatters = is_second_hop(members[0])
+    return EncodedAverage(edit, given, encoding, name, AverageReplicas.name, scatters=scatters)
 
 
 def _sharing(

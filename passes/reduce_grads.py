@@ -8,11 +8,11 @@ After, form=reduce_scatter                  After, form=all_reduce
   started = reduce_scatter_tensor(padded)     total = wait_tensor(started)
   block = wait_tensor(started)                mine = slice_copy(total, 0, 3, 6)
   mine = slice_copy(block, 0, 0, 3)
-After, encode=int8
-  records = zpasses.encode(grad, 24, 4, "int8/128")
-  started = all_to_all_single(records, ...)
-  arrived = wait_tensor(started)
-  mine = zpasses.decode_mean(arrived, [3, 8], ...)
+After, encode=int8                          After, encode=int8, on several nodes
+  records = zpasses.encode(grad, ...)         sorted = view(clone(permute(view(grad, ...))))
+  started = all_to_all_single(records)        started = reduce_scatter_tensor(sorted, in_node)
+  arrived = wait_tensor(started)              sums = wait_tensor(started)
+  mine = zpasses.decode_mean(arrived, ...)    mine = zpasses.average_grad(sums, across_nodes)
 
 Contract: the result has the shard's rows and dtype, and owns its memory. A result that is a slice
 of a larger tensor is copied, so the larger tensor can be freed. Casts, padding and slices exist
@@ -23,6 +23,10 @@ each rank the codes of its rows, and sums what it decodes in fp32, in the order 
 equals, bit for bit, the one whose `reduce_grad` has the argument `encoding`. A window of gradient
 accumulation adds up exact gradients, and encodes their sum. With `feedback=on`, the text of the
 encoding says so, and the runtime adds residuals (zpasses.graph.error_feedback).
+
+Over several nodes of several ranks, an exchange can take two hops: exact sums within a node, and
+codes of these between nodes (zpasses.passes.writers.two_hops). `average-replicas` lowers the second
+one, so it needs that pass. The graph equals the one with these two operators of the dialect.
 """
 
 from __future__ import annotations
@@ -30,7 +34,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -38,16 +41,14 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.time.roofline import nodes_of, ring_collective_us
 from zpasses.cost.time.target import current_target
 from zpasses.errors import OptionError
 from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, group_size, rows_per_rank
 from zpasses.graph.encoding import DECODE_MEAN, ENCODE, Encoding
-from zpasses.graph.error_feedback import residuals_of
+from zpasses.graph.error_feedback import planned_residuals
 from zpasses.graph.queries import (
     Editor,
     calls,
-    named_arguments,
     nbytes,
     replace_node,
     value_of,
@@ -55,7 +56,15 @@ from zpasses.graph.queries import (
 from zpasses.graph.tags import Reduction, Tag, add_tag, retag, tag_of
 from zpasses.option_values import format_size
 from zpasses.passes.writers.encode_options import EncodeOptions, EncodingPass
+from zpasses.passes.writers.two_hops import (
+    Nodes,
+    ReduceArguments,
+    Traffic,
+    is_second_hop,
+    write_two_hops,
+)
 from zpasses.pipeline.events import note
+from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Level
 
 aten = torch.ops.aten
@@ -87,9 +96,19 @@ class ReduceGrads(EncodingPass):
     """`on` adds what encoding has lost of a gradient to the parameter's next gradient. On each
     rank, this holds 4 bytes per value of the full parameters whose gradients are encoded. Needs
     `encode`. See docs/encoding.md."""
+    hops: Literal["auto", "one", "two"] = "auto"
+    """How encoded gradients get to the ranks of other nodes. `one` exchanges codes between all
+    ranks. `two` adds up exactly within each node first, and then exchanges codes between nodes,
+    which takes a group over several nodes with several ranks each. `auto` takes what the cost model
+    of the target predicts to be faster. Needs `encode`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.encode is None and self.hops != "auto":
+            raise OptionError(
+                f"pass {self.name!r}: hops={self.hops} without 'encode' has no effect. Give a "
+                "format, such as encode=int8, or leave hops out."
+            )
         if self.encode is not None and self.form == "all_reduce":
             raise OptionError(
                 f"pass {self.name!r}: encode={self.encode} and form=all_reduce exclude each other, "
@@ -105,23 +124,54 @@ class ReduceGrads(EncodingPass):
             feedback=self.feedback == "on",
         )
 
+    @property
+    def facts(self) -> Facts:
+        # The ranks of a group make the groups of its hops together.
+        return replace(super().facts, votes=self.encode is not None and self.hops != "one")
+
     def choose_encoding(self, node: fx.Node, options: EncodeOptions) -> None:
-        grad, rows, _, _, reduce_dtype, group, encoding = arguments = _arguments(node)
-        value = value_of(grad)
-        chosen = options.chosen(value, rows, reduce_dtype or value.dtype, group)
-        if chosen is not None and encoding is None:
-            node.args, node.kwargs = (*arguments[:-1], str(chosen)), {}
+        given = ReduceArguments.of(node)
+        value = value_of(given.grad)
+        chosen = options.chosen(value, given.rows, given.between, given.group)
+        if chosen is None or given.encoding is not None:
+            return
+        given = replace(given, encoding=str(chosen))
+        node.args, node.kwargs = tuple(vars(given).values()), {}
+        at = Nodes.of(given.group, current_target())
+        if self._takes_two_hops(node, given, at):
+            write_two_hops(node.graph, node, at, self.name)
+
+    def _takes_two_hops(self, node: fx.Node, given: ReduceArguments, at: Nodes) -> bool:
+        has_replicas = _average_of(node) is not None
+        if self.hops == "two" and (has_replicas or not at.have_two_hops):
+            target = current_target()
+            found = (
+                "has replicas"
+                if has_replicas
+                else f"has {at.ranks} ranks on {at.nodes} nodes (target {target.name} with "
+                f"{target.ranks_per_node} ranks per node)"
+            )
+            raise OptionError(
+                f"pass {self.name!r}, option 'hops': got two, but process group {given.group!r} "
+                f"{found}; expected several nodes that have the same number of ranks, more than "
+                "one, next to each other, and no replicas. Leave hops out, or set "
+                "ranks_per_node in the option 'target'."
+            )
+        if self.hops == "one" or has_replicas or not at.have_two_hops:
+            return False
+        traffic = Traffic.of(given, str(given.encoding), at.ranks)
+        return self.hops == "two" or traffic.gains_by_two_hops(at, current_target())
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of reductions lowered."""
         self.choose_encodings(graph)
-        found = calls(graph, REDUCE_GRAD)
-        for text in _slower_exchanges(found):
+        for text in _slower_exchanges(graph):
             note(f"{self.name}: {text}")
             _warn_once(f"{self.name}: {text}")
+        found = calls(graph, REDUCE_GRAD)
         for node in found:
             self._lower(graph, node)
-        residuals = residuals_of(graph)
+        residuals = planned_residuals(graph)
         if residuals:
             held = format_size(sum(each.nbytes for each in residuals))
             note(
@@ -131,13 +181,14 @@ class ReduceGrads(EncodingPass):
         return len(found)
 
     def _lower(self, graph: fx.Graph, node: fx.Node) -> None:
-        grad, rows, shard_rows, dtype, reduce_dtype, group, encoding = _arguments(node)
+        given = ReduceArguments.of(node)
+        grad, rows, shard_rows, dtype, reduce_dtype, group, encoding = vars(given).values()
         tag = tag_of(node)
         lowering = _Lowering(
             Editor(graph, before=node),
             tag.params if tag else (grad.name,),
             self.name,
-            str(group),
+            group,
             reduce_dtype,
         )
         value = value_of(grad)
@@ -170,40 +221,32 @@ class ReduceGrads(EncodingPass):
         average = _average_of(node)
         if average is None:
             done = replace(done, reduction=reduction)
-        else:
+        elif not is_second_hop(average):  # which knows the whole reduction
             _complete_tag(average, reduction, whole)
         add_tag(mine, done)
         replace_node(node, mine)
 
 
-def _slower_exchanges(reductions: list[fx.Node]) -> list[str]:
-    """Returns what to say of each group over several nodes in which exact reductions are faster.
+def _slower_exchanges(graph: fx.Graph) -> list[str]:
+    """Returns what to say of each group over several nodes in which exact reductions are faster
+    than exchanges in one hop.
 
-    An exact reduction adds up within a node before it crosses the network. An exchange does not.
+    An exact reduction adds up within a node before it crosses the network. So do two hops, which
+    use links within and between nodes at once, for different gradients.
     """
-    exact: Counter[str] = Counter()
-    encoded: Counter[str] = Counter()
-    for node in reductions:
-        grad, rows, _, _, reduce_dtype, name, encoding = _arguments(node)
-        if encoding is None:
-            continue
-        value, size = value_of(grad), group_size(name)
-        count = rows_per_rank(compat.planned_size(rows), size)
-        count *= math.prod(map(compat.planned_size, value.shape[1:]))
-        exact[name] += size * count * (reduce_dtype or value.dtype).itemsize
-        encoded[name] += size * Encoding.parse(encoding).record_bytes(count)
+    traffic: dict[str, Traffic] = {}
+    for node in calls(graph, REDUCE_GRAD):
+        given = ReduceArguments.of(node)
+        if given.encoding is not None:
+            added = Traffic.of(given, given.encoding, group_size(given.group))
+            traffic.setdefault(given.group, Traffic()).add(added)
     target, said = current_target(), []
-    for name in encoded:
-        ranks = compat.group_ranks(name)
-        nodes = nodes_of(ranks, target)
-        kinds = ("all_to_all", encoded), ("reduce_scatter", exact)
-        took, without = (
-            ring_collective_us(kind, sent[name], len(ranks), target, nodes) / 1e3
-            for kind, sent in kinds
-        )
-        if nodes > 1 and took > without:
+    for group, moved in traffic.items():
+        at = Nodes.of(group, target)
+        took, without = moved.one_hop_us(at, target) / 1e3, moved.exact_us(at, target) / 1e3
+        if at.nodes > 1 and took > without:
             said.append(
-                f"the encoded gradients of {len(ranks)} ranks on {nodes} nodes are predicted to "
+                f"the encoded gradients of {at.ranks} ranks on {at.nodes} nodes are predicted to "
                 f"take {took:.3g} ms, and {without:.3g} ms if they were exact, because only exact "
                 "ones are added up within a node first. Leave encode out, or shard within nodes "
                 "and give average-replicas.encode (docs/encoding.md)."
@@ -214,12 +257,6 @@ def _slower_exchanges(reductions: list[fx.Node]) -> list[str]:
 @functools.cache
 def _warn_once(text: str) -> None:
     _log.warning("%s", text)
-
-
-def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Returns the arguments of a `reduce_grad`, with the default of the last."""
-    given = named_arguments(node, REDUCE_GRAD)
-    return tuple(given.get(each.name) for each in REDUCE_GRAD._schema.arguments)
 
 
 @dataclass

@@ -321,7 +321,8 @@ def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
     cost = planned.cost
     # The planner knows no chains of collectives, so what completes a reduction takes no time.
     averages = replicate_groups(problem.nodes[-1].graph)
-    without = " without the averages over replicas, which are inserted later" if averages else ""
+    later = "without the averages over replicas or nodes, which are inserted later"
+    without = f" {later}" if averages else ""
     by_engine = f"{len(adopted.engines):,} by copy engines; " if problem.has_engines else ""
     return (
         f"{len(problem.jobs) - copies:,} collectives in launches: {gathers:,} of gathers and "

@@ -1,8 +1,9 @@
-"""Writes averages over replicas whose values are encoded: codes are exchanged, averaged, and
-gathered again.
+"""Writes averages over replicas or nodes whose values are encoded: codes are exchanged, averaged,
+and, over replicas, gathered again.
 
 Each replica averages a part of the values in fp32, in the order of replicas, and encodes the
-result. All replicas decode the same codes, so their shards stay equal.
+result. All replicas decode the same codes, so their shards stay equal. Between nodes, each rank
+keeps the part that it averages: its shard.
 """
 
 from __future__ import annotations
@@ -32,17 +33,21 @@ class EncodedMember:
     params: tuple[str, ...]
     dtype: torch.dtype
     """Dtype of the result."""
+    shape: tuple[Any, ...]
+    """Shape of the result."""
 
 
 class EncodedAverage:
-    """The launches of one average: an exchange of records, then a gather of records.
+    """The launches of one average: an exchange of records, then a gather of records if all ranks
+    get the result.
 
     Args:
         edit: where the exchange starts.
         members: gradients that share launches.
         encoding: how their values are encoded.
-        group: process group of the replicas.
+        group: process group of the replicas, or of ranks of different nodes.
         origin: name of the pass.
+        scatters: whether each rank keeps the part that it averages.
     """
 
     def __init__(
@@ -52,8 +57,10 @@ class EncodedAverage:
         encoding: str,
         group: str,
         origin: str,
+        *,
+        scatters: bool,
     ) -> None:
-        self._members, self._encoding = members, encoding
+        self._members, self._encoding, self._scatters = members, encoding, scatters
         self._group, self._origin, self._ranks = group, origin, group_size(group)
         packed = self._packed(edit, [each.source for each in members], self._ranks)
         splits = [value_of(packed).numel() // self._ranks] * self._ranks
@@ -62,10 +69,16 @@ class EncodedAverage:
         )
         self._tag_start(self._exchange, packed)
         self._gather: fx.Node | None = None
+        self._own: list[fx.Node] = []
 
-    def gather(self, edit: Editor) -> None:
-        """Awaits the exchange, and starts to gather the averages, if it was not called before."""
-        if self._gather is not None:
+    def advance(self, edit: Editor) -> None:
+        """Awaits the exchange, and starts to gather the averages if all ranks get them. Further
+        calls do nothing.
+        """
+        if self._gather is not None or self._own:
+            return
+        if self._scatters:
+            self._own = self._own_parts(edit)
             return
         means = []
         for each, records in zip(self._members, self._parts(edit, self._exchange), strict=True):
@@ -82,8 +95,10 @@ class EncodedAverage:
         self._tag_start(self._gather, packed)
 
     def results(self, edit: Editor) -> list[fx.Node]:
-        """Awaits the gather, and returns the averages in the order of the members."""
-        self.gather(edit)
+        """Awaits the last launch, and returns the averages in the order of the members."""
+        self.advance(edit)
+        if self._scatters:
+            return self._own
         assert self._gather is not None
         made = []
         for each, records in zip(self._members, self._parts(edit, self._gather), strict=True):
@@ -92,6 +107,14 @@ class EncodedAverage:
             flat = edit.call(DECODE, records, *arguments)
             self._tagged(flat, "reduced", each.params)
             made.append(edit.call(aten.view.default, flat, list(value.shape)))
+        return made
+
+    def _own_parts(self, edit: Editor) -> list[fx.Node]:
+        made = []
+        for each, records in zip(self._members, self._parts(edit, self._exchange), strict=True):
+            count = self._count(each)
+            how = list(each.shape), count, self._ranks, each.dtype, self._encoding
+            made.append(edit.call(DECODE_MEAN, records, *how))
         return made
 
     def _count(self, member: EncodedMember) -> Any:

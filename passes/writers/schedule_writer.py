@@ -12,6 +12,7 @@ from zpasses.cost.plan.schedule_evaluation import Action, Cost, Plan
 from zpasses.cost.plan.schedule_problem import ScheduleProblem
 from zpasses.cost.time.step_time import Timeline
 from zpasses.cost.time.target import Target
+from zpasses.graph.dialect import AVERAGE_GRAD
 from zpasses.passes.writers.bucket_writer import LaunchNodes, merge_collectives
 from zpasses.passes.writers.route_writer import gather_by_engine
 
@@ -83,8 +84,9 @@ def copied(problem: ScheduleProblem) -> tuple[fx.Graph, ScheduleProblem]:
 
 
 def exact_cost(graph: fx.Graph, problem: ScheduleProblem, target: Target) -> Cost:
-    """Returns the duration and the peak of a graph into which a plan was written. The peak counts
-    what all ranks have (`equal_liveness`).
+    """Returns the duration and the peak of a graph into which a plan was written, without averages
+    that a later pass starts. The peak counts what all ranks have (`equal_liveness`).
     """
-    time = Timeline(graph, target, regrouped=problem.regrouped).run()
+    left_out = {AVERAGE_GRAD}
+    time = Timeline(graph, target, regrouped=problem.regrouped, left_out=left_out).run()
     return Cost(time.total_us, time.waited_us, equal_liveness(graph).peak_bytes)

@@ -212,12 +212,19 @@ def test_records_of_one_launch_are_packed():
     assert sent[0][1].encoding == "int8/128"
 
 
-@pytest.mark.parametrize(("target", "warns"), [("h100", True), ("h100,ranks_per_node=64", False)])
-def test_an_exchange_that_is_slower_than_exact_values_is_said(target, warns, caplog):
+@pytest.mark.parametrize(
+    ("target", "hops", "warns"),
+    [
+        ("h100", "one", True),
+        ("h100", "auto", False),
+        ("h100,ranks_per_node=64", "one", False),
+    ],
+)
+def test_an_exchange_that_is_slower_than_exact_values_is_said(target, hops, warns, caplog):
     """Between nodes of several ranks, an exchange sends all of its bytes over the network."""
     reduce_grads._warn_once.cache_clear()
     with use_target(Target.parse(target)), caplog.at_level("INFO", logger="zpasses"):
         for _ in range(2):
-            lowered(Param((4096, 2048)), world_size=64, encode="int8")
+            lowered(Param((4096, 2048)), world_size=64, encode="int8", hops=hops)
     told = [each for each in caplog.records if "64 ranks on 8 nodes are predicted" in each.message]
     assert [each.levelname for each in told] == ["INFO", "WARNING", "INFO"] * warns

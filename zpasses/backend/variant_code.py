@@ -233,7 +233,10 @@ def _lowering(job: CompileJob) -> Lowering:
         return _with_grad_arenas(codegen(gm, inputs), host_need(gm.graph))
 
     pipeline, verify = job.decided.pipeline, job.options.verify
-    return GraphLowering(pipeline, with_arenas_of_grads, job.listeners, verify=verify)
+    target = job.options.target
+    return GraphLowering(
+        pipeline, with_arenas_of_grads, job.listeners, verify=verify, target=target
+    )
 
 
 # --- variants -------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ __all__ = [
     "group_name",
     "group_names",
     "group_ranks",
+    "group_suffix",
     "is_collective_timeout",
     "is_fake_world",
     "is_gloo",
@@ -35,9 +36,12 @@ __all__ = [
     "low_contention_all_gather",
     "low_contention_reduce_scatter",
     "make_group",
+    "make_node_group",
     "make_second_group",
     "make_zero_sm_group",
     "mesh_dimension",
+    "node_group_exists",
+    "node_group_name",
     "parent_group",
     "process_group",
     "process_groups",
@@ -147,8 +151,8 @@ def limited_timeouts(names: Sequence[str], seconds: float) -> Iterator[None]:
     """Context manager that limits the timeout of collectives of these groups that start inside it.
 
     Timeouts longer than `seconds` become `seconds`. Shorter ones stay as they are. The groups that
-    `make_second_group` and `make_zero_sm_group` make of each get the same timeouts, also if they
-    are made inside.
+    `make_second_group`, `make_node_group` and `make_zero_sm_group` make of each get the same
+    timeouts, also if they are made inside.
     """
     limit, before = timedelta(seconds=seconds), []
     for name in names:
@@ -180,19 +184,22 @@ def _set_timeout(group: dist.ProcessGroup, device: torch.device, limit: timedelt
     """Sets the time limit of a group's collectives on a device, and those of the groups that were
     made of it.
     """
-    for each in (group, _live(_second_groups, group), _live(_zero_sm_groups, group)):
+    made = [_live(_second_groups, group), _live(_zero_sm_groups, group)]
+    for each in (group, *made, *_live_node_groups(group)):
         if each is not None and device in each._device_types:
             cast(Any, each._get_backend(device))._set_default_timeout(limit)
 
 
-# --- second groups --------------------------------------------------------------------------------
-_SECOND = re.compile(r"(.+)\.reductions(?:-\d+)?")
+# --- groups that are made of others ---------------------------------------------------------------
+_DERIVED = re.compile(r"(.+)(\.(?:reductions|in_node|across_nodes))(?:_\d+_\d+)?(-\d+)?")
 
 # torch holds the groups that exist, so a group that was made of another is forgotten where it was
 # destroyed.
 _Made = weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ReferenceType[dist.ProcessGroup]]
 _second_groups: _Made = weakref.WeakKeyDictionary()
 _zero_sm_groups: _Made = weakref.WeakKeyDictionary()
+_node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
+"""A group -> the names of the groups that `make_node_group` made of it."""
 
 
 def second_group_name(name: str, number: int) -> str:
@@ -201,9 +208,22 @@ def second_group_name(name: str, number: int) -> str:
 
 
 def parent_group(name: str) -> str:
-    """Returns the name of the group whose second group this is, or `name` if it is none."""
-    found = _SECOND.fullmatch(name)
+    """Returns the name of the group that `make_second_group` or `make_node_group` made this one of,
+    or `name` if neither did.
+
+    All ranks of the parent run the same collectives on the groups that are made of it. So they vote
+    on the parent about these collectives, too.
+    """
+    found = _DERIVED.fullmatch(name)
     return found.group(1) if found else name
+
+
+def group_suffix(name: str) -> str:
+    """Returns what the name of a group adds to that of its parent, equally on all ranks of the
+    parent; "" for a group that is made of no other.
+    """
+    found = _DERIVED.fullmatch(name)
+    return found.group(2) + (found.group(3) or "") if found else ""
 
 
 def second_group(name: str) -> str | None:
@@ -258,6 +278,44 @@ def make_second_group(name: str, second_name: str, limit: timedelta) -> None:
     ranks, description = dist.get_process_group_ranks(group), f"zpasses: reductions of group {name}"
     second = _make_group(group, second_name, ranks, description, limit)
     _second_groups[group] = weakref.ref(second)
+
+
+def make_node_group(
+    name: str, kind: str, ranks: Sequence[int], number: int, limit: timedelta
+) -> None:
+    """Makes a process group of some ranks of a group: those on one node, or one on each node.
+
+    Its backends and timeouts are those of the group. NCCL connects it in its first collective. All
+    of its ranks must call this at the same time.
+
+    Args:
+        name: the group.
+        kind: "in_node" or "across_nodes".
+        ranks: the ranks of the new group, in the order of the group.
+        number: how many times the group was tried to be made before.
+        limit: how long to wait for the other ranks.
+
+    Raises:
+        RuntimeError: if the other ranks do not come in time.
+    """
+    group, made = process_group(name), node_group_name(name, kind, ranks, number)
+    _make_group(group, made, ranks, f"zpasses: reductions of group {name}", limit)
+    _node_groups.setdefault(group, set()).add(made)
+
+
+def node_group_name(name: str, kind: str, ranks: Sequence[int], number: int) -> str:
+    """Returns the name of what `make_node_group` makes, which no other group has."""
+    return f"{name}.{kind}_{ranks[0]}_{ranks[-1]}" + (f"-{number}" if number else "")
+
+
+def node_group_exists(name: str) -> bool:
+    """Whether `make_node_group` made a group of this name, which was not destroyed."""
+    return name in group_names()
+
+
+def _live_node_groups(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    made = _node_groups.get(group, set())
+    return [each for each in process_groups() if group_name(each) in made] if made else []
 
 
 def make_zero_sm_group(name: str, zero_name: str, limit: timedelta) -> None:

@@ -30,6 +30,7 @@ from zpasses.dumps import format as data
 from zpasses.dumps.buffer_kinds import Contents, buffer_contents, output_contents
 from zpasses.dumps.sources import SourceTable
 from zpasses.graph.dialect import UNSHARD
+from zpasses.graph.groups import label_of
 from zpasses.graph.host_copies import host_copy_of, is_host_wait
 from zpasses.graph.queries import (
     Collective,
@@ -137,11 +138,7 @@ class Describer:
 
     def label(self, group: str) -> str:
         """Label of a process group, also of one that was made after the compile started."""
-        parent = compat.parent_group(group)
-        known = self.labels.get(group) or (
-            self.labels.get(parent, "") and (self.labels[parent] + group[len(parent) :])
-        )
-        return known or ""
+        return self.labels.get(group) or label_of(group, self.labels)
 
 
 class GraphDescriber:

@@ -4,7 +4,8 @@
                      encoding, device, grad_to_host) -> full parameter
     zpasses::reduce_grad(grad, rows, shard_rows, dtype, reduce_dtype, group, encoding)
         -> shard's gradient
-    zpasses::average_grad(grad, dtype, group, encoding) -> shard's gradient, averaged over replicas
+    zpasses::average_grad(grad, dtype, group, encoding, shard_rows)
+        -> shard's gradient, averaged over replicas; with `shard_rows`, between nodes
     zpasses::to_host(grad) -> shard's gradient on the host
 
 Passes lower them to collectives. Their eager implementations are the reference: every lowered graph
@@ -15,6 +16,9 @@ parameter is not split: every rank holds a full copy, and only its gradient comm
 With hybrid sharding, `group` is one replica of the model, and the ranks of `replicate_group` hold
 equal shards in different replicas. `unshard` gathers within its replica and only hands the second
 group on: its backward is `reduce_grad` within the replica, then `average_grad` over replicas.
+
+A pass may write one `reduce_grad` as two hops (`zpasses.passes.writers.two_hops`): `reduce_grad`
+within a node, of rows in another order, then `average_grad` between nodes, which also scatters.
 
 The gradient of a shard that rests on the host goes there at last. `to_host` does not communicate,
 so it is not one of `DIALECT`. `zpasses.sdma.host_memory` runs it.
@@ -50,7 +54,8 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "average_grad(Tensor grad, ScalarType dtype, str group_name, str? encoding=None) -> Tensor",
+    "average_grad(Tensor grad, ScalarType dtype, str group_name, str? encoding=None, SymInt? "
+    "shard_rows=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -297,21 +302,34 @@ def _reduce_grad_fake(
 
 
 def _average_grad(
-    grad: Tensor, dtype: torch.dtype, group_name: str, encoding: str | None = None
+    grad: Tensor,
+    dtype: torch.dtype,
+    group_name: str,
+    encoding: str | None = None,
+    shard_rows: int | None = None,
 ) -> Tensor:
     """Averages the gradient of a shard over the replicas.
 
     Args:
         grad: gradient of the shard, [shard_rows, ...], averaged within this replica. Its dtype is
-            that of the communication and of the sum.
+            that of the communication and of the sum. With `shard_rows`, the gradients of the
+            shards of all ranks of the group, [ranks * block rows, ...], averaged within this node.
         dtype: dtype of the result, the shard's.
         group_name: process group of the ranks that hold equal shards.
         encoding: each rank averages a part of the values, of which the others send it codes, and
             sends codes of the result; None sends exact values. Passes set it.
+        shard_rows: each rank averages and keeps its own block, of which it holds so many rows; None
+            averages equal shards. Passes set it, together with `encoding`.
 
     Returns:
         The gradient of the shard, [shard_rows, ...], in `dtype`; never an alias of `grad`.
     """
+    if shard_rows is not None:
+        if encoding is None:
+            raise ValueError(
+                "average_grad: got shard_rows without an encoding. Use reduce_grad, which is exact."
+            )
+        return _reduce_grad(grad, grad.shape[0], shard_rows, dtype, None, group_name, encoding)
     if is_local_call(AVERAGE_GRAD, grad):
         return grad.to(dtype, copy=True)
     if encoding is not None:
@@ -333,9 +351,14 @@ def _average_encoded(grad: Tensor, dtype: torch.dtype, group_name: str, how: Enc
 
 
 def _average_grad_fake(
-    grad: Tensor, dtype: torch.dtype, group_name: str, encoding: str | None = None
+    grad: Tensor,
+    dtype: torch.dtype,
+    group_name: str,
+    encoding: str | None = None,
+    shard_rows: int | None = None,
 ) -> Tensor:
-    return grad.new_empty(grad.shape, dtype=dtype)
+    rows = grad.shape[:1] if shard_rows is None else (shard_rows,)
+    return grad.new_empty((*rows, *grad.shape[1:]), dtype=dtype)
 
 
 def _unshard_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -415,7 +438,7 @@ def _reduce_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _average_grad_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grad, _, group_name, _ = inputs
+    grad, _, group_name, *_ = inputs
     state: Any = ctx
     state.call = (grad.dtype, group_name)
 
@@ -423,7 +446,7 @@ def _average_grad_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], outpu
 def _average_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     # Every replica uses the average in its own loss, so each gradient is the average of theirs.
     dtype, group_name = ctx.call
-    return (torch.ops.zpasses.average_grad(grad, dtype, group_name), *[None] * 3)
+    return (torch.ops.zpasses.average_grad(grad, dtype, group_name), *[None] * 4)
 
 
 def _to_host_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:

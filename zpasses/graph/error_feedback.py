@@ -27,8 +27,16 @@ import torch
 from torch import fx
 
 from zpasses import compat
+from zpasses.graph.dialect import AVERAGE_GRAD, group_size
 from zpasses.graph.encoding import ENCODE, ENCODE_WITH_FEEDBACK, Encoding
-from zpasses.graph.queries import Editor, append_placeholder, calls, replace_node, value_of
+from zpasses.graph.queries import (
+    Editor,
+    append_placeholder,
+    calls,
+    named_arguments,
+    replace_node,
+    value_of,
+)
 from zpasses.graph.tags import Tag, add_tag, tag_of
 
 
@@ -39,7 +47,8 @@ class Residual:
     param: str
     """Name of the parameter."""
     shape: tuple[int, ...]
-    """[ranks, blocks, values per block]: the full gradient, padded as its blocks are."""
+    """[ranks, blocks, values per block]: the full gradient, padded as its blocks are. Of a
+    reduction in two hops, [nodes, ...]: what the first hop leaves to the rank."""
     number: int = 0
     """Of the gradients of the parameter that the graph encodes, which one it is for."""
 
@@ -55,15 +64,29 @@ def residuals_of(graph: fx.Graph) -> list[Residual]:
     found: list[Residual] = []
     for node in _encodes(graph):
         _, count, parts, how = _arguments(node)
-        param = _tag(node).params[0]
-        number = sum(each.param == param for each in found)
-        found.append(Residual(param, how.residual_shape(count, parts), number))
+        _append(found, _tag(node).params[0], how.residual_shape(count, parts))
     return found
+
+
+def planned_residuals(graph: fx.Graph) -> list[Residual]:
+    """Returns the residuals that a graph will need, also for averages that a later pass encodes."""
+    found: list[Residual] = residuals_of(graph)
+    for node in calls(graph, AVERAGE_GRAD):
+        given = named_arguments(node, AVERAGE_GRAD)
+        if (encoding := given.get("encoding")) and (how := Encoding.parse(encoding)).feedback:
+            parts = group_size(compat.group_name(given["group_name"]))
+            count = value_of(node.all_input_nodes[0]).numel() // parts
+            _append(found, _tag(node).params[0], how.residual_shape(count, parts))
+    return found
+
+
+def _append(found: list[Residual], param: str, shape: tuple[int, ...]) -> None:
+    found.append(Residual(param, shape, sum(each.param == param for each in found)))
 
 
 def residual_bytes(graph: fx.Graph) -> int:
     """Returns the bytes that error feedback of a graph holds on each rank, also between steps."""
-    return sum(each.nbytes for each in residuals_of(graph))
+    return sum(each.nbytes for each in planned_residuals(graph))
 
 
 def add_residual_inputs(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Residual]]:

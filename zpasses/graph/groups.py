@@ -27,9 +27,8 @@ def group_labels(known: Mapping[str, str] | None = None) -> dict[str, str]:
 
     The label is the name of the mesh dimension: "dp". Other groups of dimensions of the same name,
     in the order in which they were made, are "dp/2", "dp/3", ...; groups of one rank come last. The
-    label of a second group, which runs gradient reductions, is that of its parent group with the
-    same ending. Ranks that make the same meshes have the same labels, whereas the names of their
-    groups differ. Groups that belong to no mesh have no label.
+    label of a group that a pass made is from `label_of`. Ranks that make the same meshes have the
+    same labels, whereas the names of their groups differ. Other groups have no label.
 
     Args:
         known: `mesh_dimensions` of the meshes in use.
@@ -49,8 +48,20 @@ def group_labels(known: Mapping[str, str] | None = None) -> dict[str, str]:
         groups.sort(key=lambda name: len(compat.group_ranks(name)) == 1)
         for number, name in enumerate(groups, 1):
             labels[name] = dimension if number == 1 else f"{dimension}/{number}"
-    return {
-        name: labels[parent] + name[len(parent) :]
-        for name, parent in parents.items()
-        if dimensions.get(parent)
-    }
+    labels = {name: label for name, label in labels.items() if dimensions[name]}
+    return {name: label for name in parents if (label := label_of(name, labels))}
+
+
+def label_of(name: str, labels: Mapping[str, str]) -> str:
+    """Returns the label of a process group, "" if it has none.
+
+    A group that a pass made for gradient reductions has the label of its parent, with an ending.
+    Ranks of different nodes have different groups of this kind, so these have the parent's name
+    with the ending if the parent has no label.
+
+    Args:
+        labels: process group -> its label, of parents that have one.
+    """
+    parent = compat.parent_group(name)
+    found = labels.get(parent, parent) + compat.group_suffix(name)
+    return found if found != name or name in labels else ""

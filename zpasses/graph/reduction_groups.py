@@ -60,13 +60,14 @@ def regroup_reductions(graph: fx.Graph, groups: Mapping[str, str]) -> int:
 
 
 def replicate_groups(graph: fx.Graph) -> list[str]:
-    """Returns the process groups over which gradients are averaged between replicas, in order.
+    """Returns the process groups over which gradients are averaged between replicas, in order. For
+    averages between nodes, it is the group that all these ranks are of.
 
     All replicas must reduce in one order. So what the ranks of a replica decide about reductions,
     the ranks of these groups have to agree on as well.
     """
     averages = calls(graph, AVERAGE_GRAD)
-    return list(dict.fromkeys(_group_of(node) for node in averages))
+    return list(dict.fromkeys(compat.parent_group(_group_of(node)) for node in averages))
 
 
 def _group_of(node: fx.Node) -> str:

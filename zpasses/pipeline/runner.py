@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from torch import fx
 
-from zpasses.errors import AgreementError, PassError, raising_line
+from zpasses.errors import AgreementError, OptionError, PassError, raising_line
 from zpasses.graph.queries import collectives, input_nbytes
 from zpasses.graph.verifier import check, check_unchanged
 from zpasses.graph.verifier.versions import PreviousGraph
@@ -74,6 +74,7 @@ def run_passes(
         PassError: if a pass raises or leaves an invalid graph. The message names the pass, and the
             node that is invalid.
         AgreementError: if a vote of a pass fails.
+        OptionError: if an option of a pass does not fit the graph.
     """
     records = []
     before = _Totals.of(graph)
@@ -132,7 +133,7 @@ def run_passes(
 def _rewrite(each: Rewrite, graph: fx.Graph) -> int:
     try:
         changes = each.rewrite(graph)
-    except (PassError, AgreementError):
+    except (PassError, AgreementError, OptionError):
         raise
     except Exception as error:
         where = raising_line(error)

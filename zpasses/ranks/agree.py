@@ -212,6 +212,12 @@ def is_remembered(group: str, remember: str) -> bool:
     return has_other_ranks(group) and remember in group_state(group).answers
 
 
+def forget_answer(group: str, remember: str) -> None:
+    """Forget an answer on which nothing could be built. All ranks of the group must do so."""
+    if has_other_ranks(group):
+        group_state(group).answers.pop(remember, None)
+
+
 def are_remembered(answers: Answers) -> bool:
     """Whether all of these answers are remembered in this process."""
     return all(

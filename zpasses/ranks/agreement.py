@@ -182,8 +182,8 @@ def _line(each: Collective, params: Sequence[str]) -> str:
     """`all_gather_into_tensor(float32[4, 2]) of layers.0.weight`."""
     tensors = ", ".join(_shaped(each))
     reduce_op = f", {each.reduce_op}" if each.reduce_op else ""
-    second = compat.parent_group(each.group) != each.group
-    group = f" on group {each.group!r}" if second else ""
+    made = compat.group_suffix(each.group)  # of a group that a pass made
+    group = f" on group {compat.parent_group(each.group) + made!r}" if made else ""
     of = f" of {', '.join(params)}" if params else ""
     encoded = f" as {each.encoding}" if each.encoding else ""
     return f"{each.op}({tensors}{reduce_op}{encoded}){of}{group}"

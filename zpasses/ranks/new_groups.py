@@ -1,5 +1,6 @@
 """Process groups that the ranks of a group make together, after a vote: second groups, on which
-reductions run beside the all-gathers of the first, and groups of consecutive ranks.
+reductions run beside the all-gathers of the first, groups within and between nodes, and groups of
+consecutive ranks.
 
 The vote gives the new group a name that is equal on all ranks. A rank that does not come is an
 error on the others.
@@ -8,6 +9,7 @@ error on the others.
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
-from zpasses.ranks.agree import exchange, first_two
+from zpasses.ranks.agree import Answers, exchange, first_two, forget_answer
 from zpasses.ranks.group_names import name_group
 from zpasses.ranks.vote import (
     COMPILE_TIMEOUT,
@@ -67,6 +69,85 @@ def reduction_group(name: str) -> str:
     ):
         compat.make_second_group(name, second, limit)
     return second
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """The two process groups of this rank through which the ranks of a group reduce in two hops."""
+
+    inside: str
+    """The ranks of this rank's node."""
+    across: str
+    """The ranks with this rank's place within their nodes, one of each node."""
+
+
+_tried_nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_NODES = re.compile(r"process groups of nodes of (\d+) ranks")
+
+
+def node_groups(name: str, per_node: int) -> NodeGroups:
+    """Returns this rank's groups within its node and between nodes, and makes them at the first
+    call.
+
+    All ranks of the group must come to the first call with the same number. They wait for each
+    other as long as votes do, and again as long while they connect. Later calls exchange nothing.
+
+    Args:
+        name: a process group whose ranks fill one node after the other.
+        per_node: how many of its ranks each node has, a divisor of its size.
+
+    Raises:
+        AgreementError: if a rank does not come, has another number, failed, or ends before the
+            groups are made.
+    """
+    group, limit_s = compat.process_group(name), current_timeout_s()
+    ranks, place = compat.group_ranks(name), group.rank()
+    first, local = place // per_node * per_node, place % per_node
+    question = f"process groups of nodes of {per_node} ranks"
+    tried = _tried_nodes.get(group, 0)
+    number = exchange(name, question, tried, limit_s, remember=question, merge=max)
+    found = []
+    for kind, members in (
+        ("in_node", ranks[first : first + per_node]),
+        ("across_nodes", ranks[local::per_node]),
+    ):
+        made = compat.node_group_name(name, kind, members, number)
+        if not compat.node_group_exists(made):
+            _make_node_group(name, kind, members, number, question)
+        found.append(made)
+    return NodeGroups(*found)
+
+
+def _make_node_group(
+    name: str, kind: str, members: Sequence[int], number: int, question: str
+) -> None:
+    made = compat.node_group_name(name, kind, members, number)
+    limit = timedelta(seconds=current_timeout_s())
+    what = f"process group {made!r}, on which the reductions of group {name!r} run in two hops,"
+    try:
+        with (
+            _connecting(what, members, limit, COMPILE_TIMEOUT),
+            compat.no_dispatch_modes(),  # torch may be compiling
+        ):
+            compat.make_node_group(name, kind, members, number, limit)
+    except AgreementError:
+        # The store keeps the addresses of a group that was tried before, so no name is used twice.
+        _tried_nodes[compat.process_group(name)] = number + 1
+        forget_answer(name, question)
+        raise
+
+
+def restore_node_groups(answers: Answers) -> None:
+    """Makes the groups that a graph of the compile cache communicates over, if there are none.
+
+    All ranks of their parents must come here with the same answers.
+
+    Args:
+        answers: what the votes of the graph's passes came to, which are remembered already.
+    """
+    for group, remembered in answers:
+        if nodes := _NODES.fullmatch(remembered):
+            node_groups(group, int(nodes[1]))
 
 
 def consecutive_ranks(mesh: DeviceMesh, size: int) -> str:

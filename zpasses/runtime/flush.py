@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
+from zpasses.cost.time.target import Target, current_target, use_target
 from zpasses.errors import AgreementError, OptionError, ZpassesError
 from zpasses.graph.dialect import reduction_calls
 from zpasses.graph.encoding import expand_encodings
@@ -46,6 +47,9 @@ _MAX_CACHED_GRAPHS = 8
 """Number of flush graphs whose code is cached, one per set of gradients."""
 
 _TIMEOUT_OPTION = f"{WINDOW_TIMEOUT} or {COMPILE_TIMEOUT}"
+
+_TARGET = "\ntarget "
+"""Stands between the pipeline and the target in the text of a lowering."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,11 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class GraphLowering:
-    """Lowers a flush with the pipeline and the code generation of one compiled graph."""
+    """Lowers a flush with the pipeline and the code generation of one compiled graph.
+
+    Args:
+        target: text of the target that the graph was planned for; None for that of the process.
+    """
 
     def __init__(
         self,
@@ -128,14 +136,24 @@ class GraphLowering:
         events: Events | None = None,
         *,
         verify: Verify = "static",
+        target: str | None = None,
     ) -> None:
         self._pipeline, self._codegen, self._events = pipeline, codegen, events or Events()
+        self._target = Target.parse(target) if target else None
         self._verify: Verify = verify
         self._code: dict[Any, tuple[Callable[[list[Any]], Any], list[Residual]]] = {}
         try:
-            self.text = str(pipeline) if Pipeline.parse(str(pipeline)) == pipeline else ""
+            known = Pipeline.parse(str(pipeline)) == pipeline
         except OptionError:
-            self.text = ""  # other ranks cannot rebuild these passes from text
+            known = False
+        # Other ranks rebuild the passes from this text, if they can.
+        self.text = f"{pipeline}{_TARGET}{target or ''}" if known else ""
+
+    @classmethod
+    def of(cls, text: str) -> GraphLowering:
+        """Returns the lowering of another rank's graph, with eager code."""
+        pipeline, _, target = text.partition(_TARGET)
+        return cls(Pipeline.parse(pipeline), eager_codegen, target=target or None)
 
     def code(
         self,
@@ -155,14 +173,15 @@ class GraphLowering:
                 self._code.clear()
             gm, fakes = flush_graph(entries, totals, shard_rows)
             for level in (Level.JOINT, Level.BACKWARD):
-                run_reported_passes(
-                    self._events,
-                    "flush",
-                    level.value,
-                    gm.graph,
-                    self._pipeline.at(level),
-                    verify=self._verify,
-                )
+                with use_target(self._target or current_target()):
+                    run_reported_passes(
+                        self._events,
+                        "flush",
+                        level.value,
+                        gm.graph,
+                        self._pipeline.at(level),
+                        verify=self._verify,
+                    )
             gm.recompile()
             whole, residuals = add_residual_inputs(gm)
             fakes += map(value_of, residual_inputs(whole.graph))
@@ -382,7 +401,7 @@ def _lowering(params: Sequence[Any], text: str) -> Lowering | None:
         ),
         None,
     )
-    return own or GraphLowering(Pipeline.parse(text), eager_codegen)
+    return own or GraphLowering.of(text)
 
 
 def _reduce_with_dialect(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,13 +140,14 @@ def _uninitialised_is_nan() -> Iterator[None]:
 class _World:
     """Simulated ranks: this rank and its peers in every group that a graph uses.
 
-    Groups of the same ranks are one axis, and groups that share only this rank are two.
+    Groups of the same ranks are one axis, and groups that share only this rank are two. A group may
+    span several axes, such as one over nodes and the groups within and between these.
     """
 
     axes: tuple[tuple[int, ...], ...]
     """Global ranks of the groups along each axis."""
-    axis_of: Mapping[str, int | None]
-    """Group -> its axis; None for groups of one rank."""
+    axes_of: Mapping[str, tuple[int, ...]]
+    """Group -> its axes, the slowest first in the order of its ranks; none for one rank."""
     rank: int
     """This rank's global number."""
 
@@ -153,19 +155,20 @@ class _World:
     def of(cls, graphs: Sequence[fx.Graph]) -> _World:
         names = dict.fromkeys(each.group for graph in graphs for _, each in collectives(graph))
         axes: list[tuple[int, ...]] = []
-        axis_of: dict[str, int | None] = {}
+        axes_of: dict[str, tuple[int, ...]] = {}
         rank = compat.global_rank() if names else 0
-        for name in names:
-            ranks = tuple(compat.group_ranks(name))
-            if len(ranks) > 1 and ranks not in axes:
-                if any(len(set(ranks) & set(axis)) > 1 for axis in axes):
-                    raise PassError(
-                        f"verify='simulate' cannot run a graph whose group {name!r} shares several "
-                        "ranks with another group. Compile this model with verify='static'."
-                    )
+        ranks_of = {name: tuple(compat.group_ranks(name)) for name in names}
+        for name, ranks in sorted(ranks_of.items(), key=lambda each: len(each[1])):
+            if len(ranks) > 1 and not any(len(set(ranks) & set(axis)) > 1 for axis in axes):
                 axes.append(ranks)
-            axis_of[name] = axes.index(ranks) if len(ranks) > 1 else None
-        return cls(tuple(axes), axis_of, rank)
+            found = _spanned(ranks, axes, rank)
+            if found is None:
+                raise PassError(
+                    f"verify='simulate' cannot run a graph whose group {name!r} shares several "
+                    "ranks with another group. Compile this model with verify='static'."
+                )
+            axes_of[name] = found
+        return cls(tuple(axes), axes_of, rank)
 
     @property
     def _coordinates(self) -> list[tuple[int, ...]]:
@@ -181,19 +184,20 @@ class _World:
 
     @property
     def groups(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+        found: dict[str, dict[int, tuple[int, ...]]] = {}
         for number, at in enumerate(self._coordinates):
-            for name in self.axis_of:
-                found.setdefault(self._name(name, at), []).append(number)
-        return found
+            for name, axes in self.axes_of.items():
+                place = tuple(at[i] for i in axes)
+                found.setdefault(self._name(name, at), {})[number] = place
+        return {name: sorted(places, key=places.__getitem__) for name, places in found.items()}
 
     def graphs(self, gm: fx.GraphModule) -> list[fx.GraphModule]:
         """The graph of each simulated rank: the same, on groups of its own."""
         return [self._renamed(gm, at) for at in self._coordinates]
 
     def _name(self, group: str, at: tuple[int, ...]) -> str:
-        axis = self.axis_of[group]
-        return "@".join([group, *(str(c) for i, c in enumerate(at) if i != axis)])
+        axes = self.axes_of[group]
+        return "@".join([group, *(str(c) for i, c in enumerate(at) if i not in axes)])
 
     def _renamed(self, gm: fx.GraphModule, at: tuple[int, ...]) -> fx.GraphModule:
         copied = copy_graph(gm)
@@ -206,6 +210,28 @@ class _World:
             else:
                 node.update_kwarg("group_name", name)
         return copied
+
+
+def _spanned(
+    ranks: tuple[int, ...], axes: Sequence[tuple[int, ...]], own: int
+) -> tuple[int, ...] | None:
+    """Returns the axes that a group spans, the slowest first; None if it spans none exactly."""
+    if len(ranks) == 1:
+        return ()
+    inside = [number for number, axis in enumerate(axes) if set(axis) <= set(ranks)]
+    if math.prod(len(axes[number]) for number in inside) != len(ranks):
+        return None
+    strides = {
+        number: ranks.index(axes[number][1]) - ranks.index(axes[number][0]) for number in inside
+    }
+    order, step, place = sorted(inside, key=lambda number: -strides[number]), 1, ranks.index(own)
+    for number in reversed(order):
+        axis = axes[number]
+        first = place - place // step % len(axis) * step
+        if axis != ranks[first : first + len(axis) * step : step]:
+            return None
+        step *= len(axis)
+    return tuple(order)
 
 
 # --- comparison -----------------------------------------------------------------------------------

@@ -100,6 +100,9 @@ def _reduce_grad(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -
 
 def _average_grad(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     dtype = calls[0]["dtype"]
+    if calls[0].get("shard_rows") is not None:
+        exact = {"rows": inputs[0].shape[0], "reduce_dtype": None}
+        return _reduce_grad(inputs, [{**call, **exact} for call in calls])
     if encoding := calls[0].get("encoding"):
         how, size, (grad, *_) = Encoding.parse(encoding), len(inputs), inputs
         count = -(-grad.numel() // size)

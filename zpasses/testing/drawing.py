@@ -52,7 +52,7 @@ NOT_DRAWN: Mapping[str, Mapping[str, str]] = {
     },
     "average-replicas": _ENCODES,
     "gather-params": _ENCODES,
-    "reduce-grads": {**_ENCODES, "feedback": "needs encode"},
+    "reduce-grads": {**_ENCODES, "feedback": "needs encode", "hops": "needs encode"},
 }
 """Pass -> option, or one value of it, that is never drawn -> the reason."""
 

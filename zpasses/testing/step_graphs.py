@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zpasses import compat
 from zpasses.backend.captured import tag_joint
 from zpasses.backend.per_block import compile_blocks
+from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.dialect import UNSHARD
 from zpasses.graph.queries import copy_graph
 from zpasses.pipeline.events import ObservedGraph, observe_graphs
@@ -131,7 +132,7 @@ def capture_graphs(
             rank=dist.get_rank(),
             world_size=size,
             groups={name: tuple(compat.group_ranks(name)) for name in compat.group_backends()},
-            before=_graphs_before(probes, seen, parsed),
+            before=_graphs_before(probes, seen, parsed, given.get("target")),
             after=StepGraphs(**seen),
             records=tuple(records),
         )
@@ -340,11 +341,15 @@ def _detached_copy(value: Tensor) -> Tensor:
 
 
 def _graphs_before(
-    probes: Mapping[Level, GraphProbe], seen: Mapping[str, fx.GraphModule], pipeline: Pipeline
+    probes: Mapping[Level, GraphProbe],
+    seen: Mapping[str, fx.GraphModule],
+    pipeline: Pipeline,
+    target: str | None,
 ) -> StepGraphs:
     first = {level: probe.seen[0] if probe.seen else None for level, probe in probes.items()}
     if (joint := first[Level.JOINT]) is not None:
-        pipeline.changes_values(joint.graph)
+        with use_target(Target.parse(target)) if target else contextlib.nullcontext():
+            pipeline.changes_values(joint.graph)
     (captured,) = probes[Level.CAPTURED].seen
     if "inference" in seen:
         return StepGraphs(captured, inference=first[Level.JOINT])

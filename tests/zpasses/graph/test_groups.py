@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zpasses import compat
 from zpasses.graph.groups import group_labels, mesh_dimensions
+from zpasses.ranks.new_groups import node_groups
 from zpasses.testing.worlds import fake_world
 
 
@@ -55,6 +56,18 @@ def test_a_mesh_without_names_has_numbers():
         mesh = init_device_mesh("cpu", (2, 2))
         assert list(group_labels().values()) == ["dim_0", "dim_1"]
         assert list(group_labels()) == names(mesh)
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_groups_of_nodes_are_called_alike_on_all_ranks(rank):
+    with fake_world(8, rank):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        for name, label in (("0", "0"), (names(mesh)[1], "shard")):
+            made = node_groups(name, 2)
+            found = group_labels()
+            assert found[made.inside] == f"{label}.in_node"
+            assert found[made.across] == f"{label}.across_nodes"
+        assert "0" not in found
 
 
 def test_a_second_group_is_called_after_its_parent():

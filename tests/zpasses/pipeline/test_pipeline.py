@@ -122,6 +122,7 @@ ALONE = {
         "block": st.none(),
         "form": st.just("reduce_scatter"),
         "feedback": st.just("off"),
+        "hops": st.just("auto"),
     },
     Schedule: {"cap_mb": st.none()},
 }
@@ -209,6 +210,7 @@ CHANGED = {
     "gathers": "all",
     "rows": "on",
     "feedback": "on",
+    "hops": "two",
 }
 
 
@@ -220,7 +222,12 @@ CHANGED = {
 def test_uuid_changes_with_every_option(cls):
     for option in field_types(cls):
         encodes = {"encode": "int8"}
-        needs = {"block": encodes, "feedback": encodes, "cap_mb": {"plan": "single"}}
+        needs = {
+            "block": encodes,
+            "feedback": encodes,
+            "hops": encodes,
+            "cap_mb": {"plan": "single"},
+        }
         needs = needs.get(option, {})
         changed = dataclasses.replace(cls(), **{option: CHANGED[option], **needs})
         assert cls(**needs).uuid() != changed.uuid(), option

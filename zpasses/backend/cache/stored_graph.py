@@ -25,6 +25,7 @@ from zpasses.backend.variant_code import (
     forward_code,
     preload,
 )
+from zpasses.ranks.new_groups import restore_node_groups
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.forward import first_variant
 from zpasses.runtime.forward_variants import ForwardVariant
@@ -71,6 +72,7 @@ def from_cache(
         artifacts.entry.free_bytes = job.free_bytes
         return replace(job, artifacts=artifacts), None
     (graph,) = graphs
+    restore_node_groups(found.entry.answers)
     graph.finish()
     taken = time.perf_counter() - started
     log.info("graph %s: from the compile cache, in %.2f s", job.name, taken)

@@ -57,10 +57,14 @@ class SchedulableCollective:
 
     @property
     def prepared_bytes(self) -> int:
-        """Bytes of its prepared input, and of the scratch memory of its backend."""
+        """Bytes of its prepared input, and of the scratch memory of its backend and of an average
+        that follows.
+        """
         if self.is_host_copy:
             return 0
-        return scratch_bytes(self.started) + sum(map(block_bytes, self.inputs))
+        averages = [node for node in self.results if node.target is AVERAGE_GRAD]
+        scratch = sum(map(scratch_bytes, (self.started, *averages)))
+        return scratch + sum(map(block_bytes, self.inputs))
 
 
 def movable_collectives(graph: fx.Graph) -> list[SchedulableCollective]:

@@ -28,12 +28,16 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.cost.time.fused_kernels import FusedKernels
 from zpasses.graph.aliases import buffer_readers, is_alias, is_view, memory_base, view_base
+from zpasses.graph.dialect import AVERAGE_GRAD, group_size
+from zpasses.graph.encoding import Encoding
 from zpasses.graph.host_copies import RELOAD, RELOAD_WAIT, host_copy_of, is_on_host
 from zpasses.graph.queries import (
     Collective,
     collective_of,
     is_wait,
+    named_arguments,
     nbytes,
+    numel,
     saved_inputs,
     started_by,
     value_of,
@@ -363,7 +367,7 @@ def scratch_bytes(node: fx.Node, collective: Collective | None = None) -> int:
     Over gloo, small tensors are packed, and a reduce-scatter receives a part from every other rank,
     one of them in its output. gloo itself packs the tensors of an all-reduce. A copy engine that
     gathers several tensors in one call packs them, and copies them out of a flat tensor. An
-    exchange of rows packs what it sends.
+    exchange of rows packs what it sends. An average between nodes will exchange records.
 
     Args:
         node: a node that communicates.
@@ -377,6 +381,13 @@ def scratch_bytes(node: fx.Node, collective: Collective | None = None) -> int:
         return collective.nbytes + nbytes(value_of(node)) if several else 0
     if call in ROW_EXCHANGES:
         return collective.nbytes
+    if call is AVERAGE_GRAD:
+        how = named_arguments(node, call)
+        if how.get("shard_rows") is None:
+            return 0
+        ranks = group_size(collective.group)
+        count = numel(value_of(node.all_input_nodes[0])) // ranks
+        return 2 * ranks * int(Encoding.parse(how["encoding"]).record_bytes(count))
     if call.namespace != "_c10d_functional" or not compat.is_gloo(collective.group):
         return 0
     if "all_reduce" in collective.op:

@@ -92,9 +92,17 @@ class Timeline:
         graph: a graph with fake values. The process groups that it names must exist.
         target: hardware that the graph runs on. Copy engines use the target's preferred route.
         regrouped: process groups whose gradient reductions will run on a second group.
+        left_out: operators that count as taking no time.
     """
 
-    def __init__(self, graph: fx.Graph, target: Target, *, regrouped: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        target: Target,
+        *,
+        regrouped: Collection[str] = (),
+        left_out: Collection[object] = (),
+    ) -> None:
         self._of_graph = GraphTimings(graph, target, regrouped)
         self._events: dict[fx.Node, _Event] = {}
         self._by_engine: set[fx.Node] = set()
@@ -102,7 +110,8 @@ class Timeline:
         self._timings: dict[tuple[fx.Node, bool], CollectiveTiming] = {}
         self._nodes = tuple(graph.nodes)
         for node, work in zip(self._nodes, durations_us(self._nodes, target), strict=True):
-            self._add(node, work)
+            if node.target not in left_out:
+                self._add(node, work)
 
     def run(self, engines: Collection[fx.Node] = ()) -> StepTime:
         """Simulates the graph and returns its duration.

@@ -5,7 +5,7 @@ A target is detected from the process (`Target.detect`) or named:
 `Target.parse("mi300x,ranks_per_node=8")`, the environment variable `ZPASSES_TARGET`, or the backend
 option `target`. A named target lets a graph be planned for hardware that this machine does not
 have. Each figure is a prior from a data sheet or a measurement, given in `source`. Figures are only
-used to choose between graphs with equal results.
+used to choose between graphs with equal results, or between one hop and two of encoded gradients.
 """
 
 from __future__ import annotations
