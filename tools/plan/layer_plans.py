@@ -21,6 +21,7 @@ from zpasses.cost.plan.kept_params import (
     fitting_params,
     keepable_params,
 )
+from zpasses.cost.plan.linear_program import can_solve
 from zpasses.cost.plan.list_scheduler import Policy, list_schedule
 from zpasses.cost.plan.offloaded_values import (
     SavedValue,
@@ -169,7 +170,10 @@ class LayerTable:
                         f"{bytes_text(found.peak_bytes)} above what rests between steps. Raise the "
                         "budget, give --host-memory, take a smaller batch, or train on more ranks."
                     )
-        plans = worth_showing((each for each in self._made.values() if _fits(each)), chosen)
+            shown = worth_showing((each for each in self._made.values() if _fits(each)), chosen)
+            plans = [planner.with_least(each) for each in shown]
+        if chosen is not None:
+            chosen = plans[shown.index(chosen)]
         return PlanTable(
             request.function,
             request.world,
@@ -197,7 +201,7 @@ class LayerPlanner:
     """
 
     def __init__(self, trials: StepTrials, layers: int) -> None:
-        self._host_bytes = trials.host_bytes
+        self._trials, self._copies = trials, layers - FEWEST_LAYERS
         found = []
         for graphs in equal_partitions(trials):
             forward, backward = (each.graph for each in graphs)
@@ -240,6 +244,12 @@ class LayerPlanner:
             return parsed.most_bytes
         return parsed.limit_bytes(self._ways[0].step.peak_bytes())
 
+    def with_least(self, point: PlanPoint) -> PlanPoint:
+        """Returns a plan with the least time within its limit, if scipy is there to find it."""
+        if point.limit_bytes is None or not can_solve():
+            return point
+        return replace(point, least_us=self._trials.least_us(point.limit_bytes, self._copies))
+
     def fastest(self, budget: str) -> PlanPoint:
         """Returns the fastest plan within a budget, or that which exceeds it least."""
         limit_bytes = self.limit_bytes(budget)
@@ -263,7 +273,7 @@ class LayerPlanner:
         """Yields ways with values on the host: as few as make it fit, all that are idle at a peak
         above the limit, and some in between.
         """
-        ranked = worthwhile(way.rich, way.values, limit_bytes, self._host_bytes)
+        ranked = worthwhile(way.rich, way.values, limit_bytes, self._trials.host_bytes)
         fewest, most = fewest_that_fit(way.step, ranked, limit_bytes), len(ranked)
         for count in sorted({fewest, (3 * fewest + most) // 4, most} - {0}):
             key = way.activations, tuple(each.name for each in ranked[:count])
