@@ -21,6 +21,7 @@ from zpasses.cost.time.target import Target
 from zpasses.graph.queries import collective_of
 from zpasses.graph.tags import tagged
 from zpasses.inspect.escape import one_line
+from zpasses.inspect.units import bytes_text
 from zpasses.inspect.view import Table
 from zpasses.pipeline.events import listen
 from zpasses.testing import capture_graphs, fake_world
@@ -89,7 +90,7 @@ def test_a_plan_with_memory_of_the_host_shows_what_it_moves():
     assert 0 < lean.host_bytes <= 8 << 20
     assert found.options_of(lean)["host_memory"] == "8MiB"
     text = plan_view(found).text()
-    assert f"{lean.host_bytes >> 20} MiB" in text
+    assert bytes_text(lean.host_bytes) in text
     assert "host: bytes of them that rest there" in text
     assert lean.to_json()["host_bytes"] == lean.host_bytes
     plain = plan_step(dataclasses.replace(request, host_memory=None))
@@ -308,6 +309,14 @@ def table_of(points, stages, memory=None, function="train.py:step"):
         None,
         1.0,
     )
+
+
+def test_small_sizes_have_a_unit_that_fits():
+    found = table_of([(10, 3.0)], [(30, 4.0), (9, 6.0)])
+    plan = dataclasses.replace(found.plans[0], kept_bytes=3 << 10, host_bytes=5 << 30)
+    text = plan_view(dataclasses.replace(found, plans=(plan,), chosen=plan)).text()
+    assert "3 KiB" in text
+    assert "5 GiB" in text
 
 
 def test_without_scipy_the_least_time_is_left_out_and_the_legend_says_what_to_install():

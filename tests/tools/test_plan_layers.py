@@ -33,6 +33,7 @@ def test_estimates_of_six_layers_are_near_the_plans_of_a_capture():
         assert real is not None
         assert each.total_us == pytest.approx(real.total_us, rel=OFF)
         assert each.peak_bytes <= each.limit_bytes
+        assert each.least_us <= min(each.total_us, real.total_us)
 
 
 @pytest.mark.slow(quick="test_further_layers_are_those_of_a_capture")

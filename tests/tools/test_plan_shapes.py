@@ -1,6 +1,7 @@
 """`zpasses plan --mesh auto`: the shapes of hybrid sharding side by side."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -9,7 +10,7 @@ from zpasses.errors import OptionError
 from zpasses.inspect.view import Table
 from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
 from zpasses.tools.cli.main import cli
-from zpasses.tools.plan.plan_table import GraphFigures, PlanPoint, PlanTable, Resting
+from zpasses.tools.plan.plan_table import DeviceUse, GraphFigures, PlanPoint, PlanTable, Resting
 from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point, shape_view
 
 HERE = "tests.tools.test_plan"
@@ -74,11 +75,34 @@ def test_the_fastest_mesh_that_fits_is_chosen():
     assert shapes_of(equal, half).chosen is equal  # less memory, and as fast
 
 
+def test_the_fastest_mesh_with_the_copies_of_states_is_chosen():
+    def mesh_of(name, total_us, copies_us, gib, fits=True):
+        call = "1GiB" if copies_us else None
+        device = DeviceUse(GIB, gib * GIB, 3 * GIB, copies_us, fits, call)
+        return ShapePoint(name, replace(plan_of(total_us, GIB), device=device), None, GIB)
+
+    full = mesh_of("shard=8", 300.0, 0.0, 10)
+    half = mesh_of("replicate=2,shard=4", 200.0, 50.0, 20)
+    most = mesh_of("replicate=4,shard=2", 100.0, 250.0, 20)
+    found = shapes_of(full, half, most, mesh_of("shard=4", 9.0, 0.0, 20, fits=False), optimizer="x")
+    assert found.chosen is half
+    assert half.total_bytes == 20 * GIB
+    text = str(shape_view(found))
+    call = 'zpasses.offload_optimizer(optimizer, device_bytes="1GiB")'
+    assert call in text
+    assert "with copies" in text
+    assert "with AdamW" not in text
+    assert found.to_json()["offload_optimizer"] == call
+    assert shapes_of(half, most, device_bytes=19 * GIB, optimizer="x").chosen is None
+    plans = plans_of(*(each.plan for each in (full, half, most)))
+    assert shape_point("shard=8", plans, 80 * GIB).plan is half.plan
+
+
 def test_nothing_fits():
     large = ShapePoint("shard=8", plan_of(300.0, 90 * GIB), None, GIB)
     found = shapes_of(large)
     assert found.chosen is found.options is None
-    assert "No mesh fits in a device of h100, which has 80 GiB" in str(shape_view(found))
+    assert "No mesh fits in the 80 GiB of a device of h100." in str(shape_view(found))
     none = shapes_of(ShapePoint("shard=8", None, "It needs 3 GiB more.", GIB), memory="1GiB")
     assert "None is chosen. It needs 3 GiB more." in str(shape_view(none))
     assert none.to_json()["shapes"][0]["total_bytes"] is None
@@ -127,6 +151,12 @@ def test_the_command_plans_every_shape():
     for shape in (full, hybrid):
         assert shape["total_bytes"] == shape["plan"]["peak_bytes"] + 3 * shape["shard_bytes"]
     assert [each["chosen"] for each in found["shapes"]].count(True) == 1
+    states = ["--optimizer", "adamw", "--device-memory", "10MiB"]
+    done = CliRunner().invoke(cli, ["plan", f"{HERE}:blocks", *arguments, *small, *states])
+    assert done.exit_code == 0, done.output
+    for shape in json.loads(done.stdout)["shapes"]:
+        assert shape["total_bytes"] == shape["plan"]["device"]["total_bytes"] <= 10 << 20
+        assert shape["plan"]["device"]["resting_bytes"] == 4 * shape["shard_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zpasses.backend.equal_layers import equal_partitions
@@ -21,6 +21,7 @@ from zpasses.cost.plan.kept_params import (
     fitting_params,
     keepable_params,
 )
+from zpasses.cost.plan.linear_program import can_solve
 from zpasses.cost.plan.list_scheduler import Policy, list_schedule
 from zpasses.cost.plan.offloaded_values import (
     SavedValue,
@@ -33,7 +34,7 @@ from zpasses.cost.plan.repeated_layers import (
     RepeatedLayers,
     with_values_on_host,
 )
-from zpasses.cost.plan.schedule_evaluation import evaluate
+from zpasses.cost.plan.schedule_evaluation import Cost, Plan, evaluate
 from zpasses.cost.plan.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.plan.simple_plans import one_ahead_plan, single_plan
 from zpasses.cost.time.target import Target, current_target, use_target
@@ -49,6 +50,39 @@ from zpasses.tools.plan.plan_table import (
     worth_showing,
 )
 from zpasses.tools.plan.sweep import sweep
+
+
+class _Graph:
+    """Forward or backward, and what is known of it whatever the limit."""
+
+    def __init__(self, problem: ScheduleProblem) -> None:
+        self.problem = problem
+
+    @cached_property
+    def bound_us(self) -> float:
+        """What no schedule can beat."""
+        return schedule_bound_us(self.problem)
+
+    @cached_property
+    def simple(self) -> list[tuple[Cost, Plan]]:
+        """The plans that need no search, with what they cost."""
+        plans = one_ahead_plan(self.problem), single_plan(self.problem)
+        return [(evaluate(self.problem, plan), plan) for plan in plans]
+
+    def figures(self, limit_bytes: int) -> GraphFigures:
+        """Returns the figures of the fastest of a few plans within a limit."""
+        plan = list_schedule(self.problem, limit_bytes, Policy(self.bound_us))
+        cost, plan = min(
+            [(evaluate(self.problem, plan), plan), *self.simple],
+            key=lambda each: (max(0, each[0].peak_bytes - limit_bytes), each[0].total_us),
+        )
+        collectives = sum(
+            self.problem.jobs[launch[0]].key.compatibility not in ("offload", "reload")
+            for launch in plan.launches
+        )
+        return GraphFigures(
+            cost.total_us, cost.waited_us, self.bound_us, cost.peak_bytes, collectives
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +105,17 @@ class _Way:
     @cached_property
     def bound_us(self) -> float:
         """What no plan that keeps parameters can beat."""
-        return self.rich.mean_us(lambda problem: schedule_bound_us(problem))
+        return self.rich.mean_us(schedule_bound_us)
+
+    @cached_property
+    def graphs(self) -> tuple[_Graph, _Graph]:
+        """Forward and backward, which keep no parameters."""
+        return _Graph(self.step.forward), _Graph(self.step.backward)
+
+    def least_rank(self, limit_bytes: int) -> tuple[int, float]:
+        """Returns what no plan that keeps no parameters can beat, as in `_rank`."""
+        live = max(int(each.problem.live_bytes.max()) for each in self.graphs)
+        return max(0, live - limit_bytes), sum(each.bound_us for each in self.graphs)
 
     def with_on_host(self, values: Sequence[SavedValue]) -> _Way:
         step, params = with_values_on_host(self.step, values, self.params)
@@ -126,7 +170,10 @@ class LayerTable:
                         f"{bytes_text(found.peak_bytes)} above what rests between steps. Raise the "
                         "budget, give --host-memory, take a smaller batch, or train on more ranks."
                     )
-        plans = worth_showing((each for each in self._made.values() if _fits(each)), chosen)
+            shown = worth_showing((each for each in self._made.values() if _fits(each)), chosen)
+            plans = [planner.with_least(each) for each in shown]
+        if chosen is not None:
+            chosen = plans[shown.index(chosen)]
         return PlanTable(
             request.function,
             request.world,
@@ -154,7 +201,7 @@ class LayerPlanner:
     """
 
     def __init__(self, trials: StepTrials, layers: int) -> None:
-        self._host_bytes = trials.host_bytes
+        self._trials, self._copies = trials, layers - FEWEST_LAYERS
         found = []
         for graphs in equal_partitions(trials):
             forward, backward = (each.graph for each in graphs)
@@ -197,6 +244,12 @@ class LayerPlanner:
             return parsed.most_bytes
         return parsed.limit_bytes(self._ways[0].step.peak_bytes())
 
+    def with_least(self, point: PlanPoint) -> PlanPoint:
+        """Returns a plan with the least time within its limit, if scipy is there to find it."""
+        if point.limit_bytes is None or not can_solve():
+            return point
+        return replace(point, least_us=self._trials.least_us(point.limit_bytes, self._copies))
+
     def fastest(self, budget: str) -> PlanPoint:
         """Returns the fastest plan within a budget, or that which exceeds it least."""
         limit_bytes = self.limit_bytes(budget)
@@ -205,9 +258,10 @@ class LayerPlanner:
         for way in self._ways:
             if best is not None and _fits(best) and way.bound_us >= best.total_us:
                 break  # nor are its values faster on the host
-            for each in (way, *self._offloading(way, limit_bytes)):
-                if best is not None and _fits(best) and each.bound_us >= best.total_us:
-                    continue
+            candidates = way, *self._offloading(way, limit_bytes)
+            for each in sorted(candidates, key=lambda one: one.least_rank(limit_bytes)):
+                if best is not None and each.least_rank(limit_bytes) >= _rank(best):
+                    break
                 point = _point(budget, limit_bytes, each, ())
                 if best is None or _rank(point) < _rank(best):
                     best, best_way = point, each
@@ -219,7 +273,7 @@ class LayerPlanner:
         """Yields ways with values on the host: as few as make it fit, all that are idle at a peak
         above the limit, and some in between.
         """
-        ranked = worthwhile(way.rich, way.values, limit_bytes, self._host_bytes)
+        ranked = worthwhile(way.rich, way.values, limit_bytes, self._trials.host_bytes)
         fewest, most = fewest_that_fit(way.step, ranked, limit_bytes), len(ranked)
         for count in sorted({fewest, (3 * fewest + most) // 4, most} - {0}):
             key = way.activations, tuple(each.name for each in ranked[:count])
@@ -241,30 +295,16 @@ def _rank(point: PlanPoint) -> tuple[int, float]:
 
 
 def _point(budget: str, limit: int, way: _Way, kept: Sequence[KeptParam]) -> PlanPoint:
-    step = way.step.keeping(kept) if kept else way.step
+    if kept:
+        way = replace(way, step=way.step.keeping(kept))
+    forward, backward = (each.figures(limit) for each in way.graphs)
     return PlanPoint(
         "plan",
         budget,
         limit,
-        {
-            "forward": _figures(step.forward, limit),
-            "backward": _figures(step.backward, limit),
-        },
+        {"forward": forward, "backward": backward},
         sum(each.nbytes for each in kept),
         0,
         way.activations,
         host_bytes=way.on_host,
     )
-
-
-def _figures(problem: ScheduleProblem, limit: int) -> GraphFigures:
-    """Returns the figures of the fastest of a few plans within a limit."""
-    bound = schedule_bound_us(problem)
-    plans = list_schedule(problem, limit, Policy(bound)), one_ahead_plan(problem)
-    costs = [(evaluate(problem, plan), plan) for plan in (*plans, single_plan(problem))]
-    cost, plan = min(costs, key=lambda each: (max(0, each[0].peak_bytes - limit), each[0].total_us))
-    collectives = sum(
-        problem.jobs[launch[0]].key.compatibility not in ("offload", "reload")
-        for launch in plan.launches
-    )
-    return GraphFigures(cost.total_us, cost.waited_us, bound, cost.peak_bytes, collectives)

@@ -108,8 +108,8 @@ def plan(
     the cost model. The last line but the legend has the options that reproduce the chosen plan.
 
     With --mesh auto, the table has one line for each shape of hybrid sharding, with its plan for
-    --memory, or its fastest that fits in a device together with the state of AdamW. The chosen
-    shape is the fastest that fits.
+    --memory, or its fastest that fits in a device together with the state of AdamW, or of the
+    --optimizer. The chosen shape is the fastest that fits.
 
     With --compile-blocks, the table has one plan for each number of graphs ahead for which gathers
     start, and the last line is the call that compiles the blocks.
@@ -140,11 +140,6 @@ def plan(
     if auto is not None and "reshard_after_forward" in step.shard:
         raise CommandError(
             "--reshard-after-forward divides the ranks of one mesh; give one instead of auto."
-        )
-    if auto is not None and (optimizer is not None or device_memory is not None):
-        raise CommandError(
-            "--optimizer and --device-memory plan one mesh, and --mesh auto compares them with the "
-            "state of AdamW; give one mesh instead of auto."
         )
     request = PlanRequest(
         step.function,

@@ -103,6 +103,13 @@ class PlanPoint:
         return self.total_us + (0.0 if self.device is None else self.device.copies_us)
 
     @property
+    def offload_call(self) -> str | None:
+        """The call that brings the states to where the plan has them; None if all stay."""
+        if self.device is None or self.device.device_bytes is None:
+            return None
+        return f'zpasses.offload_optimizer(optimizer, device_bytes="{self.device.device_bytes}")'
+
+    @property
     def total_us(self) -> float:
         return sum(each.total_us for each in self.graphs.values())
 
@@ -247,10 +254,7 @@ class PlanTable(StepTable):
     @property
     def offload_call(self) -> str | None:
         """The call that brings the states to where the chosen plan has them; None if all stay."""
-        device = None if self.chosen is None else self.chosen.device
-        if device is None or device.device_bytes is None:
-            return None
-        return f'zpasses.offload_optimizer(optimizer, device_bytes="{device.device_bytes}")'
+        return None if self.chosen is None else self.chosen.offload_call
 
     @property
     def reason(self) -> str:
@@ -373,11 +377,11 @@ def budget_text(nbytes: int) -> str:
 # --- text -----------------------------------------------------------------------------------------
 NOTABLY = 0.999
 """Durations that differ by a factor nearer to 1 are equal."""
-_DEVICE_COLUMNS = ("rests", "states out", "total", "with copies")
+DEVICE_COLUMNS = ("rests", "states out", "total", "with copies")
 _COLUMNS = (
     *("plan", "memory_budget", "ahead", "step", "exposed", "bound", "least", "peak"),
     *("collectives", "kept", "cached", "activations", "host", "chunks"),
-    *_DEVICE_COLUMNS,
+    *DEVICE_COLUMNS,
 )
 _LEGEND = (
     "step: predicted mean duration of a forward and its backward. exposed: its part in which "
@@ -401,7 +405,7 @@ def plan_view(found: PlanTable) -> View:
     )
     left_out += [] if any(each.host_bytes for each in found.plans) else ["host"]
     left_out += [] if any(each.chunks > 1 for each in found.plans) else ["chunks"]
-    left_out += _DEVICE_COLUMNS if found.resting.optimizer is None else []
+    left_out += DEVICE_COLUMNS if found.resting.optimizer is None else []
     left_out += [] if any(each.least_us is not None for each in found.plans) else ["least"]
     columns = [name for name in _COLUMNS if name not in left_out]
     shown = table(
@@ -443,15 +447,15 @@ def plan_view(found: PlanTable) -> View:
     return found.view(shown, result, [*legend, *device])
 
 
+DEVICE_LEGEND = (
+    "rests: shards, gradients and the states that stay. total: with the peak, and buckets of "
+    "states in flight.",
+    "with copies: step, and copies of the states that are out.",
+)
+
+
 def _device_legend(resting: Resting) -> tuple[str, ...]:
-    if resting.optimizer is None:
-        return ()
-    return (
-        "rests: shards, gradients and the states that stay. total: with the peak, and buckets of "
-        "states in flight.",
-        "with copies: step, and copies of the states that are out.",
-        f"A rank has {resting}.",
-    )
+    return () if resting.optimizer is None else (*DEVICE_LEGEND, f"A rank has {resting}.")
 
 
 _MOST_UNCOMPILED = 3
@@ -498,20 +502,21 @@ def _row(mark: str, point: PlanPoint) -> dict[str, str]:
         "" if point.least_us is None else time_text(point.least_us),
         bytes_text(point.peak_bytes),
         str(point.collectives),
-        f"{point.kept_bytes / (1 << 20):,.0f} MiB",
-        f"{point.cached_bytes / (1 << 20):,.0f} MiB",
+        bytes_text(point.kept_bytes),
+        bytes_text(point.cached_bytes),
         f"{point.activations:.0%}",
-        f"{point.host_bytes / (1 << 20):,.0f} MiB",
+        bytes_text(point.host_bytes),
         str(point.chunks),
-        *_device_cells(point),
+        *device_cells(point),
     )
     return dict(zip(_COLUMNS, cells, strict=True))
 
 
-def _device_cells(point: PlanPoint) -> tuple[str, ...]:
+def device_cells(point: PlanPoint) -> tuple[str, ...]:
+    """Returns the cells of a plan in `DEVICE_COLUMNS`."""
     device = point.device
     if device is None:
-        return ("",) * len(_DEVICE_COLUMNS)
+        return ("",) * len(DEVICE_COLUMNS)
     return (
         bytes_text(device.resting_bytes),
         bytes_text(device.states_on_host),

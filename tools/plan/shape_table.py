@@ -7,7 +7,15 @@ from typing import Any
 
 from zpasses.inspect.units import bytes_text, time_text
 from zpasses.inspect.view import Text, View, table, text_of
-from zpasses.tools.plan.plan_table import NOTABLY, PlanPoint, PlanTable, StepTable
+from zpasses.tools.plan.plan_table import (
+    DEVICE_COLUMNS,
+    DEVICE_LEGEND,
+    NOTABLY,
+    PlanPoint,
+    PlanTable,
+    StepTable,
+    device_cells,
+)
 
 _MOMENTS = 2
 """State tensors of AdamW per parameter, in the parameter's dtype."""
@@ -29,9 +37,17 @@ class ShapePoint:
 
     @property
     def total_bytes(self) -> int:
-        """Peak of the step, with the shards and the state of AdamW, which rest between steps."""
+        """What the device holds with the optimizer; with the shards and the state of AdamW, if none
+        is given.
+        """
+        if self.plan is not None and self.plan.device is not None:
+            return self.plan.device.total_bytes
         peak = self.plan.peak_bytes if self.plan is not None else 0
         return peak + (1 + _MOMENTS) * self.shard_bytes
+
+    def fits(self, device_bytes: int) -> bool:
+        """Whether the plan fits a device, and its host what rests there."""
+        return self.plan is not None and self.plan.fits_device and self.total_bytes <= device_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -53,7 +69,7 @@ def shape_point(mesh: str, found: PlanTable, device_bytes: int) -> ShapePoint:
     points = [ShapePoint(mesh, plan, None, shards) for plan in found.plans]
     if found.memory is not None or not points:
         return ShapePoint(mesh, found.chosen, found.missing, shards)
-    fitting = [each for each in points if each.total_bytes <= device_bytes]
+    fitting = [each for each in points if each.fits(device_bytes)]
     if fitting:
         return min(fitting, key=_time)
     return min(points, key=lambda each: each.total_bytes)
@@ -66,17 +82,15 @@ class ShapeTable(StepTable):
     memory: str | None
     """Budget of each plan; None takes the fastest plan of each mesh that fits in a device."""
     device_bytes: int
-    """Memory of a device of the target."""
+    """Memory of a device: that of the target, or what was given."""
     points: tuple[ShapePoint, ...]
+    optimizer: str | None = None
+    """The optimizer whose states were asked for; None counts two moments of each parameter."""
 
     @property
     def chosen(self) -> ShapePoint | None:
         """The fastest mesh that fits in a device, with the least memory among equally fast ones."""
-        fitting = [
-            each
-            for each in self.points
-            if each.plan is not None and each.total_bytes <= self.device_bytes
-        ]
+        fitting = [each for each in self.points if each.fits(self.device_bytes)]
         if not fitting:
             return None
         best = min(_time(each) for each in fitting)
@@ -124,55 +138,68 @@ class ShapeTable(StepTable):
             "device_bytes": self.device_bytes,
             "shapes": [{**each.to_json(), "chosen": each is self.chosen} for each in self.points],
             "options": self.options,
+            **self._optimizer_json(),
             "reason": self.reason,
         }
 
+    def _optimizer_json(self) -> dict[str, Any]:
+        if self.optimizer is None:
+            return {}
+        plan = self.chosen.plan if self.chosen is not None else None
+        call = None if plan is None else plan.offload_call
+        return {"optimizer": self.optimizer, "offload_optimizer": call}
+
 
 _TOO_LARGE = (
-    "No mesh fits in a device of {}, which has {}. Give a budget with --memory, more ranks, or "
+    "No mesh fits in the {1} of a device of {0}. Give a budget with --memory, more ranks, or "
     "ranks of tensor parallelism, e.g. --mesh auto,tp=8."
 )
 
 
 def _time(point: ShapePoint) -> float:
     assert point.plan is not None
-    return point.plan.total_us
+    return point.plan.with_copies_us
 
 
 # --- text -----------------------------------------------------------------------------------------
-_COLUMNS = ("mesh", "step", "exposed", "bound", "peak", "shards", "with AdamW", "collectives", "")
+_COLUMNS = ("mesh", "step", "exposed", "bound", "peak", "shards")
+_ADAMW_COLUMNS = ("with AdamW",)
 
 
 def shape_view(found: ShapeTable) -> View:
     """The table as a page."""
-    rows = [_row(each, found) for each in found.points]
+    with_states = _ADAMW_COLUMNS if found.optimizer is None else DEVICE_COLUMNS
+    columns = (*_COLUMNS, *with_states, "collectives", "")
     shown = table(
-        _COLUMNS,
-        rows,
-        right=_COLUMNS[1:-1],
+        columns,
+        [_row(each, found) for each in found.points],
+        right=columns[1:-1],
         yields=("collectives", "bound", "shards", ""),
         below=("",),
         whole=("",),
     )
     result: list[str | Text] = [text_of(f"None is chosen. {found.reason}")]
     if found.chosen is not None:
-        assert found.chosen.plan is not None
-        options = found.call_of(found.chosen.plan)
-        result = [f"Chosen: {found.chosen.mesh}. {found.reason}", Text((options,))]
-    return found.view(shown, result, _LEGEND)
+        plan = found.chosen.plan
+        assert plan is not None
+        calls = tuple(filter(None, (found.call_of(plan), plan.offload_call)))
+        result = [f"Chosen: {found.chosen.mesh}. {found.reason}", Text(calls)]
+    return found.view(shown, result, _LEGEND if found.optimizer is None else _STATES_LEGEND)
 
 
 _LEGEND = (
     "shards: this rank's part of all parameters. with AdamW: peak, shards and the two moments of "
     "each.",
 )
+_STATES_LEGEND = ("shards: this rank's part of all parameters.", *DEVICE_LEGEND)
 
 
 def _row(point: ShapePoint, found: ShapeTable) -> tuple[str, ...]:
-    shards = bytes_text(point.shard_bytes)
-    plan = point.plan
+    shards, plan = bytes_text(point.shard_bytes), point.plan
+    with_states = len(_ADAMW_COLUMNS if found.optimizer is None else DEVICE_COLUMNS)
     if plan is None:
-        return (point.mesh, "", "", "", "", shards, "", "", "no plan fits the budget")
+        nothing = ("",) * with_states
+        return (point.mesh, "", "", "", "", shards, *nothing, "", "no plan fits the budget")
     mark = "chosen" if point is found.chosen else ""
     return (
         point.mesh,
@@ -181,7 +208,7 @@ def _row(point: ShapePoint, found: ShapeTable) -> tuple[str, ...]:
         time_text(plan.bound_us),
         bytes_text(plan.peak_bytes),
         shards,
-        bytes_text(point.total_bytes),
+        *((bytes_text(point.total_bytes),) if plan.device is None else device_cells(plan)),
         str(plan.collectives),
-        mark if point.total_bytes <= found.device_bytes else "does not fit a device",
+        mark if point.fits(found.device_bytes) else "does not fit a device",
     )

@@ -30,6 +30,7 @@ from zpasses.cost.plan.linear_program import can_solve
 from zpasses.cost.time.route_figures import planned_route
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.tags import tagged
+from zpasses.option_values import parse_size
 from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.pipelines import ZERO2, ZERO3
 from zpasses.passes.schedule import Schedule
@@ -137,12 +138,14 @@ def plan_shapes(
         OptionError: if the ranks cannot be divided, and as `plan_step`.
         CaptureError, ShardingError: as `plan_step`.
     """
-    target = request.parsed_target()
+    request.check()
+    target, given = request.parsed_target(), request.device_memory
+    device_bytes = parse_size(given, "--device-memory") if given else target.memory_bytes
     points = []
     for shape in auto.shapes(request.world):
         gc.collect()  # the graphs of the shape before
         found = plan_step(replace(request, mesh=shape, points=_SHAPE_POINTS, stages=False))
-        point = shape_point(str(shape), found, target.memory_bytes)
+        point = shape_point(str(shape), found, device_bytes)
         progress(point)
         points.append(point)
     return ShapeTable(
@@ -152,8 +155,9 @@ def plan_shapes(
         request.target,
         request.backwards_per_step,
         request.memory,
-        target.memory_bytes,
+        device_bytes,
         tuple(points),
+        request.optimizer,
         blocks=request.compile_blocks,
     )
 

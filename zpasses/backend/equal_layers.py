@@ -15,12 +15,14 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.backend.partition_marks import mark_as_partitioned
-from zpasses.backend.step_trials import Graphs, StepTrials
+from zpasses.backend.step_trials import Graphs, StepTrials, Trial
 from zpasses.cost.plan.repeated_layers import layer_starts
 from zpasses.graph.tags import tag_of
 
 _FRACTIONS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05)
 """Of all activations, from which what a layer saves is taken."""
+_SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
+"""Of the bytes of a layer, as far as backward can compute them again, that it does."""
 
 
 def equal_partitions(trials: StepTrials) -> Iterator[Graphs]:
@@ -28,8 +30,8 @@ def equal_partitions(trials: StepTrials) -> Iterator[Graphs]:
     layers = _layers(trials.gm.graph)
     handed = _handed_on(layers)
     seen: set[frozenset[str]] = set()
-    for fraction in _FRACTIONS:
-        graphs = trials.trial(fraction).graphs
+    for trial in (*map(trials.trial, _FRACTIONS), *_cheapest_again(trials, layers, handed)):
+        graphs = trial.graphs
         saved = {node.name for node in graphs[1].graph.find_nodes(op="placeholder")}
         for example in layers[1:-1]:
             twins: dict[str, str] = {}
@@ -44,6 +46,25 @@ def equal_partitions(trials: StepTrials) -> Iterator[Graphs]:
                     if node.name in handed:
                         compat.mark_saved(node)
                 yield trials.partition(gm, 1.0)
+
+
+def _cheapest_again(
+    trials: StepTrials, layers: Sequence[Sequence[fx.Node]], handed: frozenset[str]
+) -> Iterator[Trial]:
+    """Yields trials in which backward computes again what is cheapest per byte of each layer."""
+    example = layers[len(layers) // 2]
+    own = {node.name for node in example} - handed
+    ranked = [each for each in trials.recomputable() if each.name in own]
+    twins = [(name, twin) for layer in layers for name, twin in _twins(layer, example).items()]
+    for share in _SHARES:
+        left = share * sum(each.nbytes for each in ranked)
+        taken = set[str]()
+        for each in ranked:
+            if each.nbytes <= left:
+                taken.add(each.name)
+                left -= each.nbytes
+        if taken:
+            yield trials.trial(1.0, frozenset(name for name, twin in twins if twin in taken))
 
 
 def _layers(joint: fx.Graph) -> list[list[fx.Node]]:

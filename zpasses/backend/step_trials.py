@@ -455,15 +455,25 @@ class StepTrials:
         found = min(each.step.peak_bytes(single_plan) for each in self._leanest())
         return min([found, *(self.in_chunks(each).least_bytes() for each in self._chunk_counts())])
 
-    def least_us(self, limit_bytes: int) -> float | None:
+    def least_us(self, limit_bytes: int, copies: int = 0) -> float | None:
         """Returns a duration that no plan within a limit can beat, whatever it saves, keeps and
         moves; None if there is none. Needs scipy.
+
+        Args:
+            limit_bytes: the largest peak of either graph.
+            copies: how many more layers like its third one the step has; the same in each call.
+
+        Raises:
+            ValueError: if there are too few layers to copy one of them.
         """
         if self._relaxation is None:
-            step = self.trial(1.0).step
-            self._relaxation = Relaxation(self.gm.graph, step, self.user_outputs, self.host_bytes)
+            self._relaxation = Relaxation(
+                self.gm.graph, self.trial(1.0).step, self.user_outputs, self.host_bytes, copies
+            )
         own = self._relaxation.least_us(limit_bytes)
-        chunked = (self.in_chunks(each).least_us(limit_bytes) for each in self._chunk_counts())
+        chunked = (
+            self.in_chunks(each).least_us(limit_bytes, copies) for each in self._chunk_counts()
+        )
         return min((each for each in (own, *chunked) if each is not None), default=None)
 
     def most_bytes(self) -> int:

@@ -11,6 +11,8 @@ The order of kernels and the bytes of collectives are given. The bound knows thr
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -56,19 +58,17 @@ def _path_us(problem: ScheduleProblem, jobs: Sequence[Job], moved: float) -> flo
     gathers = sorted((job for job in jobs if job.is_gather), key=lambda job: job.latest)
     reductions = sorted((job for job in jobs if not job.is_gather), key=lambda job: job.earliest)
     # (kernels before the cut, bytes that must have moved before it)
-    heads, arrived = [(0.0, 0.0)], 0.0
-    for number, job in enumerate(gathers):
-        arrived += job.transfer_us
-        after = gathers[number + 1] if number + 1 < len(gathers) else None
+    heads, arrived, latency = [(0.0, 0.0)], 0.0, math.inf
+    for job, after in itertools.pairwise([*gathers, None]):
+        assert job is not None
+        arrived, latency = arrived + job.transfer_us, min(latency, job.latency_us)
         if after is None or after.latest > job.latest:
-            latency = min(each.latency_us for each in gathers[: number + 1])
             heads.append((float(work[job.latest]), arrived + latency))
-    tails, left = [(0.0, 0.0)], 0.0
-    for number, job in reversed(list(enumerate(reductions))):
-        left += job.transfer_us
-        before = reductions[number - 1] if number else None
+    tails, left, latency = [(0.0, 0.0)], 0.0, math.inf
+    for job, before in itertools.pairwise([*reversed(reductions), None]):
+        assert job is not None
+        left, latency = left + job.transfer_us, min(latency, job.latency_us)
         if before is None or before.earliest < job.earliest:
-            latency = min(each.latency_us for each in reductions[number:])
             tails.append((total - float(work[job.earliest]), left + latency))
     best = 0.0
     heads, tails = _thinned(heads), _thinned(tails)

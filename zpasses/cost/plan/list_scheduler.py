@@ -84,6 +84,8 @@ class _ListScheduler:
         self._held = HeldInputs()
         self._flying: dict[int, LaunchCost] = {}
         """Launches of reductions that are not awaited yet."""
+        self._flying_bytes = 0
+        """What these hold besides their inputs."""
         self._slot = 0
         self._lead_us = _leads(problem, self._work_before)
 
@@ -129,11 +131,14 @@ class _ListScheduler:
             work: duration of its kernels.
             before: launches that are awaited before the segment.
         """
-        for link in self._left:
-            while self._left_after(link, before) < self._policy.cover * work or (
-                work == 0 and not self._clock.on_link(link)
-            ):
-                if not self._start_next(link):
+        for link, left in self._left.items():
+            while left or self._pending_on[link]:
+                busy = (
+                    self._left_after(link, before) >= self._policy.cover * work
+                    if work
+                    else self._clock.on_link(link)
+                )
+                if busy or not self._start_next(link):
                     break
 
     def _left_after(self, link: Link, before: Sequence[int]) -> float:
@@ -274,7 +279,7 @@ class _ListScheduler:
     # --- memory -----------------------------------------------------------------------------------
     def _held_bytes(self, slot: int) -> int:
         """Bytes that reductions hold during a segment, and that `self._live` does not contain."""
-        return self._held.nbytes(slot) + sum(cost.held_bytes for cost in self._flying.values())
+        return self._held.nbytes(slot) + self._flying_bytes
 
     def _fits(self, first: Job, job: Job, launch: int, live: np.ndarray | None = None) -> bool:
         """Whether a gather can start now, together with others that were found to fit.
@@ -352,6 +357,7 @@ class _ListScheduler:
         self._pending_us = None
         number, cost = self._start(members)
         self._flying[number] = cost
+        self._flying_bytes += cost.held_bytes
 
     def _add_pending(self, job: Job) -> None:
         self._pending.append(job)
@@ -381,8 +387,10 @@ class _ListScheduler:
         self._clock.wait(number)
         self._clock.work(launch_cost(self._problem, self._launches[number]).wait_work_us)
         reductions = self._flying.pop(number, None)
-        for job in reductions.members if reductions is not None else ():
-            self._held.remove(job)
+        if reductions is not None:
+            self._flying_bytes -= reductions.held_bytes
+            for job in reductions.members:
+                self._held.remove(job)
 
 
 class _LaunchBytes:

@@ -15,6 +15,10 @@ so none is faster:
   memory, or comes from the host, or is computed again from such values. Fewer points only lower
   the result. No value counts twice, and scratch memory and collectives in flight do not count.
 
+- **Layers.** If the step has further copies of a layer, the fractions of that layer are the mean of
+  those of its copies, and count as often. Memory and links count where no copy is under way, and a
+  layer is taken to have what the one before it hands on.
+
 Kernels have the order of the joint graph. That is their order in every plan, because a partition
 inserts what it computes again before its reader, and passes move only collectives.
 """
@@ -30,6 +34,7 @@ from typing import Literal
 import numpy as np
 from torch import fx
 
+from zpasses.cost.plan.copied_layers import CopiedLayers
 from zpasses.cost.plan.joint_values import JointValues, Side, Value, value_bytes
 from zpasses.cost.plan.kept_params import StepProblem, keepable_params
 from zpasses.cost.plan.linear_program import Linear, LinearProgram
@@ -49,12 +54,22 @@ class Relaxation:
         step: forward and backward of a partition of it that keeps no full parameter.
         user_outputs: how many values forward returns before those that it saves.
         host_bytes: how many bytes of the host the saved values may take.
+        copies: how many more layers like its third one the step has.
+
+    Raises:
+        ValueError: if there are too few layers to copy one of them.
     """
 
     def __init__(
-        self, joint: fx.Graph, step: StepProblem, user_outputs: int, host_bytes: int
+        self,
+        joint: fx.Graph,
+        step: StepProblem,
+        user_outputs: int,
+        host_bytes: int,
+        copies: int = 0,
     ) -> None:
         self._joint = JointValues(joint, step, user_outputs)
+        self._copied = CopiedLayers(self._joint, step, copies)
         self._step, self._host_bytes = step, host_bytes
         self._program = LinearProgram()
         self._choose()
@@ -76,7 +91,7 @@ class Relaxation:
         self._saved = {value: program.variable(1.0) for value in joint.needed}
         movable = [each for each in joint.needed if self._host_bytes and joint.may_leave(each)]
         self._hosted = {value: program.variable(1.0) for value in movable}
-        program.at_most(_bytes(self._hosted), self._host_bytes / _UNIT)
+        program.at_most(self._bytes(self._hosted), self._host_bytes / _UNIT)
         self._require(joint.backward.first_read, self._saved, self._again)
         self._cached: dict[Value, int] = {}
         """Full parameters that stay throughout the step, and so until backward, too."""
@@ -101,12 +116,14 @@ class Relaxation:
             self._program.at_least(sources(value), 1.0)
         for node, made in again.items():
             for value in (each for each in self._joint.inputs[node] if each in held):
+                if not self._copied.reads_own(node, value):
+                    continue
                 self._program.at_least({**sources(value), made: -1.0}, 0.0)
 
     # --- memory -----------------------------------------------------------------------------------
     def _fit_forward(self) -> None:
         side = self._joint.forward
-        for at in _points(side.live_bytes):
+        for at in _points(side.live_bytes, self._copied.forward):
             stays = {
                 value: number
                 for value, number in self._saved.items()
@@ -118,12 +135,12 @@ class Relaxation:
                 for value, number in self._cached.items()
                 if at < side.first.get(value, 0)
             }
-            self._limit(_sum(_bytes(stays), _bytes(early)), side.live_bytes[at])
+            self._limit(_sum(self._bytes(stays), self._bytes(early)), side.live_bytes[at])
 
     def _fit_backward(self) -> None:
-        self._limit(_bytes(self._saved), 0.0)
+        self._limit(self._bytes(self._saved), 0.0)
         side = self._joint.backward
-        for point in _points(side.live_bytes):
+        for point in _points(side.live_bytes, self._copied.backward):
             later = [value for value, first in side.first_read.items() if first > point]
             self._fit_point(point, [value for value in later if value in self._saved])
 
@@ -149,34 +166,45 @@ class Relaxation:
             for value, at in self._cached.items()
             if side.last_read.get(value, -1) < point and value not in held
         }
-        self._limit(_sum(_bytes(held), _bytes(late)), side.live_bytes[point])
+        self._limit(_sum(self._bytes(held), self._bytes(late)), side.live_bytes[point])
 
     def _limit(self, sums: Linear, more: float) -> None:
         self._program.at_most(sums, -float(more) / _UNIT, limits=1.0)
 
+    def _bytes(self, values: Mapping[Value, int]) -> dict[int, float]:
+        """Returns what values take of the memory, per fraction."""
+        times = self._copied.times
+        return {at: times(value[0]) * value_bytes(value) / _UNIT for value, at in values.items()}
+
     # --- time -------------------------------------------------------------------------------------
     def _take_time(self) -> None:
         joint, step = self._joint, self._step
-        moves = _fixed_moves(step.forward, {node.name for node in joint.in_forward})
+        times = self._copied.times
+        moves = self._fixed_moves(step.forward, joint.in_forward)
         for job, value in self._jobs(step.forward):
             less = {}
             if value in self._cached:
                 less = {self._cached[value]: -self._unchanged[value]}
-            moves.append(_Move.of(job, joint.forward.first_read.get(value, 0), 1.0, less))
+            place = joint.forward.first_read.get(value, 0)
+            moves.append(_Move.of(job, place, times(value[0]), 1.0, less))
         moves += self._copies("out")
-        self._take(joint.forward, moves, {})
+        more = self._copied.moved_us(step.forward, gathers=True)
+        self._take(joint.forward, self._copied.forward, moves, {}, more)
 
-        moves = _fixed_moves(step.backward, {node.name for node in joint.in_backward})
+        moves = self._fixed_moves(step.backward, joint.in_backward)
         for job, value in self._jobs(step.backward):
             if not job.is_gather:
                 source = joint.named[step.backward.items[job.number].source.name]
-                moves.append(_Move.of(job, joint.backward.place.get(source, -1) + 1, 1.0))
+                place = joint.backward.place.get(source, -1) + 1
+                moves.append(_Move.of(job, place, times(source), 1.0))
             elif value[0] in self._again:
                 first = joint.backward.first_read.get(value, joint.backward.end)
-                moves.append(_Move.of(job, first, 0.0, {self._again[value[0]]: 1.0}))
+                again = {self._again[value[0]]: 1.0}
+                moves.append(_Move.of(job, first, times(value[0]), 0.0, again))
         moves += self._copies("in")
-        remade = {at: joint.cost_us[node] for node, at in self._again.items()}
-        self._take(joint.backward, moves, remade)
+        remade = {at: times(node) * joint.cost_us[node] for node, at in self._again.items()}
+        more = self._copied.moved_us(step.backward, gathers=False)
+        self._take(joint.backward, self._copied.backward, moves, remade, more)
 
     def _jobs(self, problem: ScheduleProblem) -> Iterator[tuple[Job, Value]]:
         for job in problem.jobs:
@@ -193,26 +221,54 @@ class Relaxation:
                 else backward.first_read.get(value, backward.end)
             )
             took = max(0.0, timing.duration_us - target.kernel_us)
-            yield _Move(timing, took, target.kernel_us, direction == "in", place, {at: 1.0})
+            times = self._copied.times(value[0])
+            yield _Move(timing, took, target.kernel_us, direction == "in", place, times, {at: 1.0})
 
-    def _take(self, side: Side, moves: Sequence[_Move], remade: Linear) -> None:
+    def _fixed_moves(self, problem: ScheduleProblem, nodes: Container[fx.Node]) -> list[_Move]:
+        """Returns the transfers of a graph that stay where they are, if they are of these nodes of
+        the joint graph.
+        """
+        timings = (event.timing for event in problem.fixed if event.timing is not None)
+        starts = (
+            self._joint.named.get(node.name)
+            for node in problem.nodes
+            if transfer_of(node) is not None and not is_dialect(node)
+        )
+        return [
+            _Move(timing, timing.duration_us, 0.0, False, 0, self._copied.times(node), {}, 1.0)
+            for node, timing in zip(starts, timings, strict=True)
+            if node is not None and node in nodes
+        ]
+
+    def _take(
+        self, side: Side, part: range, moves: Sequence[_Move], remade: Linear, more_us: float
+    ) -> None:
         """Adds the duration of one graph, which is at least what its kernels and links take.
 
         Args:
             side: its kernels.
+            part: those that are copied.
             moves: its transfers.
             remade: duration of what may be computed again, per fraction.
+            more_us: duration of the kernels that move with the collectives of the copies.
         """
         program, took = self._program, self._program.variable(cost=1.0)
-        issued = {at: move.timing.issue_us for move in moves for at in move.sums if not move.fixed}
-        kernels = float(side.work_us.sum()) + side.moved_us
+        issued = {
+            at: move.times * move.timing.issue_us
+            for move in moves
+            for at in move.sums
+            if not move.fixed
+        }
+        work_us = side.work_us.copy()
+        work_us[part.start : part.stop] *= 1 + self._copied.copies
+        kernels = float(work_us.sum()) + side.moved_us + more_us
         program.at_least(_sum({took: 1.0}, _sum(remade, issued), -1.0), kernels)
         links: dict[str, list[_Move]] = defaultdict(list)
         for move in moves:
             links[move.timing.channel.link].append(move)
-        before = np.concatenate([[0.0], np.cumsum(side.work_us)])
+        before = np.concatenate([[0.0], np.cumsum(work_us)])
         for same in links.values():
-            _Link(program, took, before, same, remade).take()
+            _Link(program, took, before, part, same, remade).take()
 
 
 class _Link:
@@ -222,6 +278,7 @@ class _Link:
         program: the linear program.
         took: the duration of the graph.
         before: duration of the kernels before each kernel, and of all.
+        part: the kernels that are copied, between which there are no cuts.
         moves: the transfers on the link.
         remade: duration of what may be computed again, per fraction.
     """
@@ -231,10 +288,11 @@ class _Link:
         program: LinearProgram,
         took: int,
         before: np.ndarray,
+        part: range,
         moves: Sequence[_Move],
         remade: Linear,
     ) -> None:
-        self._program, self._took, self._before = program, took, before
+        self._program, self._took, self._before, self._part = program, took, before, part
         self._moves, self._remade = moves, remade
         self._moved = _moved(moves)
         slows = min(move.timing.compute_slowdown for move in moves)
@@ -245,13 +303,20 @@ class _Link:
         fixed, sums = self._moved
         self._program.at_least(_sum({self._took: 1.0}, sums, -1.0), fixed)
         end = len(self._before) - 1
-        heads = _cuts({0, *(each.place for each in self._moves if each.is_gather)}, end)
-        tails = _cuts({end, *(each.place for each in self._moves if not each.is_gather)}, end)
+        gathers = [each for each in self._moves if each.is_gather]
+        others = [each for each in self._moves if not each.is_gather]
+        heads = _cuts({0, *(each.place for each in gathers)}, self._part, end)
+        tails = _cuts({end, *(each.place for each in others)}, self._part, end)
         for head in heads:
+            early = [each for each in gathers if each.place <= head and self._all_by(each, head)]
             for tail in (each for each in tails if each >= head):
-                early = [each for each in self._moves if each.is_gather and each.place <= head]
-                late = [each for each in self._moves if not each.is_gather and each.place >= tail]
+                late = [each for each in others if each.place >= tail and self._all_by(each, tail)]
                 self._take_cut(head, tail, [[*each, *_launch(each)] for each in (early, late)])
+
+    def _all_by(self, move: _Move, cut: int) -> bool:
+        """Whether all copies of a transfer are on the side of a cut where it is itself."""
+        after = cut >= self._part.stop if move.is_gather else cut <= self._part.start
+        return move.times == 1 or after
 
     def _take_cut(self, head: int, tail: int, forced: Sequence[Sequence[_Move]]) -> None:
         """Adds one pair of cuts, and what must move before the first and after the second.
@@ -303,15 +368,24 @@ class _Move:
     place: int
     """For a gather, the first kernel that needs it, by number; else how many kernels run before it
     can start."""
+    times: int
+    """How many there are, one after another in the copies of a layer."""
     sums: Linear
     """How much of it happens, besides `fixed`."""
     fixed: float = 0.0
 
     @classmethod
-    def of(cls, job: Job, place: int, fixed: float, sums: Linear = MappingProxyType({})) -> _Move:
+    def of(
+        cls,
+        job: Job,
+        place: int,
+        times: int,
+        fixed: float,
+        sums: Linear = MappingProxyType({}),
+    ) -> _Move:
         job = job.fastest
         took, latency = job.transfer_us, job.latency_us
-        return cls(job.timing, took, latency, job.is_gather, place, sums, fixed)
+        return cls(job.timing, took, latency, job.is_gather, place, times, sums, fixed)
 
 
 def _launch(moves: Sequence[_Move]) -> list[_Move]:
@@ -319,7 +393,7 @@ def _launch(moves: Sequence[_Move]) -> list[_Move]:
     if not moves:
         return []
     surely = next((each for each in moves if each.fixed and not each.sums), moves[0])
-    return [replace(surely, took_us=min(each.latency_us for each in moves))]
+    return [replace(surely, took_us=min(each.latency_us for each in moves), times=1)]
 
 
 def _moved(moves: Iterable[_Move]) -> tuple[float, dict[int, float]]:
@@ -327,13 +401,8 @@ def _moved(moves: Iterable[_Move]) -> tuple[float, dict[int, float]]:
     sums: dict[int, float] = defaultdict(float)
     for move in moves:
         for at, factor in move.sums.items():
-            sums[at] += factor * move.took_us
-    return sum(move.fixed * move.took_us for move in moves), sums
-
-
-def _bytes(values: Mapping[Value, int]) -> dict[int, float]:
-    """Returns what values take of the memory, per fraction."""
-    return {at: value_bytes(value) / _UNIT for value, at in values.items()}
+            sums[at] += factor * move.times * move.took_us
+    return sum(move.fixed * move.times * move.took_us for move in moves), sums
 
 
 def _sum(sums: Linear, more: Linear, factor: float = 1.0) -> dict[int, float]:
@@ -343,26 +412,16 @@ def _sum(sums: Linear, more: Linear, factor: float = 1.0) -> dict[int, float]:
     return found
 
 
-def _cuts(places: Iterable[int], end: int) -> list[int]:
-    """Returns some of the places, always with the first and the last."""
-    ordered = sorted(each for each in places if each <= end)
+def _cuts(places: Iterable[int], part: range, end: int) -> list[int]:
+    """Returns some of the places that are not within a part, always with the first and the last."""
+    ordered = sorted(each for each in places if each <= end and each not in part[1:])
     return sorted({*ordered[:: max(1, len(ordered) // _CUTS)], ordered[-1]})
 
 
-def _fixed_moves(problem: ScheduleProblem, names: Container[str]) -> list[_Move]:
-    """Returns the transfers of a graph that stay where they are, of the nodes with these names."""
-    timings = (event.timing for event in problem.fixed if event.timing is not None)
-    starts = (
-        node for node in problem.nodes if transfer_of(node) is not None and not is_dialect(node)
-    )
-    return [
-        _Move(timing, timing.duration_us, 0.0, False, 0, {}, 1.0)
-        for node, timing in zip(starts, timings, strict=True)
-        if node.name in names
-    ]
-
-
-def _points(live: np.ndarray) -> list[int]:
-    """Returns points of a graph: that with the most memory of each of equal parts."""
-    parts = np.array_split(np.arange(len(live)), _POINTS)
-    return [int(part[np.argmax(live[part])]) for part in parts if len(part)]
+def _points(live: np.ndarray, part: range) -> list[int]:
+    """Returns points of a graph: that with the most memory of each of equal parts, but for those
+    within a part.
+    """
+    places = np.delete(np.arange(len(live)), slice(part.start, part.stop))
+    parts = np.array_split(places, _POINTS)
+    return [int(each[np.argmax(live[each])]) for each in parts if len(each)]

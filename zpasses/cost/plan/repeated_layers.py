@@ -121,14 +121,18 @@ class RepeatedLayers:
                         part_slot=each.part_slot + copy * forward.length * bool(each.part_bytes),
                     )
                 )
+        ends = forward.problem.end, step.forward.end
         values = [
             replace(each, held_us=held_us(each.forward_slot, each.backward_slot))
-            for each in self._values(saved, copies)
+            for each in self._values(saved, copies, *ends)
         ]
         return step, sorted(params, key=lambda each: (-each.value, each.name)), values
 
-    def _values(self, saved: Sequence[SavedValue], copies: int) -> Iterator[SavedValue]:
-        """Yields the copies of saved values.
+    def _values(
+        self, saved: Sequence[SavedValue], copies: int, old_end: int, end: int
+    ) -> Iterator[SavedValue]:
+        """Yields the copies of saved values. Those that are there until forward ends, given by its
+        last segment before and now, belong to where they are made.
 
         A part of backward may begin within a layer: it has the first use of a value of one layer,
         and that of another value of the layer before. Both have copies in forward, where a layer
@@ -137,8 +141,10 @@ class RepeatedLayers:
         forward, backward = self.forward, self.backward
         apart: dict[tuple[int, int], list[SavedValue]] = defaultdict(list)
         for value in saved:
+            lasts = value.forward_slot == old_end
+            at = value.ready_slot if lasts else value.forward_slot
             try:
-                pairs = self._copies(value.forward_slot - 1, value.backward_slot, copies)
+                pairs = self._copies(at - 1, value.backward_slot, copies)
             except ValueError:
                 apart[value.nbytes, value.forward_slot % forward.length].append(value)
                 continue
@@ -147,7 +153,7 @@ class RepeatedLayers:
                     value,
                     name=_name(value.name, copy),
                     ready_slot=value.ready_slot + copy * forward.length,
-                    forward_slot=value.forward_slot + copy * forward.length,
+                    forward_slot=end if lasts else value.forward_slot + copy * forward.length,
                     backward_slot=value.backward_slot + back * backward.length,
                 )
         for equal in apart.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,8 @@ from zpasses.cost.plan.schedule_evaluation import Cost, Plan, duration_us, evalu
 from zpasses.cost.plan.schedule_problem import ScheduleProblem
 from zpasses.cost.plan.simple_plans import CAP_BYTES, one_ahead_plan, simple_plans, single_plan
 from zpasses.option_values import MemoryBudget
+
+_log = logging.getLogger("zpasses")
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,11 @@ def plan_schedule(
 
 _CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("gather_latencies", (8.0, 2.0, 32.0, 128.0)),
-    ("reduction_latencies", (8.0, 1.0, 32.0, 128.0)),
-    ("end_us", (1.0, 1.03, 1.07, 1.15, 1.3, math.inf)),
+    ("reduction_latencies", (8.0, 32.0, 128.0)),
+    ("end_us", (1.0, 1.03, 1.07, 1.15)),
     ("horizon", (1.5, 4.0, math.inf)),
     ("collect_until", (math.inf, 4.0, 1.0, 0.0)),
-    ("memory_share", (1.0, 0.5, 0.1, 0.0)),
+    ("memory_share", (1.0, 0.5)),
 )
 """Values of the fields of `Policy`, each of which wins in some row of `bench schedule`. `end_us` is
 given in bounds. `memory_share` is no field: it is the share of the memory above that of one gather
@@ -86,13 +89,14 @@ class _Search:
         self._found: list[tuple[_Rank, Plan, Cost]] = []
         self._costs: dict[Plan, Cost] = {}
         """Policies often lead to the same plan."""
+        self._made_by: dict[Plan, str] = {}
         size = len(problem.slots) + 8 * len(problem.jobs)
         self._most = max(_FEWEST_PLANS, _MOST_WORK // max(1, size)) if most is None else most
 
     def run(self) -> Planned:
         one_ahead = one_ahead_plan(self._problem)
         simple = list(simple_plans(self._problem, "one-ahead", CAP_BYTES))
-        self._simple = [self._offer(plan) for plan in simple]
+        self._simple = [self._offer(plan, "no search") for plan in simple]
         self._least = min(self._limit, evaluate(self._problem, one_ahead).peak_bytes)
         first = {name: each[0] for name, each in _CHOICES} | {"engines": False}
         values = self._climb(first, self._most)
@@ -106,6 +110,8 @@ class _Search:
             plan = merge_launches(self._problem, start, self._offer, self._most)
             choose_routes(self._problem, plan, self._offer, self._most)
         plan, cost = self._most_tolerant(values)
+        made_by = self._made_by.get(plan, "a change of other plans")
+        _log.debug("schedule: of %d plans, the one by %s", len(self._costs), made_by)
         return Planned(
             plan,
             cost,
@@ -140,9 +146,12 @@ class _Search:
         plan = list_schedule(problem, limit, Policy(**fields))
         if on_engines:
             plan = replace(plan, engines=frozenset(engine_launches(self._problem, plan)))
-        return self._offer(plan)
+        made_by = ", ".join(f"{name}={value:g}" for name, value in values.items())
+        return self._offer(plan, made_by)
 
-    def _offer(self, plan: Plan) -> _Rank:
+    def _offer(self, plan: Plan, made_by: str | None = None) -> _Rank:
+        if made_by is not None:
+            self._made_by.setdefault(plan, made_by)
         cost = self._costs.get(plan)
         if cost is None:
             cost = self._costs[plan] = evaluate(self._problem, plan)

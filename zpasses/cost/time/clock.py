@@ -82,22 +82,19 @@ class Clock:
             if not self.busy:
                 self.now_us += left
                 return
-            if len(self.busy) == 1:  # by far the most common, and the same as below
-                ((head, *_),) = self.busy.values()
-                slows, ends = head[1], head[0] * head[2]
-            else:
-                slows = max(queue[0][1] for queue in self.busy.values())
-                ends = self._next_end_us(self._factors(beside_compute=True))
-            spent = min(left * slows, ends)
+            factors = self._factors(beside_compute=True)
+            slows = max([queue[0][1] for queue in self.busy.values()])
+            spent = min(left * slows, self._next_end_us(factors))
             left -= spent / slows
-            self._advance(spent, beside_compute=True)
+            self._advance(spent, factors)
 
     def wait(self, number: int) -> None:
         """Waits for a transfer that has started."""
         while number not in self.done_us:
-            late = self._next_end_us(self._factors(beside_compute=False))
+            factors = self._factors(beside_compute=False)
+            late = self._next_end_us(factors)
             self.waited_us += late
-            self._advance(late, beside_compute=False)
+            self._advance(late, factors)
 
     def idle_until(self, time_us: float) -> None:
         """Lets time pass in which no kernel runs, if it is earlier."""
@@ -105,13 +102,13 @@ class Clock:
             factors = self._factors(beside_compute=False)
             spent = min(left, self._next_end_us(factors)) if factors else left
             self.waited_us += spent
-            self._advance(spent, beside_compute=False)
+            self._advance(spent, factors)
 
     def _factors(self, *, beside_compute: bool) -> list[float]:
         """Returns by how much the first transfer of each busy channel takes longer than alone."""
         slowed = [queue[0][2] if beside_compute else 1.0 for queue in self.busy.values()]
-        if len(slowed) == 1:
-            return slowed
+        if len(slowed) == len({channel.link for channel in self.busy}):
+            return slowed  # none shares its link
         speeds: dict[str, list[float]] = {}
         for channel, factor in zip(self.busy, slowed, strict=True):
             speeds.setdefault(channel.link, []).append(1.0 / factor)
@@ -123,12 +120,13 @@ class Clock:
     def _next_end_us(self, factors: list[float]) -> float:
         """Time until the first transfer in flight ends."""
         queues = self.busy.values()
-        return min(queue[0][0] * factor for queue, factor in zip(queues, factors, strict=True))
+        return min([queue[0][0] * factor for queue, factor in zip(queues, factors, strict=True)])
 
-    def _advance(self, spent: float, *, beside_compute: bool) -> None:
-        """Lets time pass in which at most the first transfer of each channel ends."""
+    def _advance(self, spent: float, factors: list[float]) -> None:
+        """Lets time pass in which at most the first transfer of each channel ends, given by how
+        much each takes longer than alone.
+        """
         self.now_us += spent
-        factors = self._factors(beside_compute=beside_compute)
         for (channel, queue), factor in zip(list(self.busy.items()), factors, strict=True):
             head = queue[0]
             head[0] -= spent / factor

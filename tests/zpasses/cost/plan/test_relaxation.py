@@ -1,6 +1,7 @@
 """The least time of a step: no plan is below it, and it is that of steps that one can count."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -8,6 +9,7 @@ from tests.graphs import drawn_examples, few_examples
 from tests.zpasses.backend.test_drawn_budgets import TARGETS, steps
 from tests.zpasses.backend.test_memory_budget import Blocks
 from tests.zpasses.backend.test_step_trials import within_compile
+from tests.zpasses.cost.plan.test_repeated_layers import ROWS, WIDTH, Net
 from zpasses.backend.step_trials import Choice
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import StepProblem, keepable_params
@@ -99,3 +101,27 @@ def test_less_memory_takes_longer_until_nothing_fits():
         assert none is None
 
     within_compile(check, Blocks(), memory_budget="1GiB")
+
+
+SLOW = "h100,tflops=0.1,launch_us=0.1,hop_us=0.1,kernel_us=0.1,host_out_gb_s=0.2,host_in_gb_s=0.2"
+"""Recomputation and copies take long, so that memory counts."""
+
+
+@pytest.mark.slow(quick="test_less_memory_takes_longer_until_nothing_fits")
+def test_least_time_of_further_layers_is_that_of_a_capture():
+    limits, captured, estimated, ignored = [1_150_000, 1_400_000, 2_500_000], [], [], []
+
+    def of_six(trials):
+        captured.extend(map(trials.least_us, limits))
+
+    def of_four(trials):
+        estimated.extend(trials.least_us(each, 2) for each in limits)
+        trials._relaxation = None
+        ignored.extend(map(trials.least_us, limits))
+
+    given = {"x": torch.zeros(ROWS, WIDTH), "memory_budget": "1GiB", "target": SLOW}
+    within_compile(of_six, Net(6), **given)
+    within_compile(of_four, Net(4), **given)
+    assert captured[0] > captured[1] > captured[2]
+    assert estimated == pytest.approx(captured, rel=0.005)
+    assert ignored != pytest.approx(captured, rel=0.2)

@@ -1,5 +1,7 @@
 """A step of many equal layers, made from that of four, against the step that was captured."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -83,16 +85,29 @@ def test_further_layers_are_those_of_a_capture(captured):
     assert known(step.keeping(params)) == known(more.keeping(keepable_params(more)))
 
 
+def places(values):
+    return sorted((each.nbytes, each.forward_slot, each.backward_slot) for each in values)
+
+
 def test_values_of_further_layers_are_those_of_a_capture(captured):
     few, more = (step_of(captured[layers], 2) for layers in (4, 6))
     given = values_of(few, captured[4])
     _, _, found = RepeatedLayers.of(few).extended(6, (), given)
-
-    def places(values):
-        return sorted((each.nbytes, each.forward_slot, each.backward_slot) for each in values)
-
     assert len(given) < len(found)
     assert places(found) == places(values_of(more, captured[6]))
+
+
+def test_values_that_last_until_forward_ends_have_copies(captured):
+    few = step_of(captured[4], 2)
+    given = [each for each in values_of(few, captured[4]) if each.nbytes == 8 * ROWS * WIDTH]
+    last = [replace(each, forward_slot=few.forward.end) for each in given]
+    _, _, usual = RepeatedLayers.of(few).extended(6, (), given)
+    step, _, found = RepeatedLayers.of(few).extended(6, (), last)
+    assert len(found) == 6
+    assert {each.forward_slot for each in found} == {step.forward.end}
+    assert sorted((each.ready_slot, each.backward_slot) for each in found) == sorted(
+        (each.ready_slot, each.backward_slot) for each in usual
+    )
 
 
 def test_values_on_the_host_cost_what_they_cost_in_a_graph():

@@ -1,6 +1,7 @@
 """Plans, bounds and evaluations of large and of hand-made graphs."""
 
 import itertools
+import logging
 import sys
 from dataclasses import replace
 
@@ -191,3 +192,12 @@ def test_a_plan_for_little_memory_gains_by_a_second_group():
             problem = problem_of(graph, slow, second_group=second_group)
             times.append(plan_schedule(problem, memory_limit(problem, MemoryBudget())).cost)
     assert times[1].total_us < 0.99 * times[0].total_us
+
+
+def test_the_log_says_how_the_chosen_plan_was_made(caplog):
+    caplog.set_level(logging.DEBUG, logger="zpasses")
+    with fake_world(RANKS), use_target(H100):
+        problem = problem_of(step(4, kernels=4), H100)
+        plan_schedule(problem, memory_limit(problem, MemoryBudget()))
+    (said,) = (each.getMessage() for each in caplog.records if "plans, the one" in each.message)
+    assert "a change of" in said or "no search" in said or "gather_latencies=" in said
