@@ -9,10 +9,10 @@ After, form=reduce_scatter                  After, form=all_reduce
   block = wait_tensor(started)                mine = slice_copy(total, 0, 3, 6)
   mine = slice_copy(block, 0, 0, 3)
 After, encode=int8                          After, encode=int8, on several nodes
-  records = zpasses.encode(grad, ...)         sorted = view(clone(permute(view(grad, ...))))
-  started = all_to_all_single(records)        started = reduce_scatter_tensor(sorted, in_node)
+  records = zpasses.encode(grad, ...)         sorted = clone(permute(grad, ...))
+  started = all_to_all_single(records)        started = reduce_scatter(in_node)
   arrived = wait_tensor(started)              sums = wait_tensor(started)
-  mine = zpasses.decode_mean(arrived, ...)    mine = zpasses.average_grad(sums, across_nodes)
+  mine = zpasses.decode_mean(arrived, ...)    mine = average_grad(across_nodes)
 
 Contract: the result has the shard's rows and dtype, and owns its memory. A result that is a slice
 of a larger tensor is copied, so the larger tensor can be freed. Casts, padding and slices exist

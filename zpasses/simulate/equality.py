@@ -23,8 +23,9 @@ def random_inputs(
 
     Args:
         graphs: one graph per rank.
-        bound: floating-point values lie in -bound..bound. Integers lie in 0..bound - 1, so they are
-            valid indices of any dimension of at least that size.
+        bound: floating-point values lie in -bound..bound, and those of bfloat16 in -1..1, because
+            it has no integer between 256 and 258. Integers lie in 0..bound - 1, so they are valid
+            indices of any dimension of at least that size.
     """
     generator = torch.Generator().manual_seed(seed)
     given = [graph.graph.find_nodes(op="placeholder") for graph in graphs]
@@ -42,7 +43,8 @@ def _random_input(node: fx.Node, ranks: int, bound: int, generator: torch.Genera
         return torch.randint(0, 2, shape, generator=generator).bool()
     if not (value.is_floating_point() or value.is_complex()):
         return torch.randint(0, max(bound, 1), shape, generator=generator).to(value.dtype)
-    drawn = torch.randint(-bound, bound + 1, shape, generator=generator)
+    most = min(bound, 1) if value.dtype == torch.bfloat16 else bound
+    drawn = torch.randint(-most, most + 1, shape, generator=generator)
     return (drawn * ranks if node.name.startswith("tangents") else drawn).to(value.dtype)
 
 

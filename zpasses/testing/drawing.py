@@ -46,6 +46,7 @@ _ENCODES = {
 }
 
 NOT_DRAWN: Mapping[str, Mapping[str, str]] = {
+    "chunk-loss": {"chunks=auto": "needs the option memory_budget"},
     "flatten-on-device": {
         "replicated": "promises that all ranks hold equal values, but drawn inputs differ",
         "tier=distributed": "needs replicated=true",
