@@ -13,7 +13,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.backend.cache.entry import GraphArtifacts, StoredVariant
 from zpasses.backend.captured import Capture, describe_inputs
-from zpasses.cost.memory.liveness import use_fusion
+from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.cost.time.target import Target, use_target
 from zpasses.dumps.listeners import events_for
 from zpasses.errors import AgreementError

@@ -20,7 +20,7 @@ from zpasses.backend.cache.stored_graph import from_cache
 from zpasses.backend.captured import Capture, capture
 from zpasses.backend.compile_job import CompileJob, compiling_graph, open_events, report
 from zpasses.backend.tuning import with_tried_options
-from zpasses.cost.memory.liveness import use_fusion
+from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.cost.time.target import Target, current_target, use_target
 from zpasses.errors import AgreementError, OptionError
 from zpasses.garbage import PausedCollection, no_garbage_collection

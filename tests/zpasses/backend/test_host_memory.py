@@ -23,8 +23,9 @@ from tests.zpasses.cost.memory.test_liveness import allocated
 from tests.zpasses.dumps.test_dump import only_compile
 from zpasses import AgreementError, MemoryBudgetError, OptionError, compat
 from zpasses.cost.memory import device_memory
-from zpasses.cost.memory.liveness import liveness, use_fusion
+from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.offloaded_values import fewest_that_fit, worthwhile
+from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.graph.host_copies import host_copy_of
 from zpasses.option_values import parse_size
 from zpasses.pipeline.events import observe_graphs

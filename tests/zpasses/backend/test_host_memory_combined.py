@@ -17,7 +17,8 @@ import zpasses
 from tests.frozen_training import assert_same
 from tests.on_ranks import on_ranks
 from tests.zpasses.backend.test_host_memory import TARGET, copies
-from zpasses.cost.memory.liveness import liveness, use_fusion
+from zpasses.cost.memory.liveness import liveness
+from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.pipeline.events import observe_graphs
 from zpasses.sdma.saved_arenas import host
 

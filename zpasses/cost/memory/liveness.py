@@ -14,11 +14,9 @@ computed from, and an elementwise kernel writes over an input of its size that n
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.time.fused_kernels import FusedKernels
+from zpasses.cost.time.fused_kernels import FusedKernels, fuses, use_fusion
 from zpasses.graph.aliases import buffer_readers, is_alias, is_view, memory_base, view_base
 from zpasses.graph.dialect import AVERAGE_GRAD, group_size
 from zpasses.graph.encoding import Encoding
@@ -47,21 +45,6 @@ from zpasses.graph.tags import tag_of
 
 NOTABLE_BYTES = 1 << 20
 """The least excess over a memory budget that is worth a warning."""
-
-
-_fusion: contextvars.ContextVar[bool] = contextvars.ContextVar("zpasses.fusion", default=False)
-
-
-@contextlib.contextmanager
-def use_fusion(fuses: bool) -> Iterator[None]:
-    """Context manager in which `liveness` counts what Inductor's code allocates, or what operators
-    do that run one by one.
-    """
-    token = _fusion.set(fuses)
-    try:
-        yield
-    finally:
-        _fusion.reset(token)
 
 
 @dataclass(eq=False)
@@ -194,7 +177,7 @@ class _Tracker:
         """Full parameters that outlive the call, even if the graph does not return them yet."""
         self._saved_inputs, self._reinplaceable = saved_inputs, reinplaceable
         self._bytes_of, self._is_view = bytes_of, is_view
-        self._kernels = FusedKernels() if _fusion.get() else None
+        self._kernels = FusedKernels() if fuses() else None
         self._elementwise: list[tuple[fx.Node, frozenset[fx.Node]]] = []
         """Kernels that may write over an input, and their inputs."""
 

@@ -7,12 +7,17 @@ expressions that read many tensors (`config.realize_reads_threshold` for those w
 `realize_acc_reads_threshold` for all), and so does this model. Two kernels that read the same
 values count them twice, although Inductor fuses some of these, too.
 
+Compiles with Inductor's code count so, inside `use_fusion`. Graphs that are captured without it,
+for `zpasses plan` and `capture`, count operator by operator.
+
 Without this, a graph with Inductor's decompositions would count each of them as a pass over memory:
 on an H200, 73 ms for a step that takes 43, and 149 for a loss that takes 40 (docs/measurements.md).
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 from collections.abc import Iterator
 
 import torch
@@ -56,12 +61,33 @@ _REDUCTIONS = frozenset(
 )
 
 
+_fusion: contextvars.ContextVar[bool] = contextvars.ContextVar("zpasses.fusion", default=False)
+
+
+@contextlib.contextmanager
+def use_fusion(fuses: bool) -> Iterator[None]:
+    """Context manager in which the models of time and memory count the kernels of Inductor's code,
+    or operators that run one by one.
+    """
+    token = _fusion.set(fuses)
+    try:
+        yield
+    finally:
+        _fusion.reset(token)
+
+
+def fuses() -> bool:
+    """Whether the models count fused kernels."""
+    return _fusion.get()
+
+
 class FusedKernels:
     """What the kernels of a graph read and write. It holds while the graph does not change, and is
     equal on ranks that hold parts of other sizes.
     """
 
     def __init__(self) -> None:
+        self._fuses = fuses()
         self._leaves: dict[fx.Node, frozenset[fx.Node]] = {}
         """Node -> the values that a kernel loads which reads this one."""
 
@@ -70,7 +96,7 @@ class FusedKernels:
         own.
         """
         written = nbytes(value_of(node))
-        if not _is_fusible(node):
+        if not self._fuses or not _is_fusible(node):
             return written + sum(nbytes(value_of(each)) for each in node.all_input_nodes)
         if self.is_inlined(node):
             return None
@@ -78,7 +104,7 @@ class FusedKernels:
 
     def is_inlined(self, node: fx.Node) -> bool:
         """Whether a call is computed where it is read, so that its value is in no memory."""
-        return _is_elementwise(node) and node not in self._leaves_of(node)
+        return self._fuses and _is_elementwise(node) and node not in self._leaves_of(node)
 
     def has_kernel(self, node: fx.Node) -> bool:
         """Whether a call is an elementwise operator, or a reduction, that is not inlined."""

@@ -18,8 +18,8 @@ from zpasses.cost.memory.liveness import (
     liveness,
     reinplaceable_all_reduces,
     scratch_bytes,
-    use_fusion,
 )
+from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.graph.aliases import memory_root, root_output
 from zpasses.graph.queries import collective_of, is_wait, saved_inputs
 from zpasses.graph.tags import Tag, add_tag

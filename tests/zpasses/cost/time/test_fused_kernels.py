@@ -8,13 +8,19 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zpasses import compat
-from zpasses.cost.time.fused_kernels import FusedKernels
+from zpasses.cost.time.fused_kernels import FusedKernels, use_fusion
 from zpasses.cost.time.roofline import compute_us, durations_us
 from zpasses.cost.time.target import Target
 
 aten = torch.ops.aten
 T = Target.parse("h100,memory_gb_s=1,tflops=1e9,kernel_us=1e-6")
 KIB = 1024
+
+
+@pytest.fixture(autouse=True)
+def fusion():
+    with use_fusion(True):
+        yield
 
 
 def traced(function, *shapes, dtype=torch.float32, decomposed=True):
@@ -83,6 +89,12 @@ def test_views_pass_on_what_is_read():
     found = moved(traced(function, (64, 64), (64,)))
     kernels = {name: each for name, each in found.items() if each is not None and "sum" in name}
     assert list(kernels.values()) == [64 * 64 * 4 + 64 * 4 + 64 * 4]
+
+
+def test_operators_that_run_one_by_one_all_have_kernels():
+    graph = traced(lambda x, y: ((x + y).relu() * 2).sum(1), (KIB, 4), (KIB, 4))
+    with use_fusion(False):
+        assert list(moved(graph).values()) == [each * 16 * KIB for each in (3, 2, 2)] + [20 * KIB]
 
 
 def test_long_chains_are_followed():
