@@ -145,7 +145,9 @@ class _ListScheduler:
         """Duration of what a link still has to do when these launches have been awaited."""
         total = awaited = 0.0
         beside = []
-        for queue in self._clock.on_link(link).values():
+        for channel, queue in self._clock.busy.items():
+            if channel.link != link:
+                continue
             until = rest = 0.0
             for entry in queue:
                 rest += entry[0]

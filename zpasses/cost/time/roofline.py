@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.time.fused_kernels import FusedKernels
+from zpasses.cost.time.fused_kernels import FusedKernels, fuses
 from zpasses.cost.time.route_figures import MAX_CHUNK_BYTES, RouteFigures
 from zpasses.cost.time.target import Target
 from zpasses.graph.aliases import is_view
@@ -171,7 +171,7 @@ def _kernel_us(node: fx.Node, moved: int, target: Target) -> float:
 def durations_us(nodes: Iterable[fx.Node], target: Target) -> list[float]:
     """Returns the duration of each call. Calls of equal shapes are computed once."""
     known: dict[Any, float] = {}
-    kernels = FusedKernels()
+    kernels = FusedKernels() if fuses() else None
     found = []
     for node in nodes:
         if node.op != "call_function":
@@ -179,7 +179,12 @@ def durations_us(nodes: Iterable[fx.Node], target: Target) -> list[float]:
             continue
         values = [value_of(each) for each in (node, *node.all_input_nodes)]
         constants = [each for each in node.args if not isinstance(each, fx.Node)]
-        key = node.target, repr(constants), kernels.moved_bytes(node), *map(_shape, values)
+        key = (
+            node.target,
+            repr(constants),
+            kernels and kernels.moved_bytes(node),
+            *map(_shape, values),
+        )
         if key not in known:
             known[key] = compute_us(node, target, kernels)
         found.append(known[key])
