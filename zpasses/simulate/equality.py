@@ -12,7 +12,7 @@ from zpasses.graph.queries import value_of
 
 
 def random_inputs(
-    graphs: Sequence[fx.GraphModule], *, seed: int = 0, bound: int = 3
+    graphs: Sequence[fx.GraphModule], *, seed: int = 0, bound: int | None = None
 ) -> list[list[Any]]:
     """Make inputs for `simulate`: one list per rank, with the shapes and dtypes that the graph's
     inputs record.
@@ -23,9 +23,9 @@ def random_inputs(
 
     Args:
         graphs: one graph per rank.
-        bound: floating-point values lie in -bound..bound, and those of bfloat16 in -1..1, because
-            it has no integer between 256 and 258. Integers lie in 0..bound - 1, so they are valid
-            indices of any dimension of at least that size.
+        bound: floating-point values lie in -bound..bound. Integers lie in 0..bound - 1, so they are
+            valid indices of any dimension of at least that size. None takes 3, and 1 for values in
+            bfloat16, because it has no integer between 256 and 258.
     """
     generator = torch.Generator().manual_seed(seed)
     given = [graph.graph.find_nodes(op="placeholder") for graph in graphs]
@@ -34,7 +34,7 @@ def random_inputs(
     ]
 
 
-def _random_input(node: fx.Node, ranks: int, bound: int, generator: torch.Generator) -> Any:
+def _random_input(node: fx.Node, ranks: int, bound: int | None, generator: torch.Generator) -> Any:
     value = value_of(node)
     if not isinstance(value, Tensor):
         return getattr(getattr(value, "node", None), "hint", value)
@@ -42,8 +42,10 @@ def _random_input(node: fx.Node, ranks: int, bound: int, generator: torch.Genera
     if value.dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     if not (value.is_floating_point() or value.is_complex()):
-        return torch.randint(0, max(bound, 1), shape, generator=generator).to(value.dtype)
-    most = min(bound, 1) if value.dtype == torch.bfloat16 else bound
+        return torch.randint(
+            0, max(3 if bound is None else bound, 1), shape, generator=generator
+        ).to(value.dtype)
+    most = bound if bound is not None else 1 if value.dtype == torch.bfloat16 else 3
     drawn = torch.randint(-most, most + 1, shape, generator=generator)
     return (drawn * ranks if node.name.startswith("tangents") else drawn).to(value.dtype)
 
