@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from tests.programs import ForkedPython, forked_subprocess, start_python
+from zpasses.errors import OptionError
 from zpasses.tools.bench import predicted_schedules as schedule_suite
 from zpasses.tools.bench.__main__ import SUITES, main
 from zpasses.tools.bench.measure import ResidentMemory
 from zpasses.tools.bench.model import Block, ModelSize, ParallelBlock, batches, build_model
+from zpasses.tools.bench.peers import check_peers
 from zpasses.tools.bench.predicted_schedules import ScheduleConfig, ScheduleReport, schedule_table
 from zpasses.tools.bench.schedule_models import ModelShape
 from zpasses.tools.bench.train import PeerResult, TrainConfig, TrainReport, _difference, _relate
@@ -330,6 +332,13 @@ def test_optimizer_counts_operators_of_steps(measured):
         assert (each["of_dtensors"] > 0) == (model == "fsdp2")
         assert (each["operators"] >= each["params"]) == (mode == "loop")
     assert "later ms" in table
+
+
+def test_options_of_a_peer_may_contain_commas():
+    name = "zpasses:pipeline=chunk-loss{chunks=4};zero3"
+    check_peers((name,))
+    with pytest.raises(OptionError, match="no pass is called 'zero4'"):
+        check_peers((name.replace("zero3", "zero4"),))
 
 
 # --- device ---------------------------------------------------------------------------------------

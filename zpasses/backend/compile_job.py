@@ -138,7 +138,7 @@ class CompileJob:
     @contextlib.contextmanager
     def compiling_late(self) -> Iterator[None]:
         """Context of what is compiled after the call of the backend. Reports failures."""
-        with self.compiling():
+        with self.compiling(), self.planning():
             try:
                 yield
             except Exception as error:

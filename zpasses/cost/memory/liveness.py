@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,8 +178,8 @@ class _Tracker:
         self._saved_inputs, self._reinplaceable = saved_inputs, reinplaceable
         self._bytes_of, self._is_view = bytes_of, is_view
         self._kernels = FusedKernels() if fuses() else None
-        self._elementwise: list[tuple[fx.Node, frozenset[fx.Node]]] = []
-        """Kernels that may write over an input, and their inputs."""
+        self._elementwise: list[tuple[fx.Node, Mapping[fx.Node, bool]]] = []
+        """Kernels and their inputs, as `FusedKernels.inputs` returns them."""
 
     def visit(self, index: int, node: fx.Node) -> None:
         for item in (*node.all_input_nodes, *(self._cached if node.op == "output" else ())):
@@ -206,9 +206,12 @@ class _Tracker:
         """Ends the life of what elementwise kernels write over right before them."""
         for node, sources in self._elementwise:
             made = self._memory_of[node][0]
-            for source in sources:
-                dying = next(iter(self._memory_of.get(source, ())), None)
-                if made is not None and dying is not None and _takes_over(made, dying):
+            read = [(self._memory_of.get(each, [None])[0], sources[each]) for each in sources]
+            scattered = [buffer for buffer, in_place in read if not in_place]
+            if made is None or made.node is not node:
+                continue
+            for dying, _ in read:
+                if dying is not None and dying not in scattered and _takes_over(made, dying):
                     dying.last = made.first - 1
                     break
 
@@ -294,12 +297,20 @@ def _takes_over(made: Buffer, dying: Buffer) -> bool:
     ours, theirs = value_of(made.node), value_of(dying.node)
     return (
         dying.last == made.first > dying.first
+        and made.nbytes == dying.nbytes
         and isinstance(ours, Tensor)
         and isinstance(theirs, Tensor)
-        and (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
-        and made.nbytes == dying.nbytes
+        and _layout(ours) == _layout(theirs)
         and collective_of(dying.node) is None
     )
+
+
+def _layout(value: Tensor) -> tuple[Any, ...]:
+    """Dtype, sizes and strides, dimensions of size 1 left out. Symbols count by their hints."""
+    sizes = [compat.planned_size(size) for size in value.shape]
+    strides = [compat.planned_size(stride) for stride in value.stride()]
+    kept = [pair for pair in zip(sizes, strides, strict=True) if pair[0] != 1]
+    return value.dtype, *kept
 
 
 _subgraph_bytes: weakref.WeakKeyDictionary[fx.GraphModule, int] = weakref.WeakKeyDictionary()

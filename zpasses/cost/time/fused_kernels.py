@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph.aliases import is_view, view_base
+from zpasses.graph.aliases import elements_of, is_view, view_base
 from zpasses.graph.queries import nbytes, value_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -88,8 +88,9 @@ class FusedKernels:
 
     def __init__(self) -> None:
         self._fuses = fuses()
-        self._leaves: dict[fx.Node, frozenset[fx.Node]] = {}
-        """Node -> the values that a kernel loads which reads this one."""
+        self._leaves: dict[fx.Node, Mapping[fx.Node, bool]] = {}
+        """Node -> the values that a kernel loads which reads this one, and whether it loads the
+        elements of each where it would write them."""
 
     def moved_bytes(self, node: fx.Node) -> int | None:
         """Returns the bytes that the kernel of a call reads and writes; None if it has none of its
@@ -110,11 +111,18 @@ class FusedKernels:
         """Whether a call is an elementwise operator, or a reduction, that is not inlined."""
         return _is_fusible(node) and not self.is_inlined(node)
 
-    def inputs(self, node: fx.Node) -> frozenset[fx.Node]:
-        """Returns the values that a call loads, through those that are inlined in it."""
-        return frozenset().union(*map(self._leaves_of, node.all_input_nodes))
+    def inputs(self, node: fx.Node) -> Mapping[fx.Node, bool]:
+        """Returns the values that a call loads, through those that are inlined in it, and whether
+        it loads elements of each only where it writes them, if both have one shape.
+        """
+        found: dict[fx.Node, bool] = {}
+        for source in node.all_input_nodes:
+            for leaf, in_place in self._leaves_of(source).items():
+                in_place = in_place and node.target is not aten.gather.default
+                found[leaf] = found.get(leaf, True) and in_place
+        return found
 
-    def _leaves_of(self, node: fx.Node) -> frozenset[fx.Node]:
+    def _leaves_of(self, node: fx.Node) -> Mapping[fx.Node, bool]:
         pending = [node]  # no recursion, because chains may be long
         while pending:
             each = pending[-1]
@@ -128,11 +136,14 @@ class FusedKernels:
             pending.pop()
         return self._leaves[node]
 
-    def _found(self, node: fx.Node) -> frozenset[fx.Node]:
-        itself = frozenset({node})
+    def _found(self, node: fx.Node) -> Mapping[fx.Node, bool]:
+        itself = {node: True}
         if is_view(node):
             base = node.all_input_nodes[0]
-            return itself if base in self._leaves[base] else self._leaves[base]
+            whole = elements_of(node) is not node
+            if base in self._leaves[base]:
+                return {node: whole and self._leaves[base][base]}
+            return {leaf: whole and in_place for leaf, in_place in self._leaves[base].items()}
         if not _is_elementwise(node) or not node.users or not all(map(_is_fusible, _readers(node))):
             return itself
         leaves = self.inputs(node)
