@@ -48,6 +48,7 @@ from zpasses.cost.plan.schedule_evaluation import Action, Cost, Plan, evaluate, 
 from zpasses.cost.plan.schedule_planner import Planned, memory_limit, plan_schedule
 from zpasses.cost.plan.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.plan.simple_plans import CAP_BYTES, SIMPLE_PLANS, simple_plans
+from zpasses.cost.time.fused_kernels import fuses
 from zpasses.cost.time.route_figures import engine_route, planned_route, route_figures
 from zpasses.cost.time.target import current_target
 from zpasses.errors import OptionError
@@ -253,10 +254,11 @@ class Schedule(Pass):
         self, problem: ScheduleProblem, plans: Iterable[tuple[Plan, Cost]], limit_bytes: int
     ) -> tuple[Plan, Cost] | None:
         """Returns the first plan within a limit, and its cost. A peak above the limit, which the
-        planner counts from above, is judged on a copy of the graph.
+        planner counts from above, is judged on a copy of the graph. So are flat gathers: where
+        kernels compute their copies, all that was gathered stays until the last of them.
         """
         for plan, cost in plans:
-            if cost.peak_bytes > limit_bytes:
+            if cost.peak_bytes > limit_bytes or (fuses() and _has_flat_gathers(problem, plan)):
                 graph, copy = copied(problem)
                 write_plan(graph, copy, _by_node(problem, plan), self.name)
                 cost = exact_cost(graph, copy, current_target())
@@ -303,6 +305,11 @@ class Schedule(Pass):
                 format_size(peak),
                 format_size(peak - limit_bytes),
             )
+
+
+def _has_flat_gathers(problem: ScheduleProblem, plan: Plan) -> bool:
+    firsts = [problem.jobs[members[0]] for members in plan.launches if len(members) > 1]
+    return any(job.is_gather and job.key.mode == "flat" for job in firsts)
 
 
 def _named_copies(inward: int, outward: int) -> str:

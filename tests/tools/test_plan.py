@@ -23,8 +23,9 @@ from zpasses.graph.tags import tagged
 from zpasses.inspect.escape import one_line
 from zpasses.inspect.units import bytes_text
 from zpasses.inspect.view import Table
-from zpasses.pipeline.events import listen
-from zpasses.testing import capture_graphs, fake_world
+from zpasses.pipeline.events import listen, observe_graphs
+from zpasses.testing import fake_world
+from zpasses.tools.capture.captured_step import CaptureRequest, run_capture
 from zpasses.tools.cli.main import cli
 from zpasses.tools.plan import plan_picture
 from zpasses.tools.plan.plan_picture import plan_figure, plan_page
@@ -165,12 +166,26 @@ def figures(graph):
         }
 
 
+def compiled_graphs(layers, options, pipeline="zero3"):
+    graphs = {}
+    with observe_graphs(lambda seen: graphs.update({seen.kind: seen.graph})):
+        run_capture(
+            CaptureRequest(
+                f"{HERE}:blocks",
+                None,
+                WORLD,
+                arguments={"layers": layers},
+                options={"pipeline": pipeline, **options},
+            )
+        )
+    return graphs
+
+
 def assert_same_figures(row, layers, options, pipeline="zero3"):
     """The launches, peaks and times of a compile with these options are those of the row."""
-    model, x = blocks(layers=layers)
-    after = capture_graphs(model, (x,), world_size=WORLD, pipeline=pipeline, options=options).after
+    graphs = compiled_graphs(layers, options, pipeline)
     for name in ("forward", "backward"):
-        found = figures(getattr(after, name).graph)
+        found = figures(graphs[name])
         assert {key: row[name][key] for key in found} == pytest.approx(found, abs=0.06)
 
 
@@ -194,11 +209,8 @@ def test_micro_batches_share_what_is_cached(table):
     assert fastest.graphs["forward"].exposed_us < 0.9 * alone.graphs["forward"].exposed_us
     assert fastest.peak_bytes <= fastest.limit_bytes
     assert repeated.options["backwards_per_step"] == 4
-    model, batch = blocks()
-    after = capture_graphs(
-        model, (batch,), world_size=WORLD, pipeline="zero3", options=repeated.options
-    ).after
-    marked = [tag.nbytes for _, tag in tagged(after.forward.graph, "full") if tag.cached]
+    forward = compiled_graphs(4, repeated.options)["forward"]
+    marked = [tag.nbytes for _, tag in tagged(forward, "full") if tag.cached]
     assert marked
     assert "cached" in str(plan_view(repeated).parts)
 

@@ -72,6 +72,8 @@ def _compile_with_inductor(job: CompileJob) -> tuple[Callable[..., Any], bytes |
 
     def inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compiled:
         def codegen(graph: fx.GraphModule, values: Sequence[Any]) -> Compiled:
+            if job.captured.is_fake:
+                return eager_codegen(graph, values)
             own = graph_patches(patches, graph.graph)
             return compat.inductor_codegen(graph, values, own, copy.copy(kwargs))
 

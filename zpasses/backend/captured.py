@@ -56,6 +56,8 @@ class Capture:
     """Whether a parameter has replicas, or would have on more ranks."""
     has_one_mesh: bool = True
     """Whether all parameters are sharded over one mesh."""
+    is_fake: bool = False
+    """Whether the model is on fake tensors, so that calls need no code."""
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
@@ -76,6 +78,10 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
         if isinstance(value, DTensor) and _only_read_locally(gm, placeholders[i])
     ]
     names = _unique_names([placeholders[i] for i in positions])
+    is_fake = any(
+        isinstance(compat.local_of(each) if isinstance(each, DTensor) else each, compat.FakeTensor)
+        for each in inputs
+    )
     for i in positions:
         dtensor = inputs[i]
         local = rows_of(dtensor).detach().requires_grad_(dtensor.requires_grad)
@@ -98,7 +104,9 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
     layouts = [layout_of(each) for each in params]
     hybrid = any(each.hybrid_mesh is not None for each in layouts)
     one_mesh = len({each.sharding_groups for each in layouts}) < 2
-    return Capture(gm, inputs, shards, groups, _share(params), tuple(frozen), hybrid, one_mesh)
+    return Capture(
+        gm, inputs, shards, groups, _share(params), tuple(frozen), hybrid, one_mesh, is_fake
+    )
 
 
 def _share(params: Sequence[DTensor]) -> float:

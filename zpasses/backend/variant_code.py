@@ -225,7 +225,7 @@ def _asks(job: CompileJob) -> bool:
 def _lowering(job: CompileJob) -> Lowering:
     """Returns how reductions that a backward deferred are run."""
     codegen: Codegen = eager_codegen
-    if job.options.codegen == "inductor":
+    if job.options.codegen == "inductor" and not job.captured.is_fake:
         patches = inductor_patches(job)
         codegen = functools.partial(compat.inductor_codegen_standalone, patches=patches)
 

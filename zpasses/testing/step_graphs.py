@@ -122,6 +122,7 @@ def capture_graphs(
             records.extend(record for record in log.records if record.name != GraphProbe.name)
 
         given: dict[str, Any] = {
+            "codegen": "eager",
             **(options or {}),
             "pipeline": Pipeline((*probes.values(), *parsed.passes)),
         }
@@ -171,7 +172,7 @@ def capture_step(
         The tensors that were differentiated: all that require gradients.
     """
     torch.compiler.reset()
-    given: dict[str, Any] = {"codegen": "eager", "agreement": False, **options}
+    given: dict[str, Any] = {"agreement": False, **options}
     compiled = model
     if blocks is not None:
         assert isinstance(model, nn.Module)

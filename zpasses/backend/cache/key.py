@@ -72,6 +72,8 @@ def refusal(captured: Capture, options: Options, pipeline: Pipeline) -> str | No
     """
     if options.codegen != "inductor":
         return f"codegen={options.codegen!r} is not cached"
+    if captured.is_fake:
+        return "no code is generated for fake tensors"
     if options.verify == "simulate":
         return "verify='simulate' checks the graphs of this compile"
     for each in pipeline:

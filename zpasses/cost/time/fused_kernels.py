@@ -7,8 +7,7 @@ expressions that read many tensors (`config.realize_reads_threshold` for those w
 `realize_acc_reads_threshold` for all), and so does this model. Two kernels that read the same
 values count them twice, although Inductor fuses some of these, too.
 
-Compiles with Inductor's code count so, inside `use_fusion`. Graphs that are captured without it,
-for `zpasses plan` and `capture`, count operator by operator.
+Only what runs operator by operator (`codegen="eager"`) does not count so, inside `use_fusion`.
 
 Without this, a graph with Inductor's decompositions would count each of them as a pass over memory:
 on an H200, 73 ms for a step that takes 43, and 149 for a loss that takes 40 (docs/measurements.md).
@@ -61,7 +60,7 @@ _REDUCTIONS = frozenset(
 )
 
 
-_fusion: contextvars.ContextVar[bool] = contextvars.ContextVar("zpasses.fusion", default=False)
+_fusion: contextvars.ContextVar[bool] = contextvars.ContextVar("zpasses.fusion", default=True)
 
 
 @contextlib.contextmanager
