@@ -439,7 +439,7 @@ TINY_LLAMA = ModelShape("llama", 64, 128, 4, 2, 256, 2)
 @pytest.mark.slow(quick="plans and budgets in tests of the pass `schedule` and of `zpasses plan`")
 def test_schedulers_are_compared_on_one_step(monkeypatch):
     monkeypatch.setattr(schedule_suite, "MODELS", {"tiny": TINY_LLAMA})
-    names = ("single", "one ahead", "zero3", "budget 10%")
+    names = ("single", "one ahead", "blocks", "zero3", "budget 10%")
     job = {"model": "tiny", "ranks": 8, "tokens": 32, "layers": None}
     engines = "mi300x,launch_us=0.01,hop_us=0.01,link_gb_s=0.02"  # gain whatever the size
     job |= {"targets": ["h100", engines], "schedulers": list(names)}
@@ -447,6 +447,7 @@ def test_schedulers_are_compared_on_one_step(monkeypatch):
     points = {point.scheduler: point for point in row.points}
     assert tuple(points) == names
     assert not row.failed
+    assert points["blocks"].collectives < points["single"].collectives / 2
     assert points["zero3"].total_ms <= points["one ahead"].total_ms < points["single"].total_ms
     assert sum(row.bound_ms) <= points["zero3"].total_ms
     budgeted = points["budget 10%"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -55,13 +56,28 @@ def schedule_blocks_by_inductor(
 
     Returns:
         The rewritten graph.
+
+    Raises:
+        ValueError: if no call of the graph belongs to any of the modules.
     """
     from torch._inductor.fx_passes import overlap_manual_scheduling, overlap_scheduling
 
+    paths = {path for node in gm.graph.nodes for path, _ in _module_stack(node)}
+    named = [path for block in blocks for path in ([block] if isinstance(block, str) else block)]
+    if paths.isdisjoint(named):
+        raise ValueError(f"no call belongs to {named[0]}; the graph has {sorted(paths)[:4]}")
     with patch.object(overlap_scheduling, "estimate_roofline_runtime_ms", lambda node: 0.0):
         return overlap_manual_scheduling.manual_overlap_bucketing(
-            gm, list(blocks), insert_overlap_deps=False
+            gm, list(blocks), insert_overlap_deps=False, module_stack_fn=_module_stack
         )
+
+
+def _module_stack(node: fx.Node) -> list[tuple[str, type[Any]]]:
+    """Returns path and class of each module around a node. Inductor's own function knows the paths
+    of `L['self']` alone, and not those of an argument, as in a model that calls itself wrapped.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [(re.sub(r"^L(\[[^]]*\])+\.?", "", name), kind) for name, kind in stack.values()]
 
 
 def inductor_node_ms(node: fx.Node, tflops: float, memory_gb_s: float) -> float:
