@@ -76,9 +76,9 @@ def test_the_fastest_mesh_that_fits_is_chosen():
 
 
 def test_the_fastest_mesh_with_the_copies_of_states_is_chosen():
-    def mesh_of(name, total_us, copies_us, gib, fits=True):
-        call = "1GiB" if copies_us else None
-        device = DeviceUse(GIB, gib * GIB, 3 * GIB, copies_us, fits, call)
+    def mesh_of(name, total_us, optimizer_us, gib, fits=True):
+        call = "1GiB" if optimizer_us else None
+        device = DeviceUse(GIB, gib * GIB, 3 * GIB, optimizer_us, fits, call)
         return ShapePoint(name, replace(plan_of(total_us, GIB), device=device), None, GIB)
 
     full = mesh_of("shard=8", 300.0, 0.0, 10)
@@ -90,7 +90,7 @@ def test_the_fastest_mesh_with_the_copies_of_states_is_chosen():
     text = str(shape_view(found))
     call = 'zpasses.offload_optimizer(optimizer, device_bytes="1GiB")'
     assert call in text
-    assert "with copies" in text
+    assert "with optimizer" in text
     assert "with AdamW" not in text
     assert found.to_json()["offload_optimizer"] == call
     assert shapes_of(half, most, device_bytes=19 * GIB, optimizer="x").chosen is None

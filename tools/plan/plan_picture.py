@@ -79,8 +79,8 @@ def plan_figure(found: PlanTable) -> Any:
         axes.plot(*at(found.chosen), "o", color="C2", markersize=9, label="chosen plan")
     if found.resting.optimizer is not None:
         where = [at(each)[0][0] for each in found.plans]
-        whole = [each.with_copies_us / per_us for each in found.plans]
-        axes.plot(where, whole, "x", color="C3", label="with copies of states")
+        whole = [each.with_optimizer_us / per_us for each in found.plans]
+        axes.plot(where, whole, "x", color="C3", label="with the optimizer")
     # Rings, because a stage may be equal to a plan.
     ring: dict[str, Any] = {"color": "C1", "fillstyle": "none", "markersize": 12}
     for stage, marker in zip(found.stages, "sDv", strict=False):

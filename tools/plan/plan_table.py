@@ -36,6 +36,8 @@ class Resting:
     state_bytes: int = 0
     optimizer: str | None = None
     """Whose states these are; None if they are not known."""
+    optimizer_us: float = 0.0
+    """Duration of its step, by micro-batch, if all states stay."""
 
     def __str__(self) -> str:
         return (
@@ -54,8 +56,8 @@ class DeviceUse:
     """These, the peak, and two buckets of the other states."""
     states_on_host: int
     """Bytes of the other states."""
-    copies_us: float
-    """How much longer a step takes because of them: that of the optimizer, by micro-batch."""
+    optimizer_us: float
+    """Duration of the optimizer's step, by micro-batch."""
     fits: bool
     """Whether the total fits the device, and its host what rests there."""
     device_bytes: str | None
@@ -98,9 +100,9 @@ class PlanPoint:
         return self.device is None or self.device.fits
 
     @property
-    def with_copies_us(self) -> float:
-        """Duration of the step, and of the copies of states."""
-        return self.total_us + (0.0 if self.device is None else self.device.copies_us)
+    def with_optimizer_us(self) -> float:
+        """Duration of the step, and of that of the optimizer."""
+        return self.total_us + (0.0 if self.device is None else self.device.optimizer_us)
 
     @property
     def offload_call(self) -> str | None:
@@ -140,7 +142,7 @@ class PlanPoint:
         if self.device is None:
             del found["device"]
         else:
-            found["with_copies_us"] = self.with_copies_us
+            found["with_optimizer_us"] = self.with_optimizer_us
         graphs = found.pop("graphs")
         return _rounded({**found, **ahead, **graphs, **{key: getattr(self, key) for key in sums}})
 
@@ -234,9 +236,9 @@ class PlanTable(StepTable):
     """What the whole device may take. The fastest plan that fits it is chosen."""
 
     def fastest_of(self, points: Sequence[PlanPoint]) -> PlanPoint:
-        """Returns the fastest with the copies of states; the leanest of those that are as fast."""
-        best = min(each.with_copies_us for each in points)
-        return next(each for each in points if each.with_copies_us * NOTABLY <= best)
+        """Returns the fastest with its optimizer; the leanest of those that are as fast."""
+        best = min(each.with_optimizer_us for each in points)
+        return next(each for each in points if each.with_optimizer_us * NOTABLY <= best)
 
     def options_of(self, point: PlanPoint) -> dict[str, str | int]:
         found = super().options_of(point)
@@ -287,14 +289,15 @@ class PlanTable(StepTable):
     def _device_reason(self, chosen: PlanPoint) -> str:
         rests, why = self.resting, f"It is the fastest that fits in {self.device_memory}, with"
         why += " the copies of states." if self.offload_call else " all states."
-        faster = [each for each in self.plans if each.total_us < NOTABLY * chosen.with_copies_us]
+        most = NOTABLY * chosen.with_optimizer_us - rests.optimizer_us
+        faster = [each for each in self.plans if each.total_us < most]
         if not faster:
             return f"{why} More memory gains nothing."
         first = faster[0]  # with all states, which its own use may not have
         need = rests.shard_bytes + rests.gradient_bytes + rests.state_bytes + first.peak_bytes
         return (
             f"{why} With {bytes_text(need)}, all states stay and it takes "
-            f"{time_text(first.total_us)}."
+            f"{time_text(first.total_us + rests.optimizer_us)}."
         )
 
     def _next(self, better: Sequence[PlanPoint]) -> str:
@@ -377,7 +380,7 @@ def budget_text(nbytes: int) -> str:
 # --- text -----------------------------------------------------------------------------------------
 NOTABLY = 0.999
 """Durations that differ by a factor nearer to 1 are equal."""
-DEVICE_COLUMNS = ("rests", "states out", "total", "with copies")
+DEVICE_COLUMNS = ("rests", "states out", "total", "with optimizer")
 _COLUMNS = (
     *("plan", "memory_budget", "ahead", "step", "exposed", "bound", "least", "peak"),
     *("collectives", "kept", "cached", "activations", "host", "chunks"),
@@ -450,7 +453,8 @@ def plan_view(found: PlanTable) -> View:
 DEVICE_LEGEND = (
     "rests: shards, gradients and the states that stay. total: with the peak, and buckets of "
     "states in flight.",
-    "with copies: step, and copies of the states that are out.",
+    "with optimizer: step, and that of the optimizer, by what it reads and writes, or by the "
+    "copies of the states that are out.",
 )
 
 
@@ -521,7 +525,7 @@ def device_cells(point: PlanPoint) -> tuple[str, ...]:
         bytes_text(device.resting_bytes),
         bytes_text(device.states_on_host),
         f"{bytes_text(device.total_bytes)}{'' if device.fits else ', too much'}",
-        time_text(point.with_copies_us),
+        time_text(point.with_optimizer_us),
     )
 
 

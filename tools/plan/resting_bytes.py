@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.cost.plan.repeated_layers import FEWEST_LAYERS, layer_starts
-from zpasses.cost.time.step_time import streamed_states_us
+from zpasses.cost.time.step_time import optimizer_kernels_us, streamed_states_us
 from zpasses.cost.time.target import Target
 from zpasses.errors import OptionError
 from zpasses.graph.queries import nbytes
@@ -61,7 +61,10 @@ class RestingBytes:
             chosen = optimizer_class(request.optimizer)
             name, sizes = chosen.__name__, _state_sizes(chosen, trained)
         shards, gradients = sum(map(nbytes, local)), sum(map(nbytes, trained))
-        return cls(Resting(shards, gradients, sum(sizes), name), sizes)
+        # A shard has the bytes of its gradient.
+        kernels = optimizer_kernels_us(gradients, gradients, sum(sizes), request.parsed_target())
+        each = kernels / request.backwards_per_step if name is not None else 0.0
+        return cls(Resting(shards, gradients, sum(sizes), name, each), sizes)
 
     def limits(self, request: PlanRequest) -> list[int]:
         """Returns the peaks up to which all states stay, and up to which a step fits at all."""
@@ -120,7 +123,7 @@ class RestingBytes:
             resting + plan.device_bytes,
             resting + held,
             plan.host_bytes,
-            travel / request.backwards_per_step,
+            max(self.resting.optimizer_us, travel / request.backwards_per_step),
             fits,
             self._option(plan) if plan.host_bytes else None,
         )

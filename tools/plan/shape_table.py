@@ -158,7 +158,7 @@ _TOO_LARGE = (
 
 def _time(point: ShapePoint) -> float:
     assert point.plan is not None
-    return point.plan.with_copies_us
+    return point.plan.with_optimizer_us
 
 
 # --- text -----------------------------------------------------------------------------------------

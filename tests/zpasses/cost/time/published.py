@@ -28,6 +28,7 @@ from torch import fx
 import zpasses
 from zpasses import compat
 from zpasses.cost.time.clock import Clock, CollectiveTiming
+from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.cost.time.roofline import collective_on_route_us
 from zpasses.cost.time.route_figures import RouteFigures, route_figures
 from zpasses.cost.time.step_time import Timeline
@@ -94,6 +95,8 @@ class Pair:
     """Whether the source states all of the above."""
     mixed: bool = False
     """Whether the shards are fp32, gathered in bf16 and reduced in fp32. Else all is bf16."""
+    eager: bool = False
+    """Whether the source says that the model is not compiled."""
 
     @property
     def published(self) -> float:
@@ -106,7 +109,18 @@ def _ms(tokens: int, *tokens_per_s: float) -> tuple[float, ...]:
 
 
 PAIRS = (
-    Pair("DeepSpeed#7999 Qwen3-32B", QWEN3_32B, 1, 1024, "mi300x", 8, 1402.5, 1263.2, True),
+    Pair(
+        "DeepSpeed#7999 Qwen3-32B",
+        QWEN3_32B,
+        1,
+        1024,
+        "mi300x",
+        8,
+        1402.5,
+        1263.2,
+        True,
+        eager=True,
+    ),
     Pair(
         "pytorch#179937 Llama-3-8B",
         LLAMA_8B,
@@ -119,7 +133,9 @@ PAIRS = (
         mixed=True,
     ),
     # The widths of the model are not published.
-    Pair("DeepSpeed#7999 GPT-7B-ish", LLAMA_7B, 1, 2048, "mi300x", 8, 697.7, 622.0, False),
+    Pair(
+        "DeepSpeed#7999 GPT-7B-ish", LLAMA_7B, 1, 2048, "mi300x", 8, 697.7, 622.0, False, eager=True
+    ),
     # Batch and length are the defaults of torchtitan. Nothing says that copy engines did the work.
     Pair(
         "torchtitan#3105 Llama-3-8B",
@@ -175,8 +191,9 @@ class _Captured:
 def captured(pair: Pair, pipeline: str = WITH) -> Iterator[_Captured]:
     """Captures a step on fake ranks. The fake world lasts for the block."""
     joint = str(Pipeline(Pipeline.parse(pipeline).at(Level.JOINT)))
+    codegen = "eager" if pair.eager else "inductor"
     graphs: dict[int, list[fx.GraphModule]] = {}
-    with fake_world(pair.ranks) as mesh:
+    with fake_world(pair.ranks) as mesh, use_fusion(not pair.eager):
         for layers in LAYERS:
             seen: dict[str, fx.GraphModule] = {}
 
@@ -191,7 +208,7 @@ def captured(pair: Pair, pipeline: str = WITH) -> Iterator[_Captured]:
                 capture_step(
                     model,
                     {"input_ids": words, "labels": words},
-                    options={"pipeline": joint, "target": pair.target},
+                    options={"pipeline": joint, "target": pair.target, "codegen": codegen},
                     loss=lambda result: result.loss,
                     fullgraph=True,
                 )
