@@ -154,8 +154,8 @@ def capture_step(
     """Compile a step with `backend="zpasses"` and run it: forward, and backward of its result.
 
     Call it in `fake_world`, and under a fake tensor mode if it should allocate and compute nothing.
-    No code is generated, and ranks do not compare their graphs. Whoever observes
-    (`observe_graphs`, the option `dump`) gets the graphs. Dynamo's caches are cleared.
+    Fake tensors need no code, so none is generated for them. Ranks do not compare their graphs.
+    Whoever observes (`observe_graphs`, the option `dump`) gets them. Dynamo's caches are cleared.
 
     Args:
         model: a sharded module, or a function.
