@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ShardingError,
         ZpassesError,
     )
+    from zpasses.optim.backward_step import step_in_backward
     from zpasses.optim.offload import offload_optimizer
     from zpasses.optim.offload_params import offload_parameters
     from zpasses.pipeline import Facts, Level, Options, Pass, PassRecord, Pipeline
@@ -69,6 +70,7 @@ __all__ = [
     "save_safetensors",
     "sdma",
     "shard",
+    "step_in_backward",
     "training_state",
 ]
 
@@ -102,6 +104,7 @@ _HOMES = {
     "save_safetensors": "zpasses.checkpoint.safetensors_writer",
     "shard": "zpasses.sharding.shard",
     "local_shards": "zpasses.sharding.module",
+    "step_in_backward": "zpasses.optim.backward_step",
     "training_state": "zpasses.checkpoint.training_state",
 }
 

@@ -65,7 +65,12 @@ from zpasses.option_values import format_size
 from zpasses.ranks.failures import report_failure
 from zpasses.runtime.free_memory import planned_peak_bytes, usable_bytes
 from zpasses.runtime.offloaded import OFFLOAD_ATTRIBUTE, device_of_shard, is_offloaded
-from zpasses.runtime.partial_step import PartialStep, run_last, with_evaluated_closure
+from zpasses.runtime.partial_step import (
+    EARLY_ATTRIBUTE,
+    PartialStep,
+    run_last,
+    with_evaluated_closure,
+)
 from zpasses.sdma.platform import SideStream, platform_of
 
 log = logging.getLogger("zpasses")
@@ -130,6 +135,12 @@ def offload_optimizer(
         return optimizer
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ZpassesError("offload_optimizer: differentiable=True needs all states on the device.")
+    if hasattr(optimizer, EARLY_ATTRIBUTE):
+        raise ZpassesError(
+            "offload_optimizer: parameters of this optimizer step in backward "
+            "(zpasses.step_in_backward), and states come from the host when step() is called. Use "
+            "one of the two."
+        )
     offload = _Offload(optimizer, options)
     offload.begin(optimizer, options)
     setattr(optimizer, OFFLOAD_ATTRIBUTE, offload)

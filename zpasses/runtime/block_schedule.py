@@ -31,9 +31,10 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.cost.plan.prefetch import GraphRun, StepCost
+from zpasses.runtime.early_steps import is_complete, run_early_steps
 from zpasses.runtime.edits import memory_of
 from zpasses.runtime.layout import rows_of
-from zpasses.runtime.local_shards import accumulate_grads
+from zpasses.runtime.local_shards import accumulate_grads, wrap_shard_grad
 from zpasses.runtime.param_value import stamp_of
 from zpasses.runtime.windows import EngineRun
 
@@ -147,8 +148,20 @@ class _Pending:
         while len(self.reducing) > max(0, left):
             first = self.reducing.pop(0)
             with first.limits():
-                self.grads += first.finish()
-            self.params += first.params
+                grads = first.finish()
+            self._add(first.params, grads)
+
+    def _add(self, params: Sequence[DTensor], grads: Sequence[Tensor]) -> None:
+        parts = set(map(id, self.params))  # of which another part of the gradient has come
+        now: list[tuple[DTensor, Tensor]] = []
+        for param, grad in zip(params, grads, strict=True):
+            if is_complete(param, grad) and id(param) not in parts:
+                now.append((param, grad))
+            else:
+                self.params.append(param)
+                self.grads.append(grad)
+        wrapped = [wrap_shard_grad(grad, param, stored=False) for param, grad in now]
+        run_early_steps([param for param, _ in now], wrapped)
 
     def drop(self) -> None:
         """Await the reductions of a run that failed. Until then torch holds them, and they write to

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.graph.host_copies import SETTLE
+from zpasses.runtime.early_steps import expect_gradients, gradients_came
 from zpasses.runtime.layout import layout_of, rows_of, rows_of_all
 from zpasses.runtime.param_value import drop_cached
 from zpasses.runtime.watched import run_explained, watch, watch_if_needed
@@ -113,6 +114,7 @@ class _LocalShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
+        gradients_came(ctx.zpasses_params)
         result: list[DTensor | None] = []
         consumers = compat.grad_consumers(ctx)
         for param, grad, consumer in zip(ctx.zpasses_params, grads, consumers, strict=True):
@@ -133,12 +135,15 @@ def to_local_shard(param: DTensor) -> Tensor:
     """
     if not (torch.is_grad_enabled() and param.requires_grad):
         return rows_of(param)
+    expect_gradients((param,))
     (shard,) = _LocalShards.apply(param)  # type: ignore[no-untyped-call]
     return cast(Tensor, shard)
 
 
 def to_local_shards(params: Sequence[DTensor]) -> tuple[Tensor, ...]:
     """Convert the parameters of a call of compiled code to local shards, in one autograd node."""
+    if torch.is_grad_enabled():
+        expect_gradients(params)
     return cast("tuple[Tensor, ...]", _LocalShards.apply(*params))  # type: ignore[no-untyped-call]
 
 

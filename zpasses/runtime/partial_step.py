@@ -139,6 +139,10 @@ def run_last(optimizer: Optimizer, hook: Callable[..., Any]) -> None:
 
 _HANDLE = "_zpasses_last_hook"
 
+EARLY_ATTRIBUTE = "_zpasses_early_steps"
+"""Attribute of an optimizer that has stepped on a part of its parameters in backward. Its `finish`
+returns the partial step of the rest (zpasses.runtime.early_steps)."""
+
 
 @compat.dynamo_disable
 def _whole_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -148,11 +152,12 @@ def _whole_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         Arguments with which the `step` of its class has nothing left to do.
     """
     args, kwargs = with_evaluated_closure(args, kwargs)
+    early: Any = getattr(optimizer, EARLY_ATTRIBUTE, None)
+    stepped = PartialStep(optimizer) if early is None else early.finish(optimizer)
     part = {
         number: [param for param in group["params"] if param.grad is not None]
         for number, group in enumerate(optimizer.param_groups)
     }
-    stepped = PartialStep(optimizer)
     stepped.run(part, args[1:], kwargs)
     stepped.finish()
     return (PartialStep(optimizer).on({}), *args[1:]), kwargs

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
+from zpasses.runtime.early_steps import check_is_there
 
 
 def clip_grad_norm_(
@@ -47,6 +48,7 @@ def clip_grad_norm_(
     groups: dict[Any, list[Tensor]] = {}
     for param in given:
         if (grad := param.grad) is not None:
+            check_is_there(grad)
             key = None
             if isinstance(grad, DTensor):  # some may rest on the host
                 key = grad.device_mesh, grad.placements, compat.local_of(grad).device

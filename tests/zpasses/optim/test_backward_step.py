@@ -1,0 +1,254 @@
+"""Parameters of compiled blocks that step in backward."""
+
+import contextlib
+import copy
+import logging
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zpasses
+from tests.cases import some_quick
+from tests.on_ranks import on_ranks
+from tests.zpasses.layered_models import (
+    VOCAB,
+    Attention,
+    Checkpointed,
+    Dropout,
+    Frozen,
+    Net,
+    Repeated,
+    Shared,
+)
+from zpasses.errors import ZpassesError
+from zpasses.runtime.early_steps import SteppedGrad
+from zpasses.testing import fake_world, world_mesh
+
+EAGER = {"codegen": "eager"}
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
+    "fused AdamW": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01, "foreach": True}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.01}),
+}
+
+
+def build(kind, options, *, early, optimizer="AdamW"):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = kind()
+    zpasses.shard(model, mesh=world_mesh())
+    zpasses.compile_blocks(model, "layers.*", **options)
+    cls, given = OPTIMIZERS[optimizer]
+    half = len(list(model.parameters())) // 2
+    params = list(model.parameters())
+    groups = [{"params": params[:half]}, {"params": params[half:], "lr": 0.02}]
+    made = cls(groups, **given)
+    return model, zpasses.step_in_backward(made) if early else made
+
+
+def batch(draw):
+    return torch.randint(VOCAB, (2, VOCAB // 2), generator=draw)
+
+
+def train(kind, options, *, early, steps=4, window=1, **how):
+    """Returns losses, full parameters and states, and how many gradients were freed in backward."""
+    model, optimizer = build(kind, options, early=early, **how)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    losses, freed = [], 0
+    for number in range(steps):
+        torch.manual_seed(number)
+        with zpasses.coalesce_grad_reduction(model, backwards=window):
+            for _ in range(window):
+                loss = model(batch(draw))
+                loss.backward()
+                losses.append(loss.item())
+        freed += sum(type(param.grad) is SteppedGrad for param in model.parameters())
+        optimizer.step()
+        scheduler.step()
+        assert not any(type(param.grad) is SteppedGrad for param in model.parameters())
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(model(batch(draw)).item())
+    tensors = [param.full_tensor().detach() for param in model.parameters()]
+    for param in model.parameters():
+        entries = optimizer.state.get(param, {})
+        tensors += [
+            each.full_tensor() if hasattr(each, "full_tensor") else torch.as_tensor(each)
+            for each in entries.values()
+        ]
+    return losses, tensors, freed
+
+
+def assert_same(kind, options, **how):
+    expected, found = (train(kind, options, early=early, **how) for early in (False, True))
+    assert expected[0] == found[0]
+    for one, other in zip(expected[1], found[1], strict=True):
+        assert torch.equal(one, other)
+    assert expected[2] == 0
+    return found[2]
+
+
+CASES = {
+    "defaults of stage 3": (Net, {}),
+    "stage 2": (partial(Net, Attention), {"zero_stage": 2}),
+    "two graphs ahead": (Net, {"prefetch": 2}),
+    "a block checkpointed": (Checkpointed, {}),
+    "frozen": (Frozen, {}),
+    "dropout": (partial(Net, Dropout), {}),
+}
+
+
+@pytest.mark.parametrize("case", some_quick(CASES, ["defaults of stage 3"]))
+@on_ranks(2)
+def test_steps_in_backward_have_the_same_bits(case):
+    kind, options = CASES[case]
+    assert assert_same(kind, {**EAGER, **options}) > 0
+
+
+@pytest.mark.parametrize("optimizer", some_quick(OPTIMIZERS, ["ASGD"]))
+@on_ranks(2)
+def test_optimizers_that_step_by_element_have_the_same_states(optimizer):
+    assert assert_same(Net, EAGER, optimizer=optimizer, steps=3) > 0
+
+
+class Twice(Net):
+    """Calls a block twice, so its gradient comes in two parts."""
+
+    def forward(self, tokens, *args):
+        return super().forward(tokens, *args) + 0.5 * super().forward(tokens, *args)
+
+
+@pytest.mark.parametrize("kind", some_quick([Repeated, Shared, Twice], [Twice]))
+@on_ranks(2)
+def test_gradients_in_several_parts_are_complete_before_a_step(kind):
+    assert_same(kind, EAGER)
+
+
+@on_ranks(2)
+def test_windows_step_in_their_last_backward():
+    assert assert_same(Net, EAGER, steps=3, window=2) > 0
+
+
+@pytest.mark.inductor
+@pytest.mark.slow(quick="test_steps_in_backward_have_the_same_bits")
+@on_ranks(2)
+def test_defaults_have_the_same_bits():
+    assert assert_same(Net, {}) > 0
+
+
+@contextlib.contextmanager
+def _warnings():
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("zpasses").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("zpasses").removeHandler(handler)
+
+
+# --- what cannot work -----------------------------------------------------------------------------
+def after_backward():
+    model, optimizer = build(Net, EAGER, early=True)
+    tokens = torch.arange(VOCAB).view(2, -1)
+    for _ in range(2):  # blocks know their followers from the second step on
+        optimizer.step()
+        optimizer.zero_grad()
+        model(tokens).backward()
+    stepped = [param for param in model.parameters() if type(param.grad) is SteppedGrad]
+    assert stepped
+    return model, optimizer, tokens, stepped
+
+
+@on_ranks(2)
+def test_what_comes_too_late_is_an_error():
+    model, optimizer, tokens, stepped = after_backward()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for late in (
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: zpasses.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: stepped[0].grad.mul_(2),
+        lambda: stepped[0].grad.to_local() + 1,
+        lambda: optimizer.zero_grad(set_to_none=False),
+        lambda: scaler.unscale_(optimizer),
+    ):
+        with pytest.raises(ZpassesError, match="has stepped in backward"):
+            late()
+    with pytest.raises(ZpassesError, match=r"reads it again for a backward before optimizer.step"):
+        model(tokens)
+    optimizer.param_groups[0]["lr"] *= 2
+    with pytest.raises(ZpassesError, match="its settings have changed since the backward"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_second_backward_of_one_forward_is_an_error():
+    model, _ = build(Net, EAGER, early=True)
+    loss = model(torch.arange(VOCAB).view(2, -1))
+    loss.backward(retain_graph=True)
+    assert any(type(param.grad) is SteppedGrad for param in model.parameters())
+    with pytest.raises(ZpassesError, match="was edited between a forward and its backward"):
+        loss.backward()
+
+
+@on_ranks(2)
+def test_gradients_are_freed_before_the_backward_ends():
+    """Of what one process holds, the gradients of few blocks."""
+    model, optimizer = build(Net, EAGER, early=True)
+    tokens = torch.arange(VOCAB).view(2, -1)
+    alive = []
+    first = model.layers[0]
+    first.register_full_backward_pre_hook(
+        lambda module, grad: alive.append(
+            [type(param.grad) for layer in model.layers for param in layer.parameters()]
+        )
+    )
+    for _ in range(3):
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert alive[-1].count(SteppedGrad) >= len(list(model.layers[-1].parameters()))
+
+
+def test_what_cannot_step_in_backward_is_refused():
+    with fake_world(2) as mesh:
+        plain = nn.Linear(4, 4)
+        with pytest.raises(ZpassesError, match="no parameter of this SGD is sharded"):
+            zpasses.step_in_backward(torch.optim.SGD(plain.parameters()))
+        model = zpasses.shard(copy.deepcopy(plain), mesh=mesh)
+        with pytest.raises(ZpassesError, match="got Adafactor; expected an optimizer of torch"):
+            zpasses.step_in_backward(zpasses.optim.Adafactor(model.parameters()))
+        first = zpasses.step_in_backward(torch.optim.SGD(model.parameters()))
+        assert zpasses.step_in_backward(first) is first
+        with pytest.raises(ZpassesError, match="another optimizer steps one of these"):
+            zpasses.step_in_backward(torch.optim.AdamW(model.parameters()))
+        with pytest.raises(ZpassesError, match="step_in_backward"):
+            zpasses.offload_optimizer(first)
+        offloaded = torch.optim.AdamW(zpasses.shard(nn.Linear(4, 4), mesh=mesh).parameters())
+        zpasses.offload_optimizer(offloaded)
+        with pytest.raises(ZpassesError, match="rest on the host"):
+            zpasses.step_in_backward(offloaded)
+
+
+@on_ranks(1)
+def test_one_graph_steps_when_step_is_called_and_says_so():
+    torch._dynamo.reset()
+    model = zpasses.shard(nn.Linear(8, 8), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options=EAGER)
+    optimizer = zpasses.step_in_backward(torch.optim.SGD(model.parameters(), lr=1.0))
+    weight = model.get_parameter("weight")
+    before = weight.full_tensor().clone()
+    with _warnings() as said:
+        for _ in range(2):
+            step(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len([text for text in said if "no parameter of this SGD has stepped" in text]) == 1
+    assert not torch.equal(before, weight.full_tensor())

@@ -1,0 +1,242 @@
+"""Steps of an optimizer on parameters of blocks whose gradients have arrived, while the backward of
+earlier blocks still runs. `zpasses.step_in_backward` says when it serves.
+
+A parameter may step when no gradient of it is still to come. Each call that reads it in forward
+expects one, and its backward brings it. Where a gradient comes that nobody expected, such as in a
+second backward before `optimizer.step()`, the parameter has stepped already: that is an error.
+
+Until `optimizer.step()`, such a parameter has a `SteppedGrad`, which no operator takes. So clipping
+and gradient scaling, which would come too late, say so.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zpasses import compat
+from zpasses.errors import ZpassesError
+from zpasses.runtime.param_value import drop_cached
+from zpasses.runtime.partial_step import PartialStep
+
+log = logging.getLogger("zpasses")
+
+_ATTRIBUTE = "_zpasses_early_step"
+"""Attribute of a parameter that may step in backward."""
+
+
+class SteppedGrad(DTensor):
+    """Stands for a gradient with which a parameter has stepped, and which is freed."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # a disabled C function in DTensor's stub
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise _freed(func.name())
+
+    def to_local(self, **kwargs: Any) -> Any:
+        raise _freed("to_local")
+
+    @classmethod
+    def of(cls, param: DTensor) -> SteppedGrad:
+        """Returns one of the parameter's shape, which takes no memory."""
+        local = compat.local_of(param).detach()
+        nothing = local.new_full((), float("nan")).expand(local.shape)
+        return cast(SteppedGrad, compat.wrap_local(nothing, compat.spec_of(param), cls))
+
+
+def _freed(what: str) -> ZpassesError:
+    return ZpassesError(
+        f"{what}: a parameter has stepped in backward (zpasses.step_in_backward), and its gradient "
+        "is freed. What changes or reads gradients before the step, such as clipping, gradient "
+        "scaling, or zero_grad(set_to_none=False), needs an optimizer that steps when step() is "
+        "called."
+    )
+
+
+def check_is_there(grad: Tensor) -> None:
+    """Raises ZpassesError for the gradient of a parameter that has stepped in backward."""
+    if type(grad) is SteppedGrad:
+        raise _freed("a gradient is read")
+
+
+class EarlyStep:
+    """The steps of one optimizer in backward."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._partial: PartialStep | None = None
+        self._settings: list[dict[str, Any]] = []
+        self._stepped: list[DTensor] = []
+        self.has_stepped = False
+        """Whether any parameter has ever stepped in backward."""
+        self._warned = False
+
+    def run(self, params: Sequence[DTensor]) -> None:
+        """Step parameters that have their gradients, and free these."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise ZpassesError(
+                "step_in_backward: the optimizer no longer exists, and a backward brings gradients "
+                "of its parameters. Keep the optimizer, or shard a new model for another one."
+            )
+        if self._partial is None:
+            self._partial, self._settings = PartialStep(optimizer), settings_of(optimizer)
+        number = {
+            param: at
+            for at, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+        }
+        part = defaultdict[int, list[Tensor]](list)
+        for param in params:
+            part[number[param]].append(param)
+        self._stepped += params
+        self.has_stepped = True
+        try:
+            self._partial.run(part)
+        finally:
+            for param in params:
+                param.grad = SteppedGrad.of(param)
+
+    def finish(self, optimizer: Optimizer) -> PartialStep:
+        """The program calls `optimizer.step()`. Returns what steps the other parameters.
+
+        Raises:
+            ZpassesError: if the settings have changed since the first step in backward.
+        """
+        partial = self._partial or PartialStep(optimizer)
+        if self._partial is not None and settings_of(optimizer) != self._settings:
+            raise ZpassesError(
+                f"{type(optimizer).__name__}.step(): its settings have changed since the backward, "
+                "in which parameters have stepped with the ones before (step_in_backward). Change "
+                "them, as by a scheduler, after step() and before the next backward."
+            )
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        has_grads = any(param.grad is not None for param in params)
+        if has_grads and not self.has_stepped and not self._warned:
+            self._warned = True
+            log.warning(
+                "step_in_backward: no parameter of this %s has stepped in backward. Only those of "
+                "blocks do that are compiled by zpasses.compile_blocks, have no hooks, and whose "
+                "gradients are reduced in this backward.",
+                type(optimizer).__name__,
+            )
+        self._partial = None
+        for param in self._stepped:
+            if type(param.grad) is SteppedGrad:
+                param.grad = None
+        self._stepped.clear()
+        for param in params:
+            if (found := getattr(param, _ATTRIBUTE, None)) is not None:
+                found.gradients = 0  # of calls whose backward did not run
+        return partial
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns the settings of the groups, as plain numbers where they are tensors."""
+    return [
+        {
+            name: value.item() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+class _Expected:
+    """What a parameter waits for."""
+
+    __slots__ = ("gradients", "step")
+
+    def __init__(self, step: EarlyStep) -> None:
+        self.step = step
+        self.gradients = 0
+        """How many backwards will still bring one."""
+
+
+def step_early(params: Iterable[DTensor], step: EarlyStep | None) -> None:
+    """Let parameters step in backward; None ends that."""
+    global _any
+    for param in params:
+        setattr(param, _ATTRIBUTE, None if step is None else _Expected(step))
+        _any = _any or step is not None
+
+
+_any = False
+"""Whether any parameter of this process steps early. Calls need not look before."""
+
+
+def early_step_of(param: Any) -> EarlyStep | None:
+    """Returns what steps a parameter in backward; None if nothing does."""
+    found: _Expected | None = getattr(param, _ATTRIBUTE, None)
+    return None if found is None else found.step
+
+
+def expect_gradients(params: Iterable[Any]) -> None:
+    """A call reads parameters, and its backward will bring their gradients.
+
+    Raises:
+        ZpassesError: if one has stepped since the last `optimizer.step()`.
+    """
+    if not _any or compat.in_backward():  # a checkpoint, whose first call has said so
+        return
+    for param in params:
+        found: _Expected | None = getattr(param, _ATTRIBUTE, None)
+        if found is not None and param.requires_grad:
+            if type(param.grad) is SteppedGrad:
+                raise _too_late("this call reads it again for a backward")
+            found.gradients += 1
+
+
+def gradients_came(params: Iterable[Any]) -> None:
+    """A backward has brought the gradients that a call expects, or they are in flight."""
+    if not _any:
+        return
+    for param in params:
+        found: _Expected | None = getattr(param, _ATTRIBUTE, None)
+        if found is not None:
+            found.gradients = max(0, found.gradients - 1)
+
+
+def is_complete(param: Any, grad: Tensor) -> bool:
+    """Whether a parameter steps now, with this gradient of its shard.
+
+    Raises:
+        ZpassesError: if it has stepped already.
+    """
+    found: _Expected | None = getattr(param, _ATTRIBUTE, None) if _any else None
+    if found is None:
+        return False
+    if type(param.grad) is SteppedGrad:
+        raise _too_late("another gradient of it arrives")
+    return found.gradients == 0 and param.grad is None and not grad.requires_grad
+
+
+def _too_late(what: str) -> ZpassesError:
+    return ZpassesError(
+        f"a parameter has stepped in backward (zpasses.step_in_backward), and {what} before "
+        "optimizer.step(). To accumulate gradients over several backwards, open "
+        "zpasses.coalesce_grad_reduction or give backwards_per_step. The parameters that have "
+        "stepped keep their new values: start again from a checkpoint."
+    )
+
+
+def run_early_steps(params: Sequence[DTensor], grads: Sequence[DTensor]) -> None:
+    """Step parameters that are complete, each with its gradient."""
+    by_step = defaultdict[EarlyStep, list[DTensor]](list)
+    for param, grad in zip(params, grads, strict=True):
+        drop_cached(param)
+        param.grad = grad
+        step = early_step_of(param)
+        assert step is not None
+        by_step[step].append(param)
+    for step, own in by_step.items():
+        step.run(own)
