@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.time.fused_kernels import FusedKernels, fuses, use_fusion
+from zpasses.cost.time.fused_kernels import FusedKernels, Load, fuses, use_fusion
 from zpasses.graph.aliases import buffer_readers, is_alias, is_view, memory_base, view_base
 from zpasses.graph.dialect import AVERAGE_GRAD, group_size
 from zpasses.graph.encoding import Encoding
@@ -178,7 +178,7 @@ class _Tracker:
         self._saved_inputs, self._reinplaceable = saved_inputs, reinplaceable
         self._bytes_of, self._is_view = bytes_of, is_view
         self._kernels = FusedKernels() if fuses() else None
-        self._elementwise: list[tuple[fx.Node, Mapping[fx.Node, bool]]] = []
+        self._elementwise: list[tuple[fx.Node, Mapping[fx.Node, Load]]] = []
         """Kernels and their inputs, as `FusedKernels.inputs` returns them."""
 
     def visit(self, index: int, node: fx.Node) -> None:
@@ -206,7 +206,10 @@ class _Tracker:
         """Ends the life of what elementwise kernels write over right before them."""
         for node, sources in self._elementwise:
             made = self._memory_of[node][0]
-            read = [(self._memory_of.get(each, [None])[0], sources[each]) for each in sources]
+            read = [
+                (self._memory_of.get(each, [None])[0], load.in_place)
+                for each, load in sources.items()
+            ]
             scattered = [buffer for buffer, in_place in read if not in_place]
             if made is None or made.node is not node:
                 continue

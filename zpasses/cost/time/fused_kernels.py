@@ -18,13 +18,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from zpasses import compat
 from zpasses.graph.aliases import elements_of, is_view, view_base
-from zpasses.graph.queries import nbytes, value_of
+from zpasses.graph.queries import nbytes, numel, value_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -43,6 +44,8 @@ _ELEMENTWISE = frozenset(
         aten.full_like.default,
         aten.gather.default,
         aten.scalar_tensor.default,
+        aten.select_scatter.default,
+        aten.slice_scatter.default,
     }
 )
 """Elementwise operators that torch does not tag as such."""
@@ -59,6 +62,35 @@ _REDUCTIONS = frozenset(
     }
 )
 
+
+_INTO_A_COPY = frozenset(
+    {
+        aten._unsafe_index_put.default,
+        aten._unsafe_masked_index_put_accumulate.default,
+        aten.index_put.default,
+        aten.scatter.src,
+        aten.scatter.value,
+        aten.scatter_add.default,
+        aten.scatter_reduce.two,
+    }
+)
+"""Operators that copy their first operand and write to the copy. The kernel that copies computes an
+elementwise operand, such as zeros, itself."""
+
+_BY_ROWS = frozenset(
+    {
+        aten._unsafe_index.Tensor,
+        aten.embedding.default,
+        aten.gather.default,
+        aten.index.Tensor,
+        aten.index_select.default,
+    }
+)
+"""Operators that load no more elements of their first operand than they return."""
+
+
+_ELSEWHERE = _BY_ROWS | _INTO_A_COPY | {aten.select_scatter.default, aten.slice_scatter.default}
+"""Operators that read elements elsewhere than where they write them."""
 
 _fusion: contextvars.ContextVar[bool] = contextvars.ContextVar("zpasses.fusion", default=True)
 
@@ -80,6 +112,15 @@ def fuses() -> bool:
     return _fusion.get()
 
 
+class Load(NamedTuple):
+    """How a kernel loads a value."""
+
+    in_place: bool
+    """Whether it loads elements only where it writes them, if both have one shape."""
+    nbytes: int
+    """Bytes of the elements that it loads."""
+
+
 class FusedKernels:
     """What the kernels of a graph read and write. It holds while the graph does not change, and is
     equal on ranks that hold parts of other sizes.
@@ -87,20 +128,21 @@ class FusedKernels:
 
     def __init__(self) -> None:
         self._fuses = fuses()
-        self._leaves: dict[fx.Node, Mapping[fx.Node, bool]] = {}
-        """Node -> the values that a kernel loads which reads this one, and whether it loads the
-        elements of each where it would write them."""
+        self._leaves: dict[fx.Node, Mapping[fx.Node, Load]] = {}
+        """Node -> the values that a kernel loads which reads this one."""
 
     def moved_bytes(self, node: fx.Node) -> int | None:
         """Returns the bytes that the kernel of a call reads and writes; None if it has none of its
         own.
         """
-        written = nbytes(value_of(node))
-        if not self._fuses or not _is_fusible(node):
-            return written + sum(nbytes(value_of(each)) for each in node.all_input_nodes)
         if self.is_inlined(node):
             return None
-        return written + sum(map(_loaded_bytes, self.inputs(node)))
+        written = nbytes(value_of(node))
+        if self._fuses and (_is_fusible(node) or node.target in _INTO_A_COPY):
+            return written + sum(load.nbytes for load in self.inputs(node).values())
+        return written + sum(
+            _loaded_by(node, each, nbytes(value_of(each))) for each in node.all_input_nodes
+        )
 
     def is_inlined(self, node: fx.Node) -> bool:
         """Whether a call is computed where it is read, so that its value is in no memory."""
@@ -110,18 +152,20 @@ class FusedKernels:
         """Whether a call is an elementwise operator, or a reduction, that is not inlined."""
         return _is_fusible(node) and not self.is_inlined(node)
 
-    def inputs(self, node: fx.Node) -> Mapping[fx.Node, bool]:
-        """Returns the values that a call loads, through those that are inlined in it, and whether
-        it loads elements of each only where it writes them, if both have one shape.
-        """
-        found: dict[fx.Node, bool] = {}
+    def inputs(self, node: fx.Node) -> Mapping[fx.Node, Load]:
+        """Returns the values that a call loads, through those that are inlined in it."""
+        found: dict[fx.Node, Load] = {}
         for source in node.all_input_nodes:
-            for leaf, in_place in self._leaves_of(source).items():
-                in_place = in_place and node.target is not aten.gather.default
-                found[leaf] = found.get(leaf, True) and in_place
+            in_place = node.target not in _ELSEWHERE
+            for leaf, load in self._leaves_of(source).items():
+                loaded = _loaded_by(node, source, load.nbytes, leaf)
+                before = found.get(leaf, Load(True, 0))
+                found[leaf] = Load(
+                    before.in_place and load.in_place and in_place, max(before.nbytes, loaded)
+                )
         return found
 
-    def _leaves_of(self, node: fx.Node) -> Mapping[fx.Node, bool]:
+    def _leaves_of(self, node: fx.Node) -> Mapping[fx.Node, Load]:
         pending = [node]  # no recursion, because chains may be long
         while pending:
             each = pending[-1]
@@ -135,19 +179,22 @@ class FusedKernels:
             pending.pop()
         return self._leaves[node]
 
-    def _found(self, node: fx.Node) -> Mapping[fx.Node, bool]:
-        itself = {node: True}
+    def _found(self, node: fx.Node) -> Mapping[fx.Node, Load]:
+        itself = {node: Load(True, _loaded_bytes(node))}
         if is_view(node):
             base = node.all_input_nodes[0]
             whole = elements_of(node) is not node
             if base in self._leaves[base]:
-                return {node: whole and self._leaves[base][base]}
-            return {leaf: whole and in_place for leaf, in_place in self._leaves[base].items()}
-        if not _is_elementwise(node) or not node.users or not all(map(_is_fusible, _readers(node))):
+                return {
+                    node: Load(whole and self._leaves[base][base].in_place, _loaded_bytes(node))
+                }
+            leaves = self._leaves[base].items()
+            return {leaf: Load(whole and each.in_place, each.nbytes) for leaf, each in leaves}
+        if not _is_elementwise(node) or not node.users or not _is_read_by_kernels(node):
             return itself
-        leaves = self.inputs(node)
+        leaves_of_inputs = self.inputs(node)
         most = _MOST_SHARED_READS if len(node.users) > 1 else _MOST_READS
-        return leaves if len(leaves) <= most else itself
+        return leaves_of_inputs if len(leaves_of_inputs) <= most else itself
 
 
 def _loaded_bytes(node: fx.Node) -> int:
@@ -155,12 +202,29 @@ def _loaded_bytes(node: fx.Node) -> int:
     return min(nbytes(value_of(node)), nbytes(value_of(view_base(node))))
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
+def _loaded_by(user: fx.Node, source: fx.Node, most: int, leaf: fx.Node | None = None) -> int:
+    """Returns how many of the bytes of a value, or of what it is computed from, a call loads."""
+    if user.target not in _BY_ROWS or source is not user.args[0]:
+        return most
+    element_size: int = value_of(leaf or source).element_size()
+    return min(most, numel(value_of(user)) * element_size)
+
+
+def _is_read_by_kernels(node: fx.Node) -> bool:
+    """Whether the kernels of all readers can compute a value that they read."""
     for user in node.users:
         if is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
+            if not _is_read_by_kernels(user):
+                return False
+        elif not _is_fusible(user):
+            written = {*_nodes_in(user.args[1:]), *_nodes_in(user.kwargs)}
+            if user.target not in _INTO_A_COPY or node in written:
+                return False
+    return True
+
+
+def _nodes_in(arguments: object) -> list[fx.Node]:
+    return [each for each in compat.pytree.tree_leaves(arguments) if isinstance(each, fx.Node)]
 
 
 def _is_fusible(node: fx.Node) -> bool:

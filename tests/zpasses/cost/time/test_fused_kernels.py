@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zpasses import compat
+from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.fused_kernels import FusedKernels, use_fusion
 from zpasses.cost.time.roofline import compute_us, durations_us
 from zpasses.cost.time.target import Target
@@ -89,6 +90,40 @@ def test_views_pass_on_what_is_read():
     found = moved(traced(function, (64, 64), (64,)))
     kernels = {name: each for name, each in found.items() if each is not None and "sum" in name}
     assert list(kernels.values()) == [64 * 64 * 4 + 64 * 4 + 64 * 4]
+
+
+def test_rows_that_are_looked_up_are_loaded_alone():
+    rows = torch.zeros(8, dtype=torch.int64)
+    with compat.FakeTensorMode(allow_non_fake_inputs=True):
+        table, at = torch.empty(1000, 16), rows
+        graph = make_fx(lambda table, at: F.embedding(at, table) @ table.t())(table, at).graph
+    with use_fusion(False):
+        one_by_one = moved(graph)["embedding"]
+    assert moved(graph)["embedding"] == one_by_one == 8 * 8 + 2 * 8 * 16 * 4
+
+
+def test_an_element_of_each_row_does_not_load_the_rows():
+    def function(x):
+        return x.exp().gather(1, torch.zeros(KIB, 1, dtype=torch.int64)).sum()
+
+    found = moved(traced(function, (KIB, 64)))
+    assert found["sum_1"] == KIB * 4 + 4
+
+
+def test_zeros_into_which_rows_are_added_are_written_once():
+    """The backward of an embedding: zeros, and the rows of its gradient."""
+
+    def function(rows):
+        at = torch.zeros(8, dtype=torch.int64)
+        return torch.ops.aten.embedding_dense_backward(rows, at, 1000, -1, False)
+
+    graph = traced(function, (8, 16))
+    found, table = moved(graph), 1000 * 16 * 4
+    assert sum(each or 0 for each in found.values()) < 1.2 * table
+    assert liveness(graph).peak_bytes < 1.2 * table
+    with use_fusion(False):
+        assert sum(each or 0 for each in moved(graph).values()) > 2.9 * table
+        assert liveness(graph).peak_bytes > 1.9 * table
 
 
 def test_operators_that_run_one_by_one_all_have_kernels():
