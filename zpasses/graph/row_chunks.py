@@ -67,7 +67,7 @@ def chunk_regions(graph: fx.Graph, chunks: int, gradients: Gradients = "forward"
                 unit = with_unit_gradients(each)
             except NotLinearError as error:
                 where = f"; its gradients in backward, because {error}"
-        _Writer(unit.region, bounds).run()
+        _Writer(unit.region, bounds, once=bool(unit.scaled)).run()
         for scaled in unit.scaled:
             _keep_until_backward(scaled.all_input_nodes[0])
         notes.append(
@@ -112,8 +112,8 @@ class _Phase:
 
 
 class _Writer:
-    def __init__(self, region: RowRegion, bounds: Sequence[tuple[int, int]]) -> None:
-        self._region, self._bounds = region, bounds
+    def __init__(self, region: RowRegion, bounds: Sequence[tuple[int, int]], *, once: bool) -> None:
+        self._region, self._bounds, self._once = region, bounds, once
         self._graph = region.product.graph
         owner = self._graph.owning_module
         assert owner is not None
@@ -265,7 +265,10 @@ class _Writer:
         returned: Any = getattr(self._owner, name).graph.output_node().args[0]
         values = [_own_memory(value_of(each)) for each in returned]
         call = edit.call_subgraph(name, given, values)
-        return [edit.call(operator.getitem, call, at) for at in range(len(values))]
+        parts = [edit.call(operator.getitem, call, at) for at in range(len(values))]
+        for each in (call, *parts) if self._once else ():
+            compat.mark_saved(each)
+        return parts
 
 
 def _own_memory(value: Tensor) -> Tensor:
