@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import zpasses
 from tests.on_ranks import needs, on_ranks
-from zpasses import MemoryBudgetError, OptionError, Pipeline
+from zpasses import MemoryBudgetError, OptionError, Pipeline, compat
 from zpasses.cost.memory.liveness import liveness
 from zpasses.graph.queries import numel, value_of
 from zpasses.graph.tags import tagged
@@ -136,7 +136,10 @@ def test_a_budget_below_the_logits_takes_chunks_if_they_are_allowed(caplog):
         budgeted("zero3", budget)
     with caplog.at_level(logging.INFO, "zpasses"):
         step = budgeted("chunk-loss,zero3", budget)
-    assert any("computes the loss in" in text for text in caplog.messages)
+    assert any("computes the loss in" in text and "chunks of" in text for text in caplog.messages)
+    late = budgeted("chunk-loss{gradients=backward},zero3", budget).after.backward
+    for gm, called in [(step.after.backward, False), (late, True)]:
+        assert any(map(compat.is_subgraph_call, gm.graph.nodes)) == called
     with fake_world(2):
         for gm in (step.after.forward, step.after.backward):
             assert liveness(gm.graph).peak_bytes <= 7 << 20

@@ -123,6 +123,29 @@ def test_backward_holds_no_call_of_a_chunk_whatever_it_recomputes(budget):
     assert liveness(backward.graph).peak_bytes < 3 * nbytes(head) + 8 * 64 * 97
 
 
+@pytest.mark.parametrize(("layers", "vocab", "tokens"), [(0, 128, 64), (1, 40, 300), (3, 700, 96)])
+def test_gradients_in_forward_take_no_more_memory(layers, vocab, tokens):
+    """So a budget needs no trial of gradients in backward."""
+
+    def loss(hidden, head, labels, *weights):
+        for each in weights:
+            hidden = hidden + torch.tanh(hidden @ each)
+        return cross_entropy(hidden, head, labels)
+
+    weights = [torch.randn(16, 16, requires_grad=True) for _ in range(layers)]
+    head = torch.randn(vocab, 16, dtype=BF16, requires_grad=True)
+    hidden = torch.randn(tokens, 16, dtype=BF16, requires_grad=True)
+    weights = [each.detach().to(BF16).requires_grad_() for each in weights]
+    step_graphs = trace_partitionable(loss, [hidden, head, torch.zeros(tokens).long(), *weights])
+
+    def peak(chunks, gradients):
+        halves = step_graphs.partition(rewritten(step_graphs.joint, chunks, gradients)[0])
+        return max(liveness(each.graph).peak_bytes for each in halves)
+
+    for chunks in (2, 4, 8):
+        assert peak(chunks, "forward") <= peak(chunks, "backward")
+
+
 def test_a_checkpointed_loss_computes_its_gradients_once():
     def loss(hidden, head, labels):
         return torch.utils.checkpoint.checkpoint(
