@@ -106,6 +106,34 @@ def test_two_heads_of_one_loss_are_computed_with_it():
     assert_close(gm(*values), joint(*values), 3)
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_frozen_heads_and_frozen_hidden_states(frozen):
+    given = [
+        each.requires_grad_(at != frozen) for at, each in enumerate(traced(cross_entropy)[1][:2])
+    ]
+    given.append(HEADS[2])
+    joint = trace_joint(cross_entropy, given)
+    gm, note = rewritten(joint)
+    assert LATE not in note
+    assert len(chunk_calls(gm)) == 3
+    values = with_tangents(joint, given)
+    assert_close(gm(*values), joint(*values), 3)
+
+
+def test_a_gradient_without_dimensions_keeps_its_dtype():
+    def loss(hidden, head, labels, scale):
+        return cross_entropy(hidden * scale, head, labels) + F.cross_entropy(
+            (hidden @ head.t() * scale).float(), labels
+        )
+
+    inputs = [*traced(cross_entropy, BF16)[1], torch.tensor(1.5, dtype=BF16, requires_grad=True)]
+    joint = trace_joint(loss, inputs)
+    gm, note = rewritten(joint)
+    assert LATE not in note
+    values = with_tangents(joint, inputs)
+    assert_close(gm(*values), joint(*values), 3)
+
+
 # --- halves ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("budget", [1.0, 0.5, 0.1])
 def test_backward_holds_no_call_of_a_chunk_whatever_it_recomputes(budget):
