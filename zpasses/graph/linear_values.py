@@ -20,7 +20,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 Dependence = Literal["linear", "zero", "constant"]
 """How a value depends on the input: linearly; not at all, as it is zero; not at all."""
 
-_EXACT = (torch.bfloat16, torch.float32, torch.float64)
+_SCALABLE = (torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes in which small values are not lost before they are multiplied."""
 
 
 class NotLinearError(Exception):
@@ -54,7 +55,7 @@ def _check_dtype(node: fx.Node) -> None:
         raise NotLinearError(
             f"{node.name} is float16, whose small values are lost without the scale of the loss"
         )
-    if value.dtype not in _EXACT:
+    if value.dtype not in _SCALABLE:
         raise NotLinearError(f"{node.name} is {str(value.dtype).removeprefix('torch.')}")
 
 

@@ -7,7 +7,7 @@ computed again. Backward multiplies what it reads of it by the true gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,55 +97,63 @@ def _check_phases(region: RowRegion, tangent: fx.Node, path: Sequence[fx.Node]) 
 
 class _Rewrite:
     def __init__(self, region: RowRegion, tangent: fx.Node, path: Sequence[fx.Node]) -> None:
-        self._region, self._tangent, self._path = region, tangent, path
+        self._region, self._tangent = region, tangent
+        self._path = dict.fromkeys(path)
         self._graph = region.product.graph
         self._copies: dict[fx.Node, fx.Node] = {}
+        """Call of the path -> the same call for a gradient of one."""
 
-    def run(self, linear: set[fx.Node]) -> UnitGradients:
-        region, value = self._region, value_of(self._tangent)
-        edit = Editor(self._graph, before=self._path[0])
-        self._copies[self._tangent] = edit.call(
+    def run(self, linear: Collection[fx.Node]) -> UnitGradients:
+        value = value_of(self._tangent)
+        self._copies[self._tangent] = Editor(self._graph, before=next(iter(self._path))).call(
             aten.full.default, list(value.shape), 1, dtype=value.dtype, device=value.device
         )
         for node in self._path:
-            self._copy(node)
-        scaled = [
-            self._returned(node, node in linear)
-            for node in self._path
-            if node in region.steps and node not in region.copied
-        ]
+            self._copies[node] = self._copy(node)
+        scaled = [self._hand_over(node) for node in self._returned() if node in linear]
+        for node in self._returned():  # values that do not depend on the gradient of the loss
+            self._replace_outside(node, self._copies[node])
         for node in reversed(self._path):
             if not node.users:
                 self._graph.erase_node(node)
-        return UnitGradients(region.found_again(), tuple(each for each in scaled if each))
+        return UnitGradients(self._region.found_again(), tuple(scaled))
 
-    def _copy(self, node: fx.Node) -> None:
-        """Inserts a copy of a call, for a gradient of one."""
+    def _copy(self, node: fx.Node) -> fx.Node:
         with self._graph.inserting_after(node):
             copied = self._graph.node_copy(node, lambda each: self._copies.get(each, each))
         for key in ("partitioner_tag", "recompute", "ac_graph_id"):
             copied.meta.pop(key, None)
-        self._copies[node] = copied
+        return copied
 
-    def _returned(self, node: fx.Node, linear: bool) -> fx.Node | None:
+    def _returned(self) -> list[fx.Node]:
+        """Values of the region that something outside of it reads. What does not depend on the
+        product stays where it is.
+        """
+        region = self._region
+        return [
+            node
+            for node in self._path
+            if node in region.steps and node not in region.copied and self._outside(node)
+        ]
+
+    def _outside(self, node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if user not in self._path]
+
+    def _replace_outside(self, node: fx.Node, by: fx.Node) -> None:
+        for user in self._outside(node):
+            user.replace_input_with(node, by)
+
+    def _hand_over(self, node: fx.Node) -> fx.Node:
         """Has all that reads a value outside of the region read it for the true gradient. Returns
         the call that multiplies by that.
         """
-        path = set(self._path)
-        users = [user for user in node.users if user not in path]
-        if not users:
-            return None
-        copied = self._copies[node]
-        result = scaled = copied
-        if linear:
-            edit = Editor(self._graph, before=copied.next, like=node)
-            gradient = self._tangent
-            if value_of(gradient).ndim:
-                gradient = edit.call(aten.view.default, gradient, [])
-            result = scaled = edit.call(aten.mul.Tensor, copied, gradient)
-            dtype = value_of(node).dtype
-            if value_of(scaled).dtype != dtype:
-                result = edit.call(prims.convert_element_type.default, scaled, dtype)
-        for user in users:
-            user.replace_input_with(node, result)
-        return scaled if linear else None
+        edit = Editor(self._graph, before=self._copies[node].next, like=node)
+        gradient = self._tangent
+        if value_of(gradient).ndim:
+            gradient = edit.call(aten.view.default, gradient, [])
+        scaled = result = edit.call(aten.mul.Tensor, self._copies[node], gradient)
+        dtype = value_of(node).dtype
+        if value_of(scaled).dtype != dtype:  # neither has dimensions
+            result = edit.call(prims.convert_element_type.default, scaled, dtype)
+        self._replace_outside(node, result)
+        return scaled
