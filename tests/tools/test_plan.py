@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zpasses import MemoryBudgetError
+from zpasses import MemoryBudgetError, compat
 from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.step_time import step_time
@@ -80,6 +80,33 @@ def test_the_plan_shows_what_copy_engines_gain_and_why():
     assert found.routes[0] in text
     plain = plan_step(PlanRequest(f"{HERE}:blocks", WORLD, "h100", points=2))
     assert ([each.name for each in plain.stages], plain.routes) == (["zero2", "zero3"], ())
+
+
+class LargeHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(32, 32), nn.Linear(32, 2048)
+
+    def forward(self, x):
+        return self.head(self.layer(x).relu()).logsumexp(-1).sum()
+
+
+def large_head():
+    return LargeHead(), torch.ones(1024, 32)
+
+
+@pytest.mark.slow(quick="test_backward_holds_no_call_of_a_chunk_whatever_it_recomputes")
+def test_plans_with_chunks_of_the_loss_compute_gradients_in_forward():
+    request = PlanRequest(f"{HERE}:large_head", WORLD, "h100", points=2, chunk_loss=True)
+    trials = []
+    with listen(StepTrials, trials.append):
+        found = plan_step(dataclasses.replace(request, stages=False))
+    lean = found.plans[0]
+    assert lean.chunks > 1
+    assert found.options_of(lean)["pipeline"] == "chunk-loss,zero3"
+    graphs = trials[0].in_chunks(lean.chunks).trial(1.0).graphs
+    calls = [sum(map(compat.is_subgraph_call, gm.graph.nodes)) for gm in graphs]
+    assert calls == [lean.chunks, 0]
 
 
 @pytest.mark.slow(quick="test_the_host_makes_room_and_each_copy_out_comes_back")

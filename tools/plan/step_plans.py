@@ -91,7 +91,8 @@ def plan_step(
         nonlocal steps
         steps += 1
         if steps == 1:
-            trials.host_bytes, trials.chunks_loss = host_bytes, request.chunk_loss
+            trials.host_bytes = host_bytes
+            trials.chunks_loss = "forward" if request.chunk_loss else None
             also = resting[0].limits(request)
             planner = (
                 _Planner(request, target, trials, probe.seen[-1], also, progress)

@@ -33,6 +33,7 @@ from zpasses.errors import MemoryBudgetError
 from zpasses.graph.encoding import records_of
 from zpasses.graph.host_copies import RELOAD
 from zpasses.graph.queries import nbytes, value_of
+from zpasses.graph.row_chunks import Gradients
 from zpasses.graph.tags import params_of
 from zpasses.option_values import format_size
 from zpasses.pipeline.events import Events
@@ -59,8 +60,8 @@ class PartitionPolicy:
     """How often a step runs the graph while parameters do not change."""
     host_bytes: int = 0
     """How many bytes of the host saved values may take on each rank."""
-    chunks_loss: bool = False
-    """Whether the loss may be computed in chunks."""
+    chunks_loss: Gradients | None = None
+    """Where gradients are computed if the loss is computed in chunks; None if it may not be."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,8 @@ class _Partitioner:
             held = sum(each.nbytes for each in offloaded)
             parts.append(f"{len(offloaded)} saved values, {format_size(held)}, on the host")
         if choice.chunks > 1:
-            parts.append(f"computes the loss in {choice.chunks} chunks")
+            how = ", ".join(self._trials.in_chunks(choice.chunks).chunk_notes)
+            parts.append(f"computes the loss in {choice.chunks} chunks ({how})")
         if choice.activations < 1.0 or choice.recomputed:
             parts.append(f"saves {100 * plan.activations:.0f} % of the activations")
         if self._policy.budget is not None:

@@ -72,7 +72,7 @@ def partition_joint(
         options.recomputes_elementwise(),
         Repetition(options.backwards_per_step, job.captured.frozen),
         job.host_bytes,
-        any(each.facts.chunks_loss for each in pipeline),
+        next((each.facts.chunks_loss for each in pipeline if each.facts.chunks_loss), None),
     )
     with job.planning():
         partitioned = partition_step(

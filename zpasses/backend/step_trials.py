@@ -46,7 +46,8 @@ from zpasses.graph.error_feedback import residual_bytes
 from zpasses.graph.host_copies import offload_saved, offloadable_values
 from zpasses.graph.queries import nbytes, saved_inputs, value_of
 from zpasses.graph.regathers import drop_unread_parts, remove_regathers
-from zpasses.graph.row_chunks import chunk_regions, find_regions
+from zpasses.graph.row_chunks import Gradients, chunk_regions
+from zpasses.graph.row_regions import find_regions
 from zpasses.graph.tags import retag, tagged
 from zpasses.option_values import parse_budget
 
@@ -58,7 +59,9 @@ _ACTIVATIONS = (1.0, 0.7, 0.4, 0.2, 0.1)
 """Fractions of the activations to save that are tried if no plan fits a budget on the device that
 computes single values again."""
 _CHUNKS = (2, 4, 8, 16, 32)
-"""Numbers of chunks of the loss that are tried with a budget."""
+"""Numbers of chunks of the loss that are tried with a budget. Each is tried in one form: gradients
+in forward take less time than those in backward, and no more memory, as both hold the same values
+while they compute a chunk."""
 WHOLE = 0.999
 """Least share of the parameters of a graph that is a whole step."""
 _MARGIN = 1.004
@@ -175,7 +178,8 @@ class StepTrials:
             limit in bytes; see `zpasses.pipeline.facts.Facts.fallback_cost`.
         copy_engines: whether copy engines may run gathers.
         host_bytes: how many bytes of the host the saved values of the graph may take.
-        chunks_loss: whether the loss may be computed in chunks.
+        chunks_loss: where gradients are computed if the loss is computed in chunks; None if it may
+            not be.
     """
 
     def __init__(
@@ -190,9 +194,11 @@ class StepTrials:
         fallback_cost: FallbackCost | None = None,
         copy_engines: bool = False,
         host_bytes: int = 0,
-        chunks_loss: bool = False,
+        chunks_loss: Gradients | None = None,
     ) -> None:
         self.host_bytes, self.chunks_loss = host_bytes, chunks_loss
+        self.chunk_notes: tuple[str, ...] = ()
+        """What is computed in chunks, and how."""
         self._chunks, self._chunked = 1, {1: self}
         self.gm, self.share, self._keeps, self.repetition = gm, share, keeps, repetition
         self._inputs, self._recompute, self._options = joint_inputs, recompute_elementwise, options
@@ -220,9 +226,9 @@ class StepTrials:
         """
         if chunks not in self._chunked:
             gm = compat.clone_graph_module(self.gm)
-            chunk_regions(gm.graph, chunks)
             made = copy.copy(self)
-            made.gm, made.chunks_loss, made._chunks = gm, False, chunks
+            made.chunk_notes = chunk_regions(gm.graph, chunks, self.chunks_loss or "forward").notes
+            made.gm, made.chunks_loss, made._chunks = gm, None, chunks
             made._made, made._saved, made._chunked = {}, {}, {chunks: made}
             made._relaxation = made._leaving = None
             self._chunked[chunks] = made

@@ -9,194 +9,35 @@ across calls of subgraphs, so no more than one chunk is alive at a time.
 What a chunk needs of a value for all rows, such as a mean over all tokens, must be known before, so
 a region has phases: forward, backward, and more if forward has such values. Each phase computes the
 large values of its chunks again from the hidden states, and reads small ones that earlier phases
-returned. So forward saves no logits, whatever the gradient of the loss is.
+returned. So forward saves no logits, whatever the gradient of the loss is. Where backward is linear
+in that, its gradients are computed in the phase of forward (zpasses.graph.row_gradients).
 """
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
-from zpasses.graph.queries import Editor, nbytes, numel, value_of
-from zpasses.graph.row_steps import (
-    NoRowsError,
-    Read,
-    RowRules,
-    Step,
-    contiguous_view,
-)
+from zpasses import compat
+from zpasses.graph.linear_values import NotLinearError
+from zpasses.graph.queries import Editor, value_of
+from zpasses.graph.row_gradients import UnitGradients, with_unit_gradients
+from zpasses.graph.row_regions import RowRegion, find_regions, phase_numbers
+from zpasses.graph.row_steps import Read, Step, contiguous_view
 from zpasses.graph.walks import reachable
 from zpasses.option_values import format_size
 
 aten = torch.ops.aten
 
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
+Gradients = Literal["forward", "backward"]
+"""Where the gradients of hidden states and head are computed."""
 
 
-@dataclass(frozen=True, eq=False)
-class RowRegion:
-    """A product and what is computed of it with its rows."""
-
-    product: fx.Node
-    rows: int
-    inner: int
-    """Elements per row of what the product reads. Wider values exist for one chunk at a time."""
-    steps: dict[fx.Node, Step]
-    copied: frozenset[fx.Node]
-    """Values that do not depend on the product: wide ones, and what is made of them. They also stay
-    if others read them."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the product for all rows."""
-        return nbytes(value_of(self.product))
-
-    def is_wide(self, step: Step) -> bool:
-        """Whether a value is too large to exist for all rows."""
-        return _is_wide(step, self.inner)
-
-
-def find_regions(graph: fx.Graph) -> tuple[list[RowRegion], dict[str, str]]:
-    """Returns the regions of a joint graph, and why other products are none: name -> reason.
-
-    A region begins with a product of forward that makes its rows wider, and later reduces them.
-    """
-    regions: list[RowRegion] = []
-    reasons = {}
-    backward = _of_backward(graph)
-    for node in graph.nodes:
-        if node.target not in _PRODUCTS or node in backward:
-            continue
-        if any(node in each.steps for each in regions):
-            continue
-        try:
-            found = _region(node, backward)
-        except NoRowsError as error:
-            reasons[node.name] = str(error)
-            continue
-        if found is not None:
-            regions.append(found)
-    return regions, reasons
-
-
-def _of_backward(graph: fx.Graph) -> set[fx.Node]:
-    tangents = [
-        node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")
-    ]
-    return set(reachable(tangents, lambda node: node.users))
-
-
-def _region(product: fx.Node, backward: set[fx.Node]) -> RowRegion | None:
-    """Returns the region of a product; None if it is no head."""
-    value, hidden = value_of(product), value_of(product.args[-2])  # type: ignore[arg-type]
-    (rows, width), inner = value.shape, hidden.shape[1]
-    if not _reduces(product, backward):
-        return None
-    if not all(isinstance(size, int) for size in (rows, width, inner)):
-        raise NoRowsError("its sizes are dynamic")
-    if width <= inner or rows < 2:
-        return None
-    steps, copied = _grown(product, rows, inner)
-    order = {node: at for at, node in enumerate(product.graph.nodes)}
-    sorted_steps = {node: steps[node] for node in sorted(steps, key=order.__getitem__)}
-    region = RowRegion(product, rows, inner, sorted_steps, copied)
-    _check_reads(region)
-    return region
-
-
-def _grown(
-    product: fx.Node, rows: int, inner: int
-) -> tuple[dict[fx.Node, Step], frozenset[fx.Node]]:
-    """Returns the steps of a region, and which of them do not depend on the product.
-
-    All that reads a wide value is a part of the region. So is, if possible, what a part of it reads
-    by rows and is wide or depends on the product.
-    """
-    rules = RowRules(rows)
-    dependent = set(reachable([product], lambda node: node.users))
-    steps: dict[fx.Node, Step] = {}
-    queue = [(product, True)]
-    for node, needed in queue:  # grows
-        if node in steps:
-            continue
-        try:
-            step = rules.step(node)
-        except NoRowsError:
-            if needed:
-                raise
-            continue
-        if step.kind != "rows" and not needed:
-            continue
-        steps[node] = step
-        if node in dependent and (_is_wide(step, inner) or step.kind == "several"):
-            if any(user.op == "output" for user in node.users):
-                raise NoRowsError(f"the graph returns {node.name}")
-            queue += [(user, True) for user in node.users]
-        for read in step.reads:
-            depends, wide = read.node in dependent, math.prod(read.shape) > inner
-            if read.by_rows and (depends or wide or _is_made_of_wide(read, rules, inner)):
-                queue.append((read.node, wide and depends))
-    return steps, frozenset(steps) - dependent
-
-
-def _is_made_of_wide(read: Read, rules: RowRules, inner: int) -> bool:
-    """Whether a value per row is computed from wide values, such as the sum of a row's mask."""
-    per_row = [read]
-    for each in per_row:  # grows
-        try:
-            reads = [one for one in rules.step(each.node).reads if one.by_rows]
-        except NoRowsError:
-            continue
-        if math.prod(each.shape) == 1:
-            if any(math.prod(one.shape) > inner for one in reads):
-                return True
-            per_row += [one for one in reads if one not in per_row]
-    return False
-
-
-def _is_wide(step: Step, inner: int) -> bool:
-    return step.kind == "turned" or (step.kind == "rows" and math.prod(step.shape) > inner)
-
-
-_REDUCTIONS = frozenset(
-    {
-        aten.sum.dim_IntList,
-        aten.amax.default,
-        aten.logsumexp.default,
-        aten._log_softmax.default,
-        aten._softmax.default,
-    }
-)
-
-
-def _reduces(product: fx.Node, backward: set[fx.Node]) -> bool:
-    """Whether forward reduces or normalizes what is wider than the rows that a product reads."""
-    narrow = numel(value_of(product.args[-2]))  # type: ignore[arg-type]
-
-    def following(node: fx.Node) -> Iterable[fx.Node]:
-        return node.users.keys() - backward if numel(value_of(node)) > narrow else ()
-
-    return any(node.target in _REDUCTIONS for node in reachable([product], following))
-
-
-def _check_reads(region: RowRegion) -> None:
-    for step in region.steps.values():
-        for read in step.reads:
-            source = region.steps.get(read.node)
-            if source is None or source.kind != "rows":
-                continue
-            same = source.shape == read.shape if read.by_rows else not region.is_wide(source)
-            if not same:
-                raise NoRowsError(f"{step.node.name} reads {read.node.name} in another form")
-
-
-# --- rewriting ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Chunked:
     """What `chunk_regions` did."""
@@ -207,27 +48,46 @@ class Chunked:
     """What is computed in chunks, and why other products are not."""
 
 
-def chunk_regions(graph: fx.Graph, chunks: int) -> Chunked:
+def chunk_regions(graph: fx.Graph, chunks: int, gradients: Gradients = "forward") -> Chunked:
     """Rewrites all regions of a joint graph so that chunks compute their rows.
 
     Args:
         graph: a graph with a module, which gets the subgraphs.
         chunks: the number of chunks; fewer if a product has fewer rows.
+        gradients: where gradients are computed. Those that cannot be in forward are in backward.
     """
     regions, refused = find_regions(graph)
     notes = []
     for each in regions:
         size = rows_per_chunk(each.rows, chunks)
         bounds = [(at, min(at + size, each.rows)) for at in range(0, each.rows, size)]
-        _Writer(each, bounds).run()
+        unit, where = UnitGradients(each, ()), ""
+        if gradients == "forward":
+            try:
+                unit = with_unit_gradients(each)
+            except NotLinearError as error:
+                where = f"; its gradients in backward, because {error}"
+        _Writer(unit.region, bounds, once=bool(unit.scaled)).run()
+        for scaled in unit.scaled:
+            _keep_until_backward(scaled.all_input_nodes[0])
         notes.append(
             f"{each.product.name} in {len(bounds)} chunks of {size} tokens, instead of "
-            f"{format_size(each.nbytes)} at once"
+            f"{format_size(each.nbytes)} at once{where}"
         )
     notes += [f"{name} in one piece, because {reason}" for name, reason in refused.items()]
     if not notes:
         notes.append("no product whose rows become wider and are then reduced")
     return Chunked(len(regions), tuple(notes))
+
+
+def _keep_until_backward(returned: fx.Node) -> None:
+    """Has forward save what a region returned: to compute it again would take the whole region."""
+
+    def made_of(node: fx.Node) -> Sequence[fx.Node]:
+        return () if compat.is_subgraph_call(node) else node.all_input_nodes
+
+    for node in reachable([returned], made_of):
+        compat.mark_saved(node)
 
 
 def rows_per_chunk(rows: int, chunks: int) -> int:
@@ -252,13 +112,13 @@ class _Phase:
 
 
 class _Writer:
-    def __init__(self, region: RowRegion, bounds: Sequence[tuple[int, int]]) -> None:
-        self._region, self._bounds = region, bounds
+    def __init__(self, region: RowRegion, bounds: Sequence[tuple[int, int]], *, once: bool) -> None:
+        self._region, self._bounds, self._once = region, bounds, once
         self._graph = region.product.graph
         owner = self._graph.owning_module
         assert owner is not None
         self._owner = owner
-        self._number = _phase_numbers(region)
+        self._number = phase_numbers(region)
         self._made: dict[fx.Node, fx.Node] = {}
         """What the graph returned of a root -> what it returns now."""
 
@@ -405,29 +265,10 @@ class _Writer:
         returned: Any = getattr(self._owner, name).graph.output_node().args[0]
         values = [_own_memory(value_of(each)) for each in returned]
         call = edit.call_subgraph(name, given, values)
-        return [edit.call(operator.getitem, call, at) for at in range(len(values))]
-
-
-def _phase_numbers(region: RowRegion) -> dict[fx.Node, int]:
-    """Returns the first phase that may read each value of the graph."""
-    number: dict[fx.Node, int] = {}
-    for node in region.product.graph.nodes:
-        number[node] = int(node.op == "placeholder" and node.name.startswith("tangents"))
-        for item in node.all_input_nodes:
-            number[node] = max(number[node], number[item] + _is_for_all_rows(region, item, node))
-    return number
-
-
-def _is_for_all_rows(region: RowRegion, item: fx.Node, user: fx.Node) -> bool:
-    """Whether a call needs what a region computes, of more rows than it computes itself."""
-    source, reader = region.steps.get(item), region.steps.get(user)
-    if source is None or item in region.copied or source.kind in ("several", "whole"):
-        return False
-    if reader is None:
-        return True
-    return source.kind == "sum" or any(
-        read.node is item and not read.by_rows for read in reader.reads
-    )
+        parts = [edit.call(operator.getitem, call, at) for at in range(len(values))]
+        for each in (call, *parts) if self._once else ():
+            compat.mark_saved(each)
+        return parts
 
 
 def _own_memory(value: Tensor) -> Tensor:

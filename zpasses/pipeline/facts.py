@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zpasses.cost.plan.schedule_evaluation import Cost
+from zpasses.graph.row_chunks import Gradients
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ class Facts:
     """Backward gathers parameters again instead of saving them full."""
     keeps_params: bool = False
     """Parameters that a pass has backward gather again may be kept full instead."""
-    chunks_loss: bool = False
-    """With a memory budget, the backend may compute the head and its loss in chunks of tokens."""
+    chunks_loss: Gradients | None = None
+    """With a memory budget, the backend may compute the head and its loss in chunks of tokens, and
+    their gradients there. None if it may not."""
     defers: bool = False
     """The reductions of backward become deferrable. The pass has an option `part`, which is
     `"average"` to defer only the average over replicas."""

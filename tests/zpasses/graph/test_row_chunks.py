@@ -11,7 +11,8 @@ from tests.graphs import few_examples
 from zpasses import compat
 from zpasses.cost.memory.liveness import liveness
 from zpasses.graph.queries import copy_graph, numel, value_of
-from zpasses.graph.row_chunks import chunk_regions, find_regions, rows_per_chunk
+from zpasses.graph.row_chunks import chunk_regions, rows_per_chunk
+from zpasses.graph.row_regions import find_regions
 from zpasses.testing.step_graphs import trace_joint, trace_partitionable
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -48,6 +49,9 @@ LOSSES = {
         x.float().log_softmax(-1), torch.softmax(x.detach().float().cos(), -1), reduction="none"
     ).sum(),
 }
+
+
+GRADIENTS = st.sampled_from(["forward", "backward"])
 
 
 def step(loss, dtype=F32, biased=False, tied=False, *, batch=2, seq=6, vocab=10):
@@ -112,9 +116,9 @@ def test_results_are_equal_but_for_the_rounding_of_sums_over_chunks(data):
     values = with_tangents(joint, inputs)
     if draw(st.booleans()):
         joint = decomposed(joint)
-    chunks = draw(st.integers(2, 7))
+    chunks, gradients = draw(st.integers(2, 7)), draw(GRADIENTS)
     rewritten = copy_graph(joint)
-    assert chunk_regions(rewritten.graph, chunks).changed == 1
+    assert chunk_regions(rewritten.graph, chunks, gradients).changed == 1
     rewritten.graph.lint()
     rewritten.recompile()
     assert_close(rewritten(*values), joint(*values), chunks)
@@ -128,19 +132,21 @@ def test_every_loss_in_both_forms(loss):
         traced = trace_joint(fn, inputs)
         values = with_tangents(traced, inputs)
         for joint in (traced, decomposed(traced)):
-            rewritten = copy_graph(joint)
-            assert chunk_regions(rewritten.graph, 5).changed == 1
-            rewritten.recompile()
-            assert_close(rewritten(*values), joint(*values), 5)
+            for gradients in ("forward", "backward"):
+                rewritten = copy_graph(joint)
+                assert chunk_regions(rewritten.graph, 5, gradients).changed == 1
+                rewritten.recompile()
+                assert_close(rewritten(*values), joint(*values), 5)
 
 
-def test_forward_saves_no_logits_and_no_half_holds_more_than_one_chunk():
+@pytest.mark.parametrize("gradients", ["forward", "backward"])
+def test_forward_saves_no_logits_and_no_half_holds_more_than_one_chunk(gradients):
     fn, inputs = step("smoothed", batch=8, seq=64, vocab=97)
     traced = trace_partitionable(fn, inputs)
     logits = 8 * 64 * 97 * 4
     whole = [liveness(gm.graph).peak_bytes for gm in traced.partition(copy_graph(traced.joint))]
     rewritten = copy_graph(traced.joint)
-    chunk_regions(rewritten.graph, 8)
+    chunk_regions(rewritten.graph, 8, gradients)
     halves = traced.partition(rewritten)
     peaks = [liveness(gm.graph).peak_bytes for gm in halves]
     assert all(peak > logits for peak in whole)
@@ -157,11 +163,13 @@ def test_forward_saves_no_logits_and_no_half_holds_more_than_one_chunk():
 
 def test_equal_chunks_share_a_subgraph():
     fn, inputs = step("mean", batch=4, seq=8)
-    joint = trace_joint(fn, inputs)
-    chunk_regions(joint.graph, 16)
-    calls = [node for node in joint.graph.nodes if compat.is_subgraph_call(node)]
-    assert len(calls) == 32
-    assert len({node.args[1] for node in calls}) == 3  # forward; backward; backward with a sum
+    # The first chunk adds to no sum of earlier ones; with gradients in backward: forward, too.
+    for gradients, calls, bodies in [("forward", 16, 2), ("backward", 32, 3)]:
+        joint = trace_joint(fn, inputs)
+        chunk_regions(joint.graph, 16, gradients)
+        found = [node for node in joint.graph.nodes if compat.is_subgraph_call(node)]
+        assert len(found) == calls
+        assert len({node.args[1] for node in found}) == bodies
 
 
 def test_phases_compute_a_sum_over_all_tokens_before_what_reads_it():

@@ -190,6 +190,7 @@ def test_entry_point_that_is_wrong_is_named(entry_points, points, message):
 # --- cache keys -----------------------------------------------------------------------------------
 CHANGED = {
     "chunks": 3,
+    "gradients": "backward",
     "encode": "fp8",
     "block": 64,
     "exact_below_kib": 1.0,
