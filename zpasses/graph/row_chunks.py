@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.graph.aliases import is_view
 from zpasses.graph.linear_values import NotLinearError
 from zpasses.graph.queries import Editor, value_of
 from zpasses.graph.row_gradients import UnitGradients, with_unit_gradients
@@ -32,7 +33,7 @@ from zpasses.graph.row_steps import Read, Step, contiguous_view
 from zpasses.graph.walks import reachable
 from zpasses.option_values import format_size
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 Gradients = Literal["forward", "backward"]
 """Where the gradients of hidden states and head are computed."""
@@ -109,6 +110,9 @@ class _Phase:
     """What it computes, in order."""
     reads: list[Read]
     """What it takes from outside."""
+    constants: dict[Read, list[fx.Node]]
+    """What it makes itself, and the calls that do, in order. Inductor has constants in kernels, but
+    loads what a subgraph is given, and gives up on fusing expressions of many loads."""
 
 
 class _Writer:
@@ -167,7 +171,10 @@ class _Writer:
         )
         found = [each for node, each in steps.items() if node in needed]
         outside = (read for each in found for read in each.reads if not inside(read))
-        return _Phase(roots, found, list(dict.fromkeys(outside)))
+        reads = list(dict.fromkeys(outside))
+        made = {read: _calls_of_constant(read.node) for read in reads if not read.by_rows}
+        constants = {read: calls for read, calls in made.items() if calls}
+        return _Phase(roots, found, [each for each in reads if each not in constants], constants)
 
     def _is_returned(self, step: Step) -> bool:
         """Whether something reads a value that is not computed by rows."""
@@ -252,6 +259,14 @@ class _Writer:
         output = body.output(())
         known: dict[Any, fx.Node] = dict(zip(phase.reads, inputs, strict=False))
         earlier = dict(zip((each.node for each in sums), inputs[len(phase.reads) :], strict=True))
+        copies: dict[fx.Node, fx.Node] = {}
+        for read, calls in phase.constants.items():
+            for call in calls:
+                if call not in copies:
+                    with body.inserting_before(output):
+                        copies[call] = body.node_copy(call, copies.__getitem__)
+            emit = Editor(body, before=output, like=read.node).call
+            known[read] = contiguous_view(emit, copies[read.node], read.shape)
         for each in phase.steps:
             emit = Editor(body, before=output, like=each.node).call
             values = [known[read] if read in known else known[read.node] for read in each.reads]
@@ -269,6 +284,21 @@ class _Writer:
         for each in (call, *parts) if self._once else ():
             compat.mark_saved(each)
         return parts
+
+
+_CONSTANTS = frozenset(
+    {aten.full.default, aten.scalar_tensor.default, aten.arange.start_step, prims.iota.default}
+)
+
+
+def _calls_of_constant(node: fx.Node) -> list[fx.Node]:
+    """Returns the calls that make a value which depends on no other, in order; none if it does."""
+    calls = list(reachable([node], lambda each: each.all_input_nodes))
+    found = [each for each in calls if each.target in _CONSTANTS or is_view(each)]
+    if len(found) < len(calls) or not any(each.target in _CONSTANTS for each in calls):
+        return []
+    order = {each: at for at, each in enumerate(node.graph.nodes)}
+    return sorted(found, key=order.__getitem__)
 
 
 def _own_memory(value: Tensor) -> Tensor:

@@ -242,3 +242,18 @@ def test_two_heads_are_two_regions():
     rewritten.recompile()
     values = with_tangents(joint, inputs)
     assert_close(rewritten(*values), joint(*values), 3)
+
+
+def test_chunks_make_constants_themselves():
+    """Inductor loads what a subgraph is given, and keeps expressions of many loads in memory."""
+    run, given = step("mean", dtype=BF16)
+    gm = decomposed(trace_joint(run, given))
+    assert chunk_regions(gm.graph, 3).changed == 1
+    calls = [node for node in gm.graph.nodes if compat.subgraph_of(node) is not None]
+    assert calls
+    for call in calls:
+        inputs = compat.subgraph_of(call).graph.find_nodes(op="placeholder")
+        rows = [value_of(each).shape[:1] for each in inputs]
+        # Hidden states, the head in both orders, its sum so far, and what tokens have.
+        assert all(each in ([4], [INNER], [10]) for each in map(list, rows))
+        assert len(inputs) <= 7

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.time.fused_kernels import FusedKernels, Load, fuses, use_fusion
+from zpasses.cost.time.fused_kernels import FusedKernels, Load, fuses
 from zpasses.graph.aliases import buffer_readers, is_alias, is_view, memory_base, view_base
 from zpasses.graph.dialect import AVERAGE_GRAD, group_size
 from zpasses.graph.encoding import Encoding
@@ -316,7 +316,9 @@ def _layout(value: Tensor) -> tuple[Any, ...]:
     return value.dtype, *kept
 
 
-_subgraph_bytes: weakref.WeakKeyDictionary[fx.GraphModule, int] = weakref.WeakKeyDictionary()
+_subgraph_bytes: weakref.WeakKeyDictionary[fx.GraphModule, dict[bool, int]]
+_subgraph_bytes = weakref.WeakKeyDictionary()
+"""Bytes with and without fusion."""
 
 
 def subgraph_bytes(node: fx.Node) -> int:
@@ -326,11 +328,10 @@ def subgraph_bytes(node: fx.Node) -> int:
     body = compat.subgraph_of(node)
     if body is None:
         return 0
-    if body not in _subgraph_bytes:
-        with use_fusion(False):  # chunks of a loss took most of it on a GPU (docs/measurements.md)
-            peak, returned = liveness(body.graph).peak_bytes, nbytes(value_of(node))
-        _subgraph_bytes[body] = max(0, peak - returned)
-    return _subgraph_bytes[body]
+    known = _subgraph_bytes.setdefault(body, {})
+    if fuses() not in known:
+        known[fuses()] = max(0, liveness(body.graph).peak_bytes - nbytes(value_of(node)))
+    return known[fuses()]
 
 
 GLOO_PACKED_BYTES = 64 << 10

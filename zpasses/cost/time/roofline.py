@@ -159,7 +159,20 @@ def compute_us(node: fx.Node, target: Target, kernels: FusedKernels | None = Non
         speed = target.host_in_gb_s if call is FROM_HOST else target.host_out_gb_s
         return target.kernel_us + nbytes(value_of(node)) / (speed * 1e3)
     moved = (kernels or FusedKernels()).moved_bytes(node)
-    return 0.0 if moved is None else _kernel_us(node, moved, target)
+    if moved is None:
+        return 0.0
+    copied = copy_us(_copied_first(node), target)
+    return copied + _kernel_us(node, moved, target)
+
+
+def _copied_first(node: fx.Node) -> int:
+    """Returns the bytes that a product copies into its result before it adds to them: a matrix that
+    ATen's `addmm` is given. A vector is added by the kernel of the product.
+    """
+    if node.target not in (torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default):
+        return 0
+    added = value_of(node.args[0])  # type: ignore[arg-type]
+    return nbytes(added) if added.dim() > 1 else 0
 
 
 def _kernel_us(node: fx.Node, moved: int, target: Target) -> float:

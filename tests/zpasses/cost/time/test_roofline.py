@@ -162,6 +162,17 @@ def test_calls_take_the_time_of_compute_or_of_memory_and_at_least_a_kernel():
         assert compute_us(graph_of(target, *shapes), device) == pytest.approx(expected)
 
 
+def test_a_product_copies_the_matrix_that_it_adds_to():
+    slow = Target.parse("h100,memory_gb_s=1e9,tflops=1,kernel_us=1")
+    shapes = (1000, 1), (1, 1000)
+    of_matrix, of_vector = (
+        compute_us(graph_of(aten.addmm.default, added, *shapes), slow)
+        for added in ((1000, 1000), (1000,))
+    )
+    assert of_vector == pytest.approx(2.0)
+    assert of_matrix == pytest.approx(of_vector + slow.kernel_us + 8e6 / 1e12)
+
+
 def recorded(function, *shapes):
     """Returns the calls of a function of bf16 tensors and of its backward."""
     with compat.FakeTensorMode():
