@@ -20,8 +20,7 @@ from zpasses.inspect.find import (
 )
 from zpasses.inspect.listing import call_text, note_text
 from zpasses.inspect.pairing import pair_nodes
-from zpasses.inspect.shared import params_text
-from zpasses.inspect.units import bytes_text, change_text, count_text, time_text
+from zpasses.inspect.units import bytes_text, change_text, count_text, some_of, time_text
 from zpasses.inspect.view import ChangeLines, Table, Text, View, table, text_of
 
 
@@ -288,7 +287,7 @@ def _peak_parts(title: str, one: Comparison, most: int) -> Parts:
         f"{kind} {bytes_text(was)} -> {bytes_text(now)}" for kind, (was, now) in one.by_kind.items()
     )
     rows = [
-        (sign, each.node, each.kind, bytes_text(each.nbytes), params_text(each.params))
+        (sign, each.node, each.kind, bytes_text(each.nbytes), some_of(each.params))
         for sign, held in (("new", one.new), ("gone", one.gone))
         for each in held[:most]
     ]

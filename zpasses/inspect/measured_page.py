@@ -12,8 +12,7 @@ from zpasses.inspect.escape import one_line
 from zpasses.inspect.measured import Measured, MeasuredGraph
 from zpasses.inspect.modules import module_of, modules_of, template
 from zpasses.inspect.node_spans import schedule
-from zpasses.inspect.shared import count
-from zpasses.inspect.units import bytes_text, time_text
+from zpasses.inspect.units import bytes_text, count, some_of, time_text
 from zpasses.inspect.view import Table, Text, table
 
 _MODULES = 15
@@ -173,10 +172,8 @@ def joined_lines(found: Measured) -> list[str]:
     ]
 
 
-def _named_times(times: Mapping[str, float], most: int = 5) -> str:
-    first = list(times.items())[:most]
-    shown = ", ".join(f"{one_line(name)} {time_text(time)}" for name, time in first)
-    return f"{shown} and {len(times) - most:,} more" if len(times) > most else shown
+def _named_times(times: Mapping[str, float]) -> str:
+    return some_of([f"{one_line(name)} {time_text(time)}" for name, time in times.items()], 5)
 
 
 def joined_data(found: Measured) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from zpasses.dumps.format import Node
+from zpasses.inspect.units import some_of
 
 _ODD = 0.05
 """Relative distance from the median beyond which a layer is not as the others."""
@@ -93,8 +94,8 @@ def modules_of(node: Node, params: Iterable[str] | None = None) -> tuple[str, ..
 def modules_text(modules: Iterable[str], most: int = 2) -> str:
     """ "layers.*.mlp.up (80 times) and 3 more"."""
     folded = fold_modules(dict.fromkeys(modules, 1))
-    shown = ", ".join(
+    names = [
         f"{each.name} ({len(each.members):,} times)" if len(each.members) > 1 else each.name
-        for each in folded[:most]
-    )
-    return f"{shown} and {len(folded) - most:,} more" if len(folded) > most else shown
+        for each in folded
+    ]
+    return some_of(names, most)

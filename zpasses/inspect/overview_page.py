@@ -20,8 +20,8 @@ from zpasses.dumps.format import (
 from zpasses.inspect.find import select_rank
 from zpasses.inspect.graph_notes import capacity_warning, variant_text
 from zpasses.inspect.rank_agreement import RankAgreement, rank_agreements, ranks_text
-from zpasses.inspect.shared import cut, to_json_value
-from zpasses.inspect.units import bytes_text, time_text
+from zpasses.inspect.shared import to_json_value
+from zpasses.inspect.units import bytes_text, count, cut, time_text
 from zpasses.inspect.view import Table, Text, View, table, table_of, text_of
 
 _NOTE_CHARS = 320
@@ -196,7 +196,7 @@ def _groups_text(info: CompileInfo) -> str:
     for name, label in info.group_labels.items():
         ranks = info.groups.get(name, ())
         shown = ", ".join(map(str, ranks[:_RANKS])) + (", ..." if len(ranks) > _RANKS else "")
-        texts.append(f"{label} ({len(ranks):,} rank{'' if len(ranks) == 1 else 's'}: {shown})")
+        texts.append(f"{label} ({count(len(ranks), 'rank')}: {shown})")
     return ", ".join(texts)
 
 

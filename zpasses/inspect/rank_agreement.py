@@ -11,7 +11,7 @@ from zpasses.dumps.dump_errors import DumpError
 from zpasses.dumps.format import Dump, Graph, Node, Snapshot
 from zpasses.inspect.listing import op_text, value_text
 from zpasses.inspect.modules import modules_of, modules_text
-from zpasses.inspect.shared import params_text
+from zpasses.inspect.units import some_of
 
 _READ_NODES = 200_000
 """Nodes of all ranks' graphs up to which they are read if the ranks recorded no digest."""
@@ -174,7 +174,7 @@ def collective_text(node: Node) -> str:
     source = node.source
     place = f" at {source.file}:{source.line}" if source is not None and source.file else ""
     modules = modules_text(modules_of(node), 1)
-    of = f" of {params_text(node.params)}" if node.params else ""
+    of = f" of {some_of(node.params)}" if node.params else ""
     inside = f" (module {modules})" if modules else ""
     return f"{op_text(node.target)} -> {value_text(node.vals, 2)}{of}{inside}{place}"
 
@@ -220,8 +220,7 @@ def _difference(one: int, first: Graph, other: int, second: Graph) -> str:
         text = "nothing more" if at >= len(own) else collective_text(own[at])
         said.append(text if tensor is None else _tensor_text(own[at], tensor))
         if names := _only_params(own, others):
-            more = f" and {len(names) - 6:,} more" if len(names) > 6 else ""
-            only += f" Only on rank {rank}: {', '.join(names[:6])}{more}."
+            only += f" Only on rank {rank}: {some_of(names, 6)}."
     return (
         f"First difference: collective {at + 1:,} is {said[0]} on rank {one}, of {len(old):,}, but "
         f"{said[1]} on rank {other}, of {len(new):,}.{only}"
