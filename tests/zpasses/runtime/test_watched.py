@@ -3,8 +3,8 @@ unsharded model does, or an error says on all ranks why it cannot.
 """
 
 import copy
-import dataclasses
 import datetime
+import itertools
 import re
 import sys
 
@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
+from tests.training_programs import act, check, program
 from zpasses.runtime.edits import EditLog
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
-from zpasses.tools.stress.drawn_models import ModelChoice
-from zpasses.tools.stress.drawn_programs import Action, Program, run_program
 from zpasses.tools.stress.training_actions import EDITS
 
 pytestmark = pytest.mark.processes
@@ -56,79 +55,34 @@ def raised(rank):
 
 
 # --- edits ----------------------------------------------------------------------------------------
-FORWARD = {"rows": (2, 2), "grad": "enable_grad", "training": True, "through": "compiled"}
-BACKWARD = {"rows": (2, 2), "micro": 1, "window": "none", "form": "plain", "through": "compiled"}
-
-
-def after(*changes):
-    """A program that makes each change between a step and a backward, from the same values.
-
-    Args:
-        changes: actions, each with its arguments.
-    """
-    actions = []
-    for name, arguments in changes:
-        actions += [
-            ("edit", {"way": "load own", "factor": 1.0}),
-            ("backward", BACKWARD),
-            ("step", {"rate": 1.0}),
-            ("zero_grad", {"set_to_none": True}),
-            ("evaluate", FORWARD),  # stages 1 and 2 keep what they gather
-            (name, arguments),
-            ("evaluate", FORWARD),
-            ("backward", BACKWARD),
-            ("zero_grad", {"set_to_none": True}),
-        ]
-    return Program(
-        seed=0,
-        model=ModelChoice(("feed",)),
-        dtype=torch.float64,
-        mesh=(2,),
-        shard={},
-        how="whole",
-        dynamic=None,
-        options={},
-        optimizer=("SGD", {"lr": 0.1}),
-        offloads=False,
-        rests=False,
-        actions=tuple(Action(*each) for each in actions),
-    )
-
-
-def edit(way):
-    return "edit", {"way": way, "factor": 0.5}
-
-
-def run(program, **options):
-    """Runs a program on ranks beside unsharded references (zpasses.tools.stress)."""
-    program = dataclasses.replace(program, options={**EAGER, **options})
-    for report in run_on_ranks(run_program, program, timeout_s=280):
-        assert not report.wrong, report
-        assert not report.error, report
+def edited(*ways):
+    """A program that makes each edit between a step and a backward, from the same values."""
+    before = act("edit", way="load own"), "backward", "step", "zero_grad", "evaluate"
+    actions = [(*before, act("edit", way=way), "evaluate", "backward", "zero_grad") for way in ways]
+    return program(*itertools.chain(*actions))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.slow(quick="test_edits_are_seen_by_the_defaults")
 def test_edits_are_seen(stage):
     for way in EDITS:
-        run(after(edit(way)), zero_stage=stage)
+        check(edited(way), zero_stage=stage)
 
 
 @pytest.mark.inductor
 def test_edits_are_seen_by_the_defaults():
-    ways = ("data =", "foreach_lerp", "swapped and restored")
-    run(after(*map(edit, ways)), zero_stage=2, codegen="inductor")
+    ways = "data =", "foreach_lerp", "swapped and restored"
+    check(edited(*ways), zero_stage=2, codegen="inductor")
 
 
 def test_edits_of_all_kinds_are_seen_by_one_model():
-    run(after(*map(edit, EDITS)), zero_stage=2)
+    check(edited(*EDITS), zero_stage=2)
 
 
 @pytest.mark.parametrize("stage", some_quick([2, 3], [2]))
 def test_averages_of_weights_are_evaluated_as_they_are(stage):
-    average = "average_model", {"rows": (2, 2), "grad": True, "compiled": True}
-    moving = "moving_average", {"rows": (2, 2), "way": "data.copy_", "grad": False}
-    run(after(average, moving, average, moving), zero_stage=stage)
+    train = "backward", "step", "zero_grad", "average_model", "moving_average"
+    check(program(*train, *train, *train), zero_stage=stage)
 
 
 @on_ranks(2)
