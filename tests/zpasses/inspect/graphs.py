@@ -210,9 +210,8 @@ def graph_of(name, *states, error=None):
             about = after.partition("{")[0], after, {}, int(state is not earlier), 1500.0, 250.0
             run = PassRun(*about, ("lint", "values"), counts(earlier), counts(state))
         failure = error if after and index == len(states) - 1 else None
-        steps.append(
-            Step(index, name, after, number, run and run.after, run, failure, graphs.__getitem__)
-        )
+        size = None if state is None else counts(state)
+        steps.append(Step(index, name, after, number, size, run, failure, graphs.__getitem__))
     return Graph(name, tuple(steps))
 
 
