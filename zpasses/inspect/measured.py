@@ -26,6 +26,7 @@ from zpasses.inspect.launches import (
     length,
     union,
 )
+from zpasses.inspect.node_spans import Schedule, schedule
 from zpasses.inspect.traces import Trace
 
 
@@ -66,6 +67,25 @@ class MeasuredGraph:
         snapshot = self.graph.graph.last.snapshot
         assert snapshot is not None
         return snapshot
+
+    @property
+    def plan(self) -> Schedule:
+        """The predicted schedule."""
+        return schedule(self.snapshot)
+
+    @property
+    def collectives_us(self) -> float:
+        return sum(each.time_us for each in self.collectives.values())
+
+    @property
+    def compute_us(self) -> float:
+        """Time of the operators that are nodes."""
+        return sum(self.operators.values())
+
+    @property
+    def predicted_compute_us(self) -> float:
+        """Predicted time of the same nodes."""
+        return sum(self.snapshot.by_id[key].cost_us for key in self.operators)
 
     @property
     def predicted_rise_bytes(self) -> int:
