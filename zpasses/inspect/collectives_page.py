@@ -164,7 +164,7 @@ def _cells(each: _Row, show: CollectiveRows) -> dict[str, object]:
         "group": row.label or row.group,
         "ranks": row.ranks,
         "parameters": some_of(row.params),
-        "module": modules_text(modules_of(each.node), 1) if show.module else "",
+        "module": modules_text(modules_of(each.node)) if show.module else "",
         "source": source_text(each.sources) if show.source else "",
         "bytes": bytes_text(row.nbytes),
         "distance": row.distance,

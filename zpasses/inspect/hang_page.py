@@ -144,7 +144,7 @@ def _about(places: Sequence[Place]) -> tuple[str, ...]:
     return (
         f"{first.graph.title} {node.name}" + (f", or one of {many} others" if many else ""),
         some_of(node.params),
-        modules_text(modules_of(node), 1),
+        modules_text(modules_of(node)),
         source_text(sources_of(node, parameter_sources(first.graph.compile))),
         first.inserted_by,
     )

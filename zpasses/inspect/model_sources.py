@@ -30,6 +30,6 @@ def sources_of(node: Node, of_params: Mapping[str, Source]) -> tuple[Source, ...
     return tuple(dict.fromkeys(each for each in found if each is not None))
 
 
-def source_text(sources: Sequence[Source], most: int = 1) -> str:
+def source_text(sources: Sequence[Source]) -> str:
     """ "model.py:31 and 4 more"."""
-    return some_of([f"{each.file}:{each.line}" for each in sources], most)
+    return some_of([f"{each.file}:{each.line}" for each in sources])

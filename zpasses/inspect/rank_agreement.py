@@ -173,7 +173,7 @@ def collective_text(node: Node) -> str:
     """A collective with its parameters, modules and source line."""
     source = node.source
     place = f" at {source.file}:{source.line}" if source is not None and source.file else ""
-    modules = modules_text(modules_of(node), 1)
+    modules = modules_text(modules_of(node))
     of = f" of {some_of(node.params)}" if node.params else ""
     inside = f" (module {modules})" if modules else ""
     return f"{op_text(node.target)} -> {value_text(node.vals, 2)}{of}{inside}{place}"
