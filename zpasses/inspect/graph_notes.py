@@ -16,7 +16,7 @@ def is_executed(name: str) -> bool:
     """Whether a graph of this name runs. The joint graph is split into forward and backward, and
     what Dynamo captured becomes the joint graph.
     """
-    return name not in ("captured", "joint")
+    return name.partition(".")[0] not in ("captured", "joint")
 
 
 def variant_text(graph: Graph) -> str:

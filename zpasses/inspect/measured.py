@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from zpasses.dumps.format import Node, Snapshot
 from zpasses.inspect.find import SelectedGraph
+from zpasses.inspect.graph_notes import is_executed
 from zpasses.inspect.launches import (
     Interval,
     Run,
@@ -211,7 +212,7 @@ class _Join:
         for each in graphs:
             snapshot = each.graph.last.snapshot
             kind = each.graph.name.partition(".")[0]
-            if snapshot is not None and kind in ("forward", "backward", "inference", "flush"):
+            if snapshot is not None and is_executed(kind):
                 found = _Collectives(each, snapshot)
                 for name in (each.compile.name, ""):
                     self._known.setdefault((kind, found.digest, name), found)

@@ -9,6 +9,7 @@ from typing import Any
 
 from zpasses.dumps.dump_errors import DumpError
 from zpasses.dumps.format import Dump, Graph, Node, Snapshot
+from zpasses.inspect.graph_notes import is_executed
 from zpasses.inspect.listing import op_text, value_text
 from zpasses.inspect.modules import modules_of, modules_text
 from zpasses.inspect.units import some_of
@@ -61,13 +62,13 @@ def rank_agreements(dump: Dump) -> list[RankAgreement]:
         for order, each in enumerate(rank.compiles):
             names.setdefault(order, each.name)
             for graph in each.graphs.values():
-                if graph.name.partition(".")[0] not in _EARLY:
+                if is_executed(graph.name):
                     found[order, graph.name][rank.rank] = graph
     _add_common_graphs(dump, found)
     return [
         _agreement(dump, names[order], name, graphs)
         for (order, name), graphs in sorted(
-            found.items(), key=lambda item: (item[0][0], item[0][1] not in _EARLY)
+            found.items(), key=lambda item: (item[0][0], is_executed(item[0][1]))
         )
     ]
 
@@ -103,16 +104,13 @@ def _add_common_graphs(dump: Dump, found: dict[tuple[int, str], dict[int, Graph]
             continue
         # The first of them that all ranks have; else the first that any has.
         for name in sorted(
-            _EARLY, key=lambda each: -sum(each in graphs for graphs in compiled.values())
+            ("joint", "captured"),
+            key=lambda each: -sum(each in graphs for graphs in compiled.values()),
         ):
             graphs = {rank: each[name] for rank, each in compiled.items() if name in each}
             if graphs:
                 found[order, name] = graphs
                 break
-
-
-_EARLY = ("joint", "captured")
-"""Graphs that do not run."""
 
 
 def _agreement(dump: Dump, compiled: str, name: str, graphs: dict[int, Graph]) -> RankAgreement:
