@@ -7,7 +7,6 @@ import gzip
 import json
 import random
 import shutil
-import time
 
 import pytest
 from click.testing import CliRunner
@@ -23,7 +22,6 @@ VALUES = (
     *(None, 0, -1, 1e308, 10**30, 2**62, 0.1, True, "", "x" * 5000, "\u202e\x1b[31m"),
     *("../../etc/passwd", [], {}, [[]], {"node": 0}),
 )
-LIMIT_S = 25
 
 
 @pytest.fixture(scope="module")
@@ -86,28 +84,18 @@ def commands(damaged, whole):
     return *plain, *diffs, collectives, *memory, *pages
 
 
-def check(two_ranks, folder, seed, dumps):
+def check(two_ranks, tmp_path, seed, dumps):
+    given = []
     for number in range(dumps):
         draw = random.Random(f"{seed} {number}")
-        shutil.rmtree(folder, ignore_errors=True)
+        folder = tmp_path / f"dump-{number}"
         shutil.copytree(two_ranks, folder)
         files = sorted(path for path in folder.rglob("*") if path.suffix in (".json", ".jsonl"))
         for path in draw.sample(files, draw.choice([1, 1, 2, 4])):
-            try:
+            with contextlib.suppress(ValueError):  # an earlier change left no JSON
                 damage(path, draw)
-            except ValueError:  # an earlier change left no JSON
-                continue
-        for command in commands(str(folder), str(two_ranks)):
-            run(command, number)
-
-
-def run(command, number):
-    started = time.process_time()
-    done = CliRunner().invoke(cli, command)
-    taken = time.process_time() - started
-    assert isinstance(done.exception, SystemExit | None), (number, command, done.exception)
-    assert done.exit_code in (0, 1, 2)
-    assert taken < LIMIT_S, (number, command, taken)
+        given += commands(str(folder), str(two_ranks))
+    run_limited(given)
 
 
 def collectives_of(dump):
@@ -203,10 +191,10 @@ def test_traces_that_grow_are_refused(two_ranks, tmp_path, shape):
 
 
 def test_damaged_dumps_are_shown_or_refused_by_every_command(two_ranks, tmp_path):
-    check(two_ranks, tmp_path / "dump", "quick", 12)
+    check(two_ranks, tmp_path, "quick", 12)
 
 
 @pytest.mark.slow(quick="test_damaged_dumps_are_shown_or_refused_by_every_command")
 @pytest.mark.parametrize("seed", range(10))
 def test_a_thousand_damaged_dumps_are_shown_or_refused(two_ranks, tmp_path, seed):
-    check(two_ranks, tmp_path / "dump", f"slow {seed}", 100)
+    check(two_ranks, tmp_path, f"slow {seed}", 100)

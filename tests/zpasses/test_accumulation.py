@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import load, save
 
 import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
+from tests.training_programs import act, check, program
 from tests.zpasses.models import assert_same, full_gradients, integers, with_integer_weights
 from zpasses import AgreementError, Level, Pass, Pipeline, compat
 from zpasses.runtime.windows import grad_state_of
@@ -441,47 +441,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
         assert torch.equal(*weights[-2:]) == (number == 1)
 
 
-class _Loss(nn.Module):
-    def __init__(self, step):
-        super().__init__()
-        self.step = step
-
-    def forward(self, x):
-        return self.step(x).square().mean()
-
-
-@on_ranks(2)
-def test_training_with_windows_equals_the_unsharded_model(tmp_path):
-    """Trains with windows, clipping, a schedule and a checkpoint between steps."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
-    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain)]
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(each, lambda number: 0.5**number) for each in optimizers
-    ]
-    for number, way in enumerate((*WAYS, *WAYS)):
-        generator = torch.Generator().manual_seed(number)
-        batches = list(torch.randn(N, 2, 4, generator=generator))
-        way(_Loss(step), batches)
-        for x in batches:
-            plain(x).square().mean().backward()
-        for each in (model, plain):
-            nn.utils.clip_grad_norm_(each.parameters(), 0.5)
-        expected = {name: param.grad for name, param in plain.named_parameters()}
-        torch.testing.assert_close(full_gradients(model), expected, rtol=1e-4, atol=1e-6)
-        for each, schedule in zip(optimizers, schedules, strict=True):
-            each.step()
-            each.zero_grad()
-            schedule.step()
-        state, folder = model.state_dict(), tmp_path / str(number)
-        save(state, checkpoint_id=folder)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-        load(state, checkpoint_id=folder)
-        model.load_state_dict(state)
+def test_training_with_windows_equals_the_unsharded_model():
+    """Trains with windows, clipping, a schedule and edits of the state dict between steps."""
+    actions = []
+    for window, edited in itertools.product(("exit", "count", "last"), ("state dict", "load own")):
+        actions += [act("backward", micro=N, window=window), act("clip"), act("step", rate=0.5)]
+        actions += [act("zero_grad"), act("edit", way=edited)]
+    check(program(*actions, optimizer=("AdamW", {"lr": 0.1, "eps": 1e-3})), zero_stage=2)
 
 
 def _keys(steps):

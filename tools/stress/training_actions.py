@@ -342,7 +342,9 @@ def _on_gradients(change: Callable[[nn.Parameter, Tensor, float], object]) -> An
 
 
 def _set_data(param: nn.Parameter, factor: float) -> None:
-    param.data = param.data * factor
+    value = param.data * factor
+    param.data = value
+    value.mul_(factor)  # which is the parameter's memory from now on
 
 
 def _in_local_shards(side: Side, factor: float) -> None:
@@ -363,16 +365,60 @@ def _apply(side: Side, factor: float) -> None:
 def _copy_full(side: Side, factor: float) -> None:
     for param in side.params:
         param.copy_(side.draw(*param.shape).mul_(factor))
+        param.data.lerp_(side.draw(*param.shape).to(param.dtype), factor / 2)
+        param.add_(torch.ones(param.shape[-1:], dtype=param.dtype))
 
 
 def _use_vector(side: Side, factor: float) -> None:
     vector = nn.utils.parameters_to_vector(side.params)
     nn.utils.vector_to_parameters(vector * factor, side.params)
+    for param in side.params:
+        param.data.view(-1).mul_(factor)
+
+
+def _edit_rows(param: nn.Parameter, factor: float) -> None:
+    if param.dim():
+        param.data[:1].mul_(factor)
+        param[0].add_(factor)
+        param.data[-1] = factor
+
+
+def _edit_views(param: nn.Parameter, factor: float) -> None:
+    """Views across the dimension that is cut, which are copies."""
+    if param.dim():
+        for part in param.data.chunk(2):
+            part[0].mul_(factor)
+    if param.dim() == 2:
+        param.data.t().mul_(factor)
+        param.data.t()[0].zero_()
+
+
+def _draw_numbers(param: nn.Parameter, factor: float) -> None:
+    torch.manual_seed(param.numel())
+    nn.init.normal_(param)
+    param.add_(torch.randn_like(param), alpha=factor)
+
+
+def _swap_and_restore(side: Side, factor: float) -> None:
+    kept = [param.data for param in side.params]
+    for param in side.params:
+        param.data = param.data * 3
+    side.show(side.run(side.batch((2, 2))))
+    for param, value in zip(side.params, kept, strict=True):
+        param.data = value
+        value.mul_(factor)
+
+
+def _rows_of_rank(param: Tensor) -> Tensor:
+    return (param.to_local() if isinstance(param, DTensor) else param).data
 
 
 def _lerp(side: Side, factor: float) -> None:
     others = [param.detach().neg() for param in side.params]
     torch._foreach_lerp_(side.params, others, factor / 2)
+    full = [side.draw(*param.shape).to(param.dtype) for param in side.params]
+    torch._foreach_add_(side.params, full)
+    torch._foreach_copy_([p.data for p in side.params], [p * factor for p in side.params])
 
 
 EDITS: Mapping[str, Callable[[Side, float], object]] = {
@@ -393,9 +439,14 @@ EDITS: Mapping[str, Callable[[Side, float], object]] = {
     "data =": _each(_set_data),
     "data.copy_": _each(lambda p, f: p.data.copy_(p.detach() * f)),
     "view of data": _each(lambda p, f: p.data.view_as(p).mul_(f)),
-    "rows of data": _each(lambda p, f: p.data[:1].mul_(f) if p.dim() else None),
+    "rows": _each(_edit_rows),
+    "views of copies": _each(_edit_views),
+    "random numbers": _each(_draw_numbers),
+    "swapped and restored": _swap_and_restore,
+    "state dict": lambda side, f: [value.mul_(f) for value in side.model.state_dict().values()],
     "load full, assign": lambda side, _: side.load_assigned(side.full_state()),
     "load own, assign": lambda side, _: side.load_assigned(_clones(side.saved["state"])),
+    "rows of the rank": _each(lambda p, f: _rows_of_rank(p).mul_(f)),
 }
 """Ways to change all parameters by a factor. Each runs under `no_grad`."""
 

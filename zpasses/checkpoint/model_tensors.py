@@ -22,7 +22,7 @@ from zpasses.graph.dialect import rows_per_rank
 from zpasses.ranks.agree import exchange, first_two
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.edits import log_of, origin_of, owner_of
-from zpasses.sharding.module import ShardedModule
+from zpasses.sharding.module import gathering_reads
 
 _WRAPPER = "_orig_mod."
 """What `torch.compile(model)` adds to names."""
@@ -105,12 +105,7 @@ def sharding_groups(model: nn.Module) -> list[str]:
     """Return the names of the process groups over which a model is sharded, sorted: also those of
     tensor and expert parallelism, over which whole parameters are gathered.
     """
-    specs = [
-        spec
-        for module in model.modules()
-        if isinstance(module, ShardedModule)
-        for spec in module._zpasses_specs.values()
-    ]
+    specs = [spec for _, spec, _ in gathering_reads(model)]
     inner = {
         compat.group_name(spec.layout.inner_mesh.get_group(dim))
         for spec in specs
@@ -133,12 +128,7 @@ def writing_rank(model: nn.Module) -> int:
 
 def largest_mesh(model: nn.Module) -> DeviceMesh | None:
     """Return the largest mesh over which the model is sharded; None if it is not sharded."""
-    meshes = [
-        spec.layout.whole_mesh
-        for module in model.modules()
-        if isinstance(module, ShardedModule)
-        for spec in module._zpasses_specs.values()
-    ]
+    meshes = (spec.layout.whole_mesh for _, spec, _ in gathering_reads(model))
     return max(meshes, key=lambda mesh: mesh.size(), default=None)
 
 

@@ -2,9 +2,10 @@
 
 torch 2.13 to 2.15 are supported. A name that moved between these versions is resolved only in this
 package, so support for a new torch is added here. Other code imports the package (`from zpasses
-import compat`) and calls `compat.<name>`. tests/zpasses/compat/private_names.txt lists the private
-names, and which versions have them. Three places also serve torch 2.11, on which tests marked `gpu`
-may run: `placeholder_source`, `is_to_local`, and `zpasses/sdma/ops.py` for operators with `out`.
+import compat`) and calls `compat.<name>`: all names that a file defines without an underscore.
+tests/zpasses/compat/private_names.txt lists the private names, and which versions have them. Three
+places also serve torch 2.11, on which tests marked `gpu` may run: `placeholder_source`,
+`is_to_local`, and `zpasses/sdma/ops.py` for operators with `out`.
 
 | torch subsystem | file |
 | --- | --- |

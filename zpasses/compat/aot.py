@@ -17,24 +17,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zpasses.compat.fx_graph import lazy_recompiles
 
-__all__ = [
-    "CompilerState",
-    "aot_compile",
-    "aot_gradient_index",
-    "aot_input_index",
-    "eliminate_common_subexpressions",
-    "is_joint_of_subgraph",
-    "is_marked_recompute",
-    "mark_recompute",
-    "mark_saved",
-    "partition",
-    "reads_changed_inputs_at_once",
-    "recompute_policy",
-    "undonate_saved",
-    "unmark_recompute",
-    "user_outputs",
-]
-
 
 def aot_input_index(desc: object) -> int | None:
     """Returns the position, among the captured graph's inputs, of the plain input that an

@@ -27,20 +27,6 @@ from zpasses.compat.fx_graph import OpOverload, OpOverloadPacket, clone_graph_mo
 
 log = logging.getLogger("zpasses")
 
-__all__ = [
-    "artifacts_refusal",
-    "code_environment",
-    "custom_op_functions",
-    "inductor_cache_folder",
-    "inductor_compile_packed",
-    "kind_of_inner_compile",
-    "op_namespace",
-    "pack_code",
-    "pack_graph",
-    "unpack_code",
-    "unpack_graph",
-    "unpack_result",
-]
 
 _HOOKS = (
     "pre_grad_custom_pass",

@@ -8,24 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
-
-__all__ = [
-    "DisableTorchFunctionSubclass",
-    "current_autograd_node",
-    "current_graph_task_id",
-    "grad_consumers",
-    "has_accumulation_hooks",
-    "has_saved_tensor_hooks",
-    "has_tensor_hooks",
-    "in_backward",
-    "is_held_elsewhere",
-    "is_profiling",
-    "next_node_number",
-    "node_number",
-    "queue_engine_callback",
-    "will_accumulate",
-]
+from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
 
 
 def next_node_number() -> int:

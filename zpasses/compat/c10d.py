@@ -13,49 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
-
-__all__ = [
-    "Work",
-    "collective_timeout",
-    "default_store",
-    "fake_store",
-    "flight_recorder_entries",
-    "functional",
-    "global_rank",
-    "group_backend",
-    "group_backends",
-    "group_name",
-    "group_names",
-    "group_ranks",
-    "group_suffix",
-    "is_collective_timeout",
-    "is_fake_world",
-    "is_gloo",
-    "limited_timeouts",
-    "low_contention_all_gather",
-    "low_contention_reduce_scatter",
-    "make_group",
-    "make_node_group",
-    "make_second_group",
-    "make_zero_sm_group",
-    "mesh_dimension",
-    "node_group_exists",
-    "node_group_name",
-    "parent_group",
-    "process_group",
-    "process_groups",
-    "register_work",
-    "registered_memory",
-    "second_group",
-    "second_group_name",
-    "start_all_gather",
-    "storage_freed_check",
-    "symm_mem_module",
-    "symm_mem_stream",
-    "zero_sm_obstacle",
-]
-
+from torch.distributed import distributed_c10d as _c10d
 
 functional = torch.ops._c10d_functional
 """The functional collectives."""
@@ -70,7 +28,7 @@ def process_group(name: str) -> dist.ProcessGroup:
     Raises:
         RuntimeError: if no such group exists.
     """
-    return cast(dist.ProcessGroup, cast(Any, c10d)._resolve_process_group(name))
+    return cast(dist.ProcessGroup, cast(Any, _c10d)._resolve_process_group(name))
 
 
 def group_name(group: object) -> str:
@@ -103,7 +61,7 @@ _WHOLE = "mesh_default"
 def group_backends() -> dict[str, str]:
     """Returns the backend ("gloo", "nccl", "fake", ...) of every process group, by group name."""
     return {
-        c10d._world.pg_names[group]: backend for group, (backend, _) in c10d._world.pg_map.items()
+        _c10d._world.pg_names[group]: backend for group, (backend, _) in _c10d._world.pg_map.items()
     }
 
 
@@ -114,7 +72,7 @@ def group_names() -> list[str]:
 
 def process_groups() -> list[dist.ProcessGroup]:
     """Returns all process groups that this process is in."""
-    return list(c10d._world.pg_map)
+    return list(_c10d._world.pg_map)
 
 
 def group_backend(name: str) -> str:
@@ -232,13 +190,13 @@ def second_group(name: str) -> str | None:
     Returns None if there is none, or if it was destroyed.
     """
     second = _live(_second_groups, process_group(name))
-    return c10d._world.pg_names[second] if second is not None else None
+    return _c10d._world.pg_names[second] if second is not None else None
 
 
 def _live(made: _Made, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     reference = made.get(group)
     found = reference() if reference is not None else None
-    return found if found in c10d._world.pg_names else None
+    return found if found in _c10d._world.pg_names else None
 
 
 def make_group(like: str, name: str, ranks: Sequence[int], label: str, limit: timedelta) -> None:
@@ -342,22 +300,22 @@ def _make_group(
     backend: tuple[str, Any] | None = None,
 ) -> dist.ProcessGroup:
     """Makes a group. `backend` has a name and options; by default, it is that of `like`."""
-    default = c10d._get_default_group()
+    default = _c10d._get_default_group()
     with _without_bound_device(default):
         # torch's new_group() would name the group by how many groups this process is in, which
         # may differ between ranks.
-        made, _ = c10d._new_process_group_helper(
+        made, _ = _c10d._new_process_group_helper(
             len(ranks),
             list(ranks).index(default.rank()),
             list(ranks),
-            c10d.Backend(backend[0] if backend else c10d._world.pg_map[like][0]),
-            c10d._get_default_store(),
+            _c10d.Backend(backend[0] if backend else _c10d._world.pg_map[like][0]),
+            _c10d._get_default_store(),
             cast(Any, name),
             backend[1] if backend else None,
             timeout=limit,
             group_desc=description,
         )
-    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    _c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     for device in made._device_types:
         usual = _timeout_on(like, device)
         if usual is not None:
@@ -401,7 +359,7 @@ def global_rank() -> int:
 
 def default_store() -> Any:
     """Returns the store of the default process group."""
-    return c10d._get_default_store()
+    return _c10d._get_default_store()
 
 
 def fake_store() -> Any:

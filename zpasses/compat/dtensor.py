@@ -9,37 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 from zpasses.compat.autograd import DisableTorchFunctionSubclass
 from zpasses.compat.fake import FakeTensor, no_dispatch_modes
-
-__all__ = [
-    "DTensorSpec",
-    "address",
-    "check_items",
-    "clear_sharding_prop_cache",
-    "concatenate_meshes",
-    "has_empty_part",
-    "is_placement_error",
-    "local_of",
-    "local_range",
-    "locals_of",
-    "make_dtensor",
-    "mesh_ranks",
-    "plain_spec",
-    "replace_dtensor",
-    "root_mesh",
-    "set_local",
-    "set_spec",
-    "spec_of",
-    "storage_id",
-    "strided_shard",
-    "submesh_of_dimension",
-    "swap_local",
-    "versions_of",
-    "wrap_local",
-]
 
 
 def make_dtensor(

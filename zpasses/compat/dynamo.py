@@ -17,29 +17,6 @@ from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
-__all__ = [
-    "begin_no_compile_at",
-    "call_around_compiles",
-    "compile_counts",
-    "compile_module",
-    "current_compile_id",
-    "dynamo_disable",
-    "inner_exception",
-    "is_dynamo_restart",
-    "is_optimized_module",
-    "is_structured_trace_on",
-    "is_to_local",
-    "is_tracing",
-    "parameter_name",
-    "placeholder_source",
-    "recompile_limit",
-    "recompile_reason",
-    "starts_alike",
-    "trace_artifact",
-    "warm_up_compilers",
-]
-
-
 _SOURCE_PART = re.compile(r"_(modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]")
 
 

@@ -10,28 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
-from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "ambient_fake_mode",
-    "as_fake",
-    "evaluated",
-    "expression",
-    "fake_mode_of",
-    "has_unbacked_size",
-    "no_dispatch_modes",
-    "planned_size",
-    "size_hint",
-    "size_ranges",
-    "statically_known_true",
-    "symbols_of",
-    "trace_aten",
-]
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def trace_aten(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:

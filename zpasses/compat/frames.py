@@ -7,13 +7,6 @@ import types
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-__all__ = [
-    "call_with_stack_room",
-    "is_called_by",
-    "is_saving_checkpoint",
-    "module_among_callers",
-]
-
 _R = TypeVar("_R")
 _SLOTS = (1 << 17) + (1 << 10)
 """Just above 1 MiB of 8-byte slots, so that CPython allocates a piece of 2 MiB, and a MiB of it is

@@ -13,26 +13,9 @@ from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 
-__all__ = [
-    "BOXED_CODEGEN",
-    "SUBGRAPH_CALL",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "clone_graph_module",
-    "compiled_forward",
-    "flop_formula",
-    "is_erased",
-    "is_subgraph_call",
-    "lazy_recompiles",
-    "op_name",
-    "operator_call",
-    "pytree",
-    "subgraph_of",
-]
-
+pytree = _pytree
 
 BOXED_CODEGEN = _BoxedCodeGen
 """Code generation for a function that takes one list of inputs and empties it.

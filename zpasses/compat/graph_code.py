@@ -14,8 +14,6 @@ from typing import Any
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 from torch._inductor.output_code import OutputCode
 
-__all__ = ["GraphCode", "loader"]
-
 Code = Callable[[list[Any]], Any]
 
 _code_of: contextvars.ContextVar[Callable[[str], Code]] = contextvars.ContextVar(

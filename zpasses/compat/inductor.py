@@ -11,27 +11,11 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch.utils import _pytree as pytree
 
 from zpasses.compat.fake import fake_mode_of
-
-__all__ = [
-    "CustomGraphPass",
-    "CustomPartitionerFn",
-    "declare_collective",
-    "inductor_codegen",
-    "inductor_codegen_standalone",
-    "inductor_compile",
-    "inductor_config_patches",
-    "inductor_decompositions",
-    "inductor_option_names",
-    "is_inductor_lowering_loaded",
-    "pin_output_strides",
-    "register_collective_lowerings",
-    "report_output_strides",
-]
-
 
 _CONFIG_PATCHES = {
     # Passes of zpasses order and merge collectives, so the same passes of Inductor are disabled.

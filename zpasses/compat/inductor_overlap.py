@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-__all__ = ["inductor_node_ms", "schedule_blocks_by_inductor", "schedule_by_inductor"]
-
 
 def schedule_by_inductor(
     gm: fx.GraphModule, node_ms: Callable[[fx.Node], float], more_memory_gib: float

@@ -12,15 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = [
-    "STEP_HOOKS",
-    "adjusted_muon_lr",
-    "call_after_optimizer_load",
-    "foreach_norm",
-    "newton_schulz",
-    "step_without_hooks",
-]
-
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of an optimizer that hold the hooks of its steps, each a dict."""
 

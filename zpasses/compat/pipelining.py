@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["call_when_gradients_are_scaled"]
-
 
 def call_when_gradients_are_scaled(scale: Callable[[Iterable[Tensor], float], None]) -> None:
     """Has `scale` called with the parameters of a stage, and the divisor, whenever a schedule

@@ -330,20 +330,16 @@ class Snapshot:
     def peak_bytes(self) -> int:
         return max(self.live_bytes, default=0)
 
-    def live_at(self, node: Node | int) -> int:
-        """Bytes alive while a node (given as node or id) runs."""
-        return self.live_bytes[self.position[node if isinstance(node, int) else node.id]]
-
-    def alive_at(self, node: Node | int) -> list[tuple[Node, Buffer]]:
+    def alive_at(self, node: Node) -> list[tuple[Node, Buffer]]:
         """(allocating node, buffer) of each buffer that is alive while a node runs, largest first.
-        Their bytes add up to `live_at`.
+        Their bytes add up to the node's of `live_bytes`.
         """
         return sorted(self.buffers_at(node), key=lambda pair: -pair[1].nbytes)
 
-    def buffers_at(self, node: Node | int) -> Iterator[tuple[Node, Buffer]]:
+    def buffers_at(self, node: Node) -> Iterator[tuple[Node, Buffer]]:
         """As `alive_at`, in graph order."""
         position = self.position
-        at = position[node if isinstance(node, int) else node.id]
+        at = position[node.id]
         for each in self.nodes:
             for buffer in each.buffers:
                 if position[buffer.first] <= at <= position[buffer.last]:

@@ -16,15 +16,12 @@ from zpasses.inspect.modules import modules_of, modules_text
 from zpasses.inspect.overview_page import prediction_text
 from zpasses.inspect.shared import (
     about_step,
-    count,
-    cut,
     failure_parts,
-    params_text,
     prediction_of,
     to_json_value,
     unmodelled,
 )
-from zpasses.inspect.units import bytes_text, time_text
+from zpasses.inspect.units import bytes_text, count, cut, some_of, time_text
 from zpasses.inspect.view import Table, Text, View, table_of
 
 _TIMES = ("time", "exposed", "queueing", "measured", "its exposed")
@@ -166,8 +163,8 @@ def _cells(each: _Row, show: CollectiveRows) -> dict[str, object]:
         "kind": cut(row.kind.replace("_into_tensor", "").replace("_tensor", ""), 28),
         "group": row.label or row.group,
         "ranks": row.ranks,
-        "parameters": params_text(row.params),
-        "module": modules_text(modules_of(each.node), 1) if show.module else "",
+        "parameters": some_of(row.params),
+        "module": modules_text(modules_of(each.node)) if show.module else "",
         "source": source_text(each.sources) if show.source else "",
         "bytes": bytes_text(row.nbytes),
         "distance": row.distance,

@@ -13,7 +13,7 @@ from typing import Any
 
 from zpasses.dumps.format import Argument, Items, Node, RecomputeMark, Ref, Snapshot
 from zpasses.inspect.listing import argument_text, op_text, value_text
-from zpasses.inspect.shared import count
+from zpasses.inspect.units import count, cut, some_of
 
 KINDS = (
     "inserted",
@@ -159,7 +159,7 @@ def _edits(
         if before is _MISSING or after is _MISSING or not _same(before, after, pairs):
             was = "nothing" if before is _MISSING else argument_text(before, old_names)
             now = "nothing" if after is _MISSING else argument_text(after, new_names)
-            text = f"another {_short(now)}" if was == now else _texts_change(was, now)
+            text = f"another {cut(now, _WIDTH)}" if was == now else _texts_change(was, now)
             wiring.append(f"{place}: {text}")
     if wiring:
         yield "rewired", "; ".join(wiring)
@@ -252,8 +252,7 @@ def _items_change(was: Sequence[str], now: Sequence[str]) -> str:
     parts = []
     for word, own, others in (("with", now, old), ("without", was, new)):
         if only := [each for each in own if each not in others]:
-            more = f" and {len(only) - 1:,} more" if len(only) > 1 else ""
-            parts.append(f"{word} {_short(only[0], 2 * _WIDTH)}{more}")
+            parts.append(f"{word} {some_of([cut(only[0], 2 * _WIDTH), *only[1:]])}")
     if not parts and len(was) == len(now):
         at = next(at for at, pair in enumerate(zip(was, now, strict=True)) if pair[0] != pair[1])
         change = _texts_change(was[at], now[at])
@@ -266,20 +265,16 @@ def _texts_change(was: str, now: str) -> str:
     if max(len(was), len(now)) > _WIDTH:
         pairs = enumerate(zip(was, now, strict=False))
         first = next((at for at, (a, b) in pairs if a != b), min(len(was), len(now)))
-        cut = first - _CONTEXT
-        if cut > 3:
-            was, now = (f"...{each[cut:]}" for each in (was, now))
-    return f"{_short(was)} -> {_short(now)}"
+        start = first - _CONTEXT
+        if start > 3:
+            was, now = (f"...{each[start:]}" for each in (was, now))
+    return f"{cut(was, _WIDTH)} -> {cut(now, _WIDTH)}"
 
 
 _WIDTH = 60
 """Characters of a text that are shown."""
 _CONTEXT = 16
 """Characters before the first difference that are shown."""
-
-
-def _short(text: str, limit: int = _WIDTH) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def _place(snapshot: Snapshot, node: Node) -> str:
@@ -291,8 +286,7 @@ def _use(snapshot: Snapshot, node: Node) -> str:
     users = snapshot.users[node.id]
     if not users:
         return "had no users"
-    first = snapshot.by_id[users[0]].name
-    return f"was used by {first}" + (f" and {len(users) - 1:,} more" if len(users) > 1 else "")
+    return f"was used by {some_of([snapshot.by_id[each].name for each in users])}"
 
 
 # --- moves ----------------------------------------------------------------------------------------

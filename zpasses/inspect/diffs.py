@@ -9,6 +9,7 @@ from typing import Any
 from zpasses.inspect.comparison import Comparison, Figures
 from zpasses.inspect.difference import KINDS, Change, Difference, compare
 from zpasses.inspect.find import (
+    EXECUTED,
     NotInDumpError,
     SelectedGraph,
     failure_text,
@@ -20,8 +21,7 @@ from zpasses.inspect.find import (
 )
 from zpasses.inspect.listing import call_text, note_text
 from zpasses.inspect.pairing import pair_nodes
-from zpasses.inspect.shared import params_text
-from zpasses.inspect.units import bytes_text, change_text, count_text, time_text
+from zpasses.inspect.units import bytes_text, change_text, count_text, some_of, time_text
 from zpasses.inspect.view import ChangeLines, Table, Text, View, table, text_of
 
 
@@ -232,13 +232,12 @@ def _summary_parts(
     return figures, peaks
 
 
-_EXECUTED = ("forward", "inference", "backward")
 _SIDES = ("before", "after")
 
 
 def _interest(graph: str) -> int:
     """Graphs that run come first, and the joint graph, which is split before it runs, last."""
-    return 0 if graph in _EXECUTED else 2 if graph == "joint" else 1
+    return 0 if graph in EXECUTED else 2 if graph == "joint" else 1
 
 
 def _step_rows(compared: Sequence[tuple[TitledDifference, Comparison]]) -> list[Row]:
@@ -246,7 +245,7 @@ def _step_rows(compared: Sequence[tuple[TitledDifference, Comparison]]) -> list[
     rows: list[Row] = []
     for name in dict.fromkeys(each.compile for each, _ in compared):
         of_compile = [pair for pair in compared if pair[0].compile == name]
-        run = [(each.graph, one) for each, one in of_compile if each.graph in _EXECUTED]
+        run = [(each.graph, one) for each, one in of_compile if each.graph in EXECUTED]
         if len(run) > 1:
             graphs = " + ".join(graph for graph, _ in run)
             before, after = (_sum_of([getattr(one, side) for _, one in run]) for side in _SIDES)
@@ -288,7 +287,7 @@ def _peak_parts(title: str, one: Comparison, most: int) -> Parts:
         f"{kind} {bytes_text(was)} -> {bytes_text(now)}" for kind, (was, now) in one.by_kind.items()
     )
     rows = [
-        (sign, each.node, each.kind, bytes_text(each.nbytes), params_text(each.params))
+        (sign, each.node, each.kind, bytes_text(each.nbytes), some_of(each.params))
         for sign, held in (("new", one.new), ("gone", one.gone))
         for each in held[:most]
     ]

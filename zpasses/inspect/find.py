@@ -91,7 +91,8 @@ def select_graphs(
     return found
 
 
-_RUN = ("forward", "inference", "backward")
+EXECUTED = ("forward", "inference", "backward")
+"""Graphs that run in every step, unless a variant of them does."""
 
 
 def select_executed(
@@ -107,7 +108,7 @@ def select_executed(
     found = select_graphs(dump, graph, rank=rank, compile_name=compile_name)
     if graph is not None:
         return found
-    return [each for each in found if each.graph.name in _RUN] or found
+    return [each for each in found if each.graph.name in EXECUTED] or found
 
 
 def step_after(picked: SelectedGraph, after: str | int | None) -> Step:

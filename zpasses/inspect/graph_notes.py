@@ -5,7 +5,7 @@ which need more memory than the device has.
 from __future__ import annotations
 
 from zpasses.dumps.format import Compile, Graph
-from zpasses.inspect.units import bytes_text
+from zpasses.inspect.units import bytes_text, count
 
 NEVER_RUNS = (
     "This graph never runs: it is split into forward and backward, so this peak never occurs."
@@ -16,7 +16,7 @@ def is_executed(name: str) -> bool:
     """Whether a graph of this name runs. The joint graph is split into forward and backward, and
     what Dynamo captured becomes the joint graph.
     """
-    return name not in ("captured", "joint")
+    return name.partition(".")[0] not in ("captured", "joint")
 
 
 def variant_text(graph: Graph) -> str:
@@ -25,7 +25,7 @@ def variant_text(graph: Graph) -> str:
         return ""
     what = "gathered parameters" if graph.of.startswith("forward") else "pending gradients"
     carried = [
-        f"{verb} those of {len(names):,} parameter{'' if len(names) == 1 else 's'}"
+        f"{verb} those of {count(len(names), 'parameter')}"
         for verb, names in (("takes", graph.given), ("leaves", graph.kept))
         if names
     ]

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from zpasses.dumps.format import Dump, Node, Snapshot
 from zpasses.inspect.find import SelectedGraph, select_graphs
 from zpasses.inspect.flight_recorder import GroupState, LastCollective, RankState
+from zpasses.inspect.graph_notes import is_executed
 from zpasses.inspect.launches import kind_of
 
 _COMPARED = 64
 """Collectives of the flight recorder that are compared with a graph, from the last on backwards."""
-_KINDS = ("forward", "backward", "inference", "flush")
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,7 @@ class NodeFinder:
             self._graphs[rank] = [
                 each
                 for each in select_graphs(self._dump, rank=rank)
-                if each.graph.name.partition(".")[0] in _KINDS
-                and each.graph.last.snapshot is not None
+                if is_executed(each.graph.name) and each.graph.last.snapshot is not None
             ]
         until = [each for each in history if each.number <= last.number][-_COMPARED:]
         found = self._matching(self._collectives(rank, group), until)

@@ -12,7 +12,7 @@ from zpasses.inspect.flight_recorder import LastCollective, RankState
 from zpasses.inspect.hang import GroupHang, NodeFinder, Place, RankHang, find_hangs
 from zpasses.inspect.model_sources import parameter_sources, source_text, sources_of
 from zpasses.inspect.modules import modules_of, modules_text
-from zpasses.inspect.shared import params_text
+from zpasses.inspect.units import some_of
 from zpasses.inspect.view import Table, Text, View, table
 
 _NO_FILES = (
@@ -143,8 +143,8 @@ def _about(places: Sequence[Place]) -> tuple[str, ...]:
     node, many = first.node, len(places) - 1
     return (
         f"{first.graph.title} {node.name}" + (f", or one of {many} others" if many else ""),
-        params_text(node.params),
-        modules_text(modules_of(node), 1),
+        some_of(node.params),
+        modules_text(modules_of(node)),
         source_text(sources_of(node, parameter_sources(first.graph.compile))),
         first.inserted_by,
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from zpasses.dumps.format import Node, Snapshot
 from zpasses.inspect.find import SelectedGraph
+from zpasses.inspect.graph_notes import is_executed
 from zpasses.inspect.launches import (
     Interval,
     Run,
@@ -26,6 +27,7 @@ from zpasses.inspect.launches import (
     length,
     union,
 )
+from zpasses.inspect.node_spans import Schedule, schedule
 from zpasses.inspect.traces import Trace
 
 
@@ -66,6 +68,25 @@ class MeasuredGraph:
         snapshot = self.graph.graph.last.snapshot
         assert snapshot is not None
         return snapshot
+
+    @property
+    def plan(self) -> Schedule:
+        """The predicted schedule."""
+        return schedule(self.snapshot)
+
+    @property
+    def collectives_us(self) -> float:
+        return sum(each.time_us for each in self.collectives.values())
+
+    @property
+    def compute_us(self) -> float:
+        """Time of the operators that are nodes."""
+        return sum(self.operators.values())
+
+    @property
+    def predicted_compute_us(self) -> float:
+        """Predicted time of the same nodes."""
+        return sum(self.snapshot.by_id[key].cost_us for key in self.operators)
 
     @property
     def predicted_rise_bytes(self) -> int:
@@ -191,7 +212,7 @@ class _Join:
         for each in graphs:
             snapshot = each.graph.last.snapshot
             kind = each.graph.name.partition(".")[0]
-            if snapshot is not None and kind in ("forward", "backward", "inference", "flush"):
+            if snapshot is not None and is_executed(kind):
                 found = _Collectives(each, snapshot)
                 for name in (each.compile.name, ""):
                     self._known.setdefault((kind, found.digest, name), found)

@@ -11,9 +11,7 @@ from zpasses.dumps.format import Dump, Node
 from zpasses.inspect.escape import one_line
 from zpasses.inspect.measured import Measured, MeasuredGraph
 from zpasses.inspect.modules import module_of, modules_of, template
-from zpasses.inspect.node_spans import schedule
-from zpasses.inspect.shared import count
-from zpasses.inspect.units import bytes_text, time_text
+from zpasses.inspect.units import bytes_text, count, some_of, time_text
 from zpasses.inspect.view import Table, Text, table
 
 _MODULES = 15
@@ -76,7 +74,7 @@ def module_times(found: MeasuredGraph) -> list[ModuleTimes]:
         for row, share in shares(by_id[key]):
             row.compute_us += by_id[key].cost_us * share
             row.measured_compute_us += time * share
-    for span in schedule(found.snapshot).collectives:
+    for span in found.plan.collectives:
         measured = found.collectives[span.node.id]
         for row, share in shares(span.node):
             row.collectives_us += span.time_us * share
@@ -108,18 +106,16 @@ def measured_parts(found: MeasuredGraph) -> list[Table | Text | str]:
 
 
 def _totals(found: MeasuredGraph) -> list[str]:
-    plan = schedule(found.snapshot)
-    time = sum(each.time_us for each in found.collectives.values())
-    computed = sum(found.operators.values())
-    modelled = sum(found.snapshot.by_id[key].cost_us for key in found.operators)
+    plan = found.plan
     lines = [
         f"Measured in {count(found.runs, 'run')}, on average: {time_text(found.total_us)}, "
-        f"predicted {time_text(plan.total_us)}. Collectives {time_text(time)}, predicted "
-        f"{time_text(plan.communication_us)}; exposed {time_text(found.exposed_us)}, predicted "
-        f"{time_text(plan.exposed_us)}.",
-        f"Compute of nodes {time_text(computed)}, predicted {time_text(modelled)} for the same "
-        f"nodes and {time_text(plan.compute_us)} for all. {time_text(found.unjoined_compute_us)} "
-        "of a run belongs to no node: fused kernels, and Python.",
+        f"predicted {time_text(plan.total_us)}. Collectives {time_text(found.collectives_us)}, "
+        f"predicted {time_text(plan.communication_us)}; exposed {time_text(found.exposed_us)}, "
+        f"predicted {time_text(plan.exposed_us)}.",
+        f"Compute of nodes {time_text(found.compute_us)}, predicted "
+        f"{time_text(found.predicted_compute_us)} for the same nodes and "
+        f"{time_text(plan.compute_us)} for all. {time_text(found.unjoined_compute_us)} of a run "
+        "belongs to no node: fused kernels, and Python.",
     ]
     if found.rise_bytes is not None:
         lines.append(
@@ -131,13 +127,10 @@ def _totals(found: MeasuredGraph) -> list[str]:
 
 def measured_data(found: MeasuredGraph) -> dict[str, Any]:
     """The same as plain values."""
-    times = ("runs", "total_us", "exposed_us", "unjoined_compute_us")
-    return {
-        **{name: getattr(found, name) for name in (*times, "rise_bytes", "predicted_rise_bytes")},
-        "collectives_us": sum(each.time_us for each in found.collectives.values()),
-        "compute_us": sum(found.operators.values()),
-        "modules": [vars(row) for row in module_times(found)],
-    }
+    times = ("total_us", "exposed_us", "unjoined_compute_us", "collectives_us", "compute_us")
+    names = ("runs", *times, "rise_bytes", "predicted_rise_bytes")
+    figures = {name: getattr(found, name) for name in names}
+    return {**figures, "modules": [vars(row) for row in module_times(found)]}
 
 
 def joined_text(found: Measured) -> Text:
@@ -173,10 +166,8 @@ def joined_lines(found: Measured) -> list[str]:
     ]
 
 
-def _named_times(times: Mapping[str, float], most: int = 5) -> str:
-    first = list(times.items())[:most]
-    shown = ", ".join(f"{one_line(name)} {time_text(time)}" for name, time in first)
-    return f"{shown} and {len(times) - most:,} more" if len(times) > most else shown
+def _named_times(times: Mapping[str, float]) -> str:
+    return some_of([f"{one_line(name)} {time_text(time)}" for name, time in times.items()], 5)
 
 
 def joined_data(found: Measured) -> dict[str, Any]:

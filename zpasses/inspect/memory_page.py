@@ -15,8 +15,8 @@ from zpasses.inspect.graph_notes import (
 )
 from zpasses.inspect.memory import Memory, memory, parameter_sizes, peaks
 from zpasses.inspect.modules import fold_modules
-from zpasses.inspect.shared import about_step, failure_parts, params_text, unmodelled
-from zpasses.inspect.units import bytes_text, change_text
+from zpasses.inspect.shared import about_step, failure_parts, unmodelled
+from zpasses.inspect.units import bytes_text, change_text, some_of
 from zpasses.inspect.view import Table, Text, View, table
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -84,7 +84,7 @@ def _alive_parts(found: Memory, title: str, limit: int, by: str) -> list[Table |
 def _buffer_parts(found: Memory, limit: int) -> list[Table | Text | str]:
     most = limit or None
     largest = [
-        (one.node, one.kind, bytes_text(one.nbytes), params_text(one.params), one.last)
+        (one.node, one.kind, bytes_text(one.nbytes), some_of(one.params), one.last)
         for one in found.alive
         if one.nbytes
     ]
@@ -106,7 +106,7 @@ def _module_parts(found: Memory, limit: int) -> list[Table | Text | str]:
     for each in folded[: limit or None]:
         sizes = " to ".join(dict.fromkeys(map(bytes_text, (each.least, each.most))))
         share = (bytes_text(each.total), f"{each.total / whole:.0%}")
-        odd = params_text(each.odd) if len(each.odd) < len(each.members) else ""
+        odd = some_of(each.odd) if len(each.odd) < len(each.members) else ""
         rows.append((each.name or "(no module)", len(each.members), *share, sizes, odd))
     headers = ("module", "times", "bytes", "share", "each", "not as the others")
     last = headers[5:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from zpasses.dumps.format import Compile, Node, Source
+from zpasses.inspect.units import some_of
 
 
 def parameter_sources(compiled: Compile) -> dict[str, Source]:
@@ -29,7 +30,6 @@ def sources_of(node: Node, of_params: Mapping[str, Source]) -> tuple[Source, ...
     return tuple(dict.fromkeys(each for each in found if each is not None))
 
 
-def source_text(sources: Sequence[Source], most: int = 1) -> str:
+def source_text(sources: Sequence[Source]) -> str:
     """ "model.py:31 and 4 more"."""
-    shown = ", ".join(f"{each.file}:{each.line}" for each in sources[:most])
-    return f"{shown} and {len(sources) - most:,} more" if len(sources) > most else shown
+    return some_of([f"{each.file}:{each.line}" for each in sources])

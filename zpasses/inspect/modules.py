@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from zpasses.dumps.format import Node
+from zpasses.inspect.units import some_of
 
 _ODD = 0.05
 """Relative distance from the median beyond which a layer is not as the others."""
@@ -78,23 +79,19 @@ def module_of(param: str) -> str:
     return param.rpartition(".")[0] or param
 
 
-def modules_of(node: Node, params: Iterable[str] | None = None) -> tuple[str, ...]:
-    """The modules that a node works for: those of its parameters, else that of its line.
-
-    Args:
-        params: parameters to take instead of the node's.
-    """
-    owners = tuple(dict.fromkeys(module_of(name) for name in (params or node.params)))
+def modules_of(node: Node) -> tuple[str, ...]:
+    """The modules that a node works for: those of its parameters, else that of its line."""
+    owners = tuple(dict.fromkeys(module_of(name) for name in node.params))
     if owners:
         return owners
     return (node.source.module,) if node.source is not None and node.source.module else ()
 
 
-def modules_text(modules: Iterable[str], most: int = 2) -> str:
+def modules_text(modules: Iterable[str]) -> str:
     """ "layers.*.mlp.up (80 times) and 3 more"."""
     folded = fold_modules(dict.fromkeys(modules, 1))
-    shown = ", ".join(
+    names = [
         f"{each.name} ({len(each.members):,} times)" if len(each.members) > 1 else each.name
-        for each in folded[:most]
-    )
-    return f"{shown} and {len(folded) - most:,} more" if len(folded) > most else shown
+        for each in folded
+    ]
+    return some_of(names)

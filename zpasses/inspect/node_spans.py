@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zpasses.dumps.format import Node, Snapshot
+from zpasses.inspect.units import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Schedule:
     def group_titles(self) -> dict[str, str]:
         """Process group -> its mesh dimension, or its name, and its size: "dp (4 ranks)"."""
         return {
-            span.group: f"{of.title} ({of.ranks} rank{'' if of.ranks == 1 else 's'})"
+            span.group: f"{of.title} ({count(of.ranks, 'rank')})"
             for span in reversed(self.collectives)
             if (of := span.node.collective) is not None
         }

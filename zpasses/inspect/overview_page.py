@@ -6,11 +6,9 @@ import re
 import textwrap
 from typing import Any
 
-from zpasses.dumps.dump_errors import DumpError
 from zpasses.dumps.format import (
     Compile,
     CompileInfo,
-    Counts,
     Dump,
     Failure,
     Graph,
@@ -20,8 +18,8 @@ from zpasses.dumps.format import (
 from zpasses.inspect.find import select_rank
 from zpasses.inspect.graph_notes import capacity_warning, variant_text
 from zpasses.inspect.rank_agreement import RankAgreement, rank_agreements, ranks_text
-from zpasses.inspect.shared import cut, to_json_value
-from zpasses.inspect.units import bytes_text, time_text
+from zpasses.inspect.shared import to_json_value
+from zpasses.inspect.units import bytes_text, count, cut, time_text
 from zpasses.inspect.view import Table, Text, View, table, table_of, text_of
 
 _NOTE_CHARS = 320
@@ -144,13 +142,12 @@ def prediction_bar(found: Prediction, longest_us: float) -> str:
 
 def _step_row(graph: Graph, step: Step) -> dict[str, object]:
     """Column -> value."""
-    counts = _counts(graph, step)
-    figures: tuple[object, ...] = ("", "", "")
-    if counts:
-        figures = (counts["nodes"], counts["collectives"], bytes_text(counts["nbytes"]))
-    elif step.error and step.index and (given := _counts(graph, graph.steps[step.index - 1])):
+    counts, figures = step.counts, tuple[object, ...](("", "", ""))
+    if counts is not None:
+        figures = (counts.nodes, counts.collectives, bytes_text(counts.nbytes))
+    elif step.error and step.index and (given := graph.steps[step.index - 1].counts):
         # The pass left no graph. What it was given is known.
-        figures = (f"{given['nodes']:,} before", f"{given['collectives']:,} before", "")
+        figures = (f"{given.nodes:,} before", f"{given.collectives:,} before", "")
     run = step.run
     times = (run.changes, time_text(run.time_us), time_text(run.check_us)) if run else ("", "", "")
     if step.error is not None:
@@ -176,27 +173,13 @@ def _wrapped(message: str) -> tuple[str, ...]:
     return tuple(textwrap.wrap(cut(message, _NOTE_CHARS), 64))
 
 
-def _counts(graph: Graph, step: Step) -> Any:
-    """Figures of a step. They come from the dump's events if possible, so that no graph is read."""
-    if step.counts is not None:
-        return to_json_value(step.counts)
-    following = graph.steps[step.index + 1].run if step.index + 1 < len(graph.steps) else None
-    if following is not None:
-        return to_json_value(following.before)
-    try:
-        return to_json_value(step.snapshot and Counts.of(step.snapshot))
-    except DumpError:
-        # The pages of this graph report the error. The overview lists the rest.
-        return None
-
-
 def _groups_text(info: CompileInfo) -> str:
     """Mesh dimensions with the ranks of their groups: "dp (4 ranks: 0, 2, 4, 6)"."""
     texts = []
     for name, label in info.group_labels.items():
         ranks = info.groups.get(name, ())
         shown = ", ".join(map(str, ranks[:_RANKS])) + (", ..." if len(ranks) > _RANKS else "")
-        texts.append(f"{label} ({len(ranks):,} rank{'' if len(ranks) == 1 else 's'}: {shown})")
+        texts.append(f"{label} ({count(len(ranks), 'rank')}: {shown})")
     return ", ".join(texts)
 
 
@@ -210,7 +193,7 @@ def _compile_data(each: Compile) -> dict[str, Any]:
         steps = []
         for step in graph.steps:
             about = {"index": step.index, "level": step.level, "after": step.after}
-            about |= {"counts": _counts(graph, step), "run": to_json_value(step.run)}
+            about |= {"counts": to_json_value(step.counts), "run": to_json_value(step.run)}
             steps.append({**about, "error": to_json_value(step.error)})
         about = {"name": graph.name, "of": graph.of, "prediction": to_json_value(graph.prediction)}
         about |= {"given": list(graph.given), "kept": list(graph.kept)}

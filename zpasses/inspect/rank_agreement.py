@@ -9,9 +9,10 @@ from typing import Any
 
 from zpasses.dumps.dump_errors import DumpError
 from zpasses.dumps.format import Dump, Graph, Node, Snapshot
+from zpasses.inspect.graph_notes import is_executed
 from zpasses.inspect.listing import op_text, value_text
 from zpasses.inspect.modules import modules_of, modules_text
-from zpasses.inspect.shared import params_text
+from zpasses.inspect.units import some_of
 
 _READ_NODES = 200_000
 """Nodes of all ranks' graphs up to which they are read if the ranks recorded no digest."""
@@ -61,13 +62,13 @@ def rank_agreements(dump: Dump) -> list[RankAgreement]:
         for order, each in enumerate(rank.compiles):
             names.setdefault(order, each.name)
             for graph in each.graphs.values():
-                if graph.name.partition(".")[0] not in _EARLY:
+                if is_executed(graph.name):
                     found[order, graph.name][rank.rank] = graph
     _add_common_graphs(dump, found)
     return [
         _agreement(dump, names[order], name, graphs)
         for (order, name), graphs in sorted(
-            found.items(), key=lambda item: (item[0][0], item[0][1] not in _EARLY)
+            found.items(), key=lambda item: (item[0][0], is_executed(item[0][1]))
         )
     ]
 
@@ -103,16 +104,13 @@ def _add_common_graphs(dump: Dump, found: dict[tuple[int, str], dict[int, Graph]
             continue
         # The first of them that all ranks have; else the first that any has.
         for name in sorted(
-            _EARLY, key=lambda each: -sum(each in graphs for graphs in compiled.values())
+            ("joint", "captured"),
+            key=lambda each: -sum(each in graphs for graphs in compiled.values()),
         ):
             graphs = {rank: each[name] for rank, each in compiled.items() if name in each}
             if graphs:
                 found[order, name] = graphs
                 break
-
-
-_EARLY = ("joint", "captured")
-"""Graphs that do not run."""
 
 
 def _agreement(dump: Dump, compiled: str, name: str, graphs: dict[int, Graph]) -> RankAgreement:
@@ -173,8 +171,8 @@ def collective_text(node: Node) -> str:
     """A collective with its parameters, modules and source line."""
     source = node.source
     place = f" at {source.file}:{source.line}" if source is not None and source.file else ""
-    modules = modules_text(modules_of(node), 1)
-    of = f" of {params_text(node.params)}" if node.params else ""
+    modules = modules_text(modules_of(node))
+    of = f" of {some_of(node.params)}" if node.params else ""
     inside = f" (module {modules})" if modules else ""
     return f"{op_text(node.target)} -> {value_text(node.vals, 2)}{of}{inside}{place}"
 
@@ -220,8 +218,7 @@ def _difference(one: int, first: Graph, other: int, second: Graph) -> str:
         text = "nothing more" if at >= len(own) else collective_text(own[at])
         said.append(text if tensor is None else _tensor_text(own[at], tensor))
         if names := _only_params(own, others):
-            more = f" and {len(names) - 6:,} more" if len(names) > 6 else ""
-            only += f" Only on rank {rank}: {', '.join(names[:6])}{more}."
+            only += f" Only on rank {rank}: {some_of(names, 6)}."
     return (
         f"First difference: collective {at + 1:,} is {said[0]} on rank {one}, of {len(old):,}, but "
         f"{said[1]} on rank {other}, of {len(new):,}.{only}"

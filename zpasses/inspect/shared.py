@@ -1,9 +1,9 @@
-"""What several pages of the inspector share: plain values for JSON, and short texts."""
+"""What several pages of the inspector share: plain values for JSON, and warnings."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from zpasses.dumps.format import Items, Prediction, Record, Step
@@ -39,20 +39,6 @@ def about_step(each: SelectedGraph, step: Step) -> dict[str, Any]:
         "step": step.index,
         "after": step.after,
     }
-
-
-def count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
-def params_text(params: Sequence[str]) -> str:
-    if len(params) > 1:
-        return f"{params[0]} and {len(params) - 1:,} more"
-    return params[0] if params else ""
 
 
 def unmodelled(each: SelectedGraph, step: Step) -> list[str]:

@@ -11,6 +11,7 @@ from zpasses.inspect.listing import op_text
 from zpasses.inspect.model_sources import sources_of
 from zpasses.inspect.modules import modules_of
 from zpasses.inspect.node_spans import CollectiveSpan, schedule
+from zpasses.inspect.units import some_of
 
 _COMPUTE = 1
 """Thread id of the compute track. The tracks of process groups follow."""
@@ -112,12 +113,8 @@ _SHOWN = 16
 def _place(node: Node, sources: Mapping[str, Source]) -> dict[str, str]:
     """Source lines and modules of a node, or of its parameters; empty texts if unknown."""
     lines = dict.fromkeys(f"{each.file}:{each.line}" for each in sources_of(node, sources))
-    return {"source": _some(tuple(lines)), "module": _some(modules_of(node))}
-
-
-def _some(texts: Sequence[str]) -> str:
-    shown = ", ".join(texts[:_SHOWN])
-    return f"{shown} and {len(texts) - _SHOWN:,} more" if len(texts) > _SHOWN else shown
+    found = {"source": tuple(lines), "module": modules_of(node)}
+    return {key: some_of(texts, _SHOWN) for key, texts in found.items()}
 
 
 def _slice(

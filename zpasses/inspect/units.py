@@ -1,6 +1,8 @@
-"""Formats bytes, microseconds and counts for people."""
+"""Formats bytes, microseconds, counts and lists of names for people."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -26,6 +28,21 @@ def time_text(us: float) -> str:
 def count_text(count: int) -> str:
     """17857 -> "17,857"."""
     return f"{count:,}"
+
+
+def count(number: int, what: str) -> str:
+    """ "17,857 nodes"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def some_of(texts: Sequence[str], most: int = 1) -> str:
+    """ "a, b and 3 more"."""
+    shown = ", ".join(texts[:most])
+    return f"{shown} and {len(texts) - most:,} more" if len(texts) > most else shown
+
+
+def cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def change_text(before: float, after: float) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from zpasses.inspect.columns import Lines, fitted_table
 from zpasses.inspect.escape import one_line
+from zpasses.inspect.units import cut
 from zpasses.inspect.wrap import code_lines, wrapped_lines
 
 Cell = str | tuple[str, ...]
@@ -103,7 +104,7 @@ def _shown_cells(rows: Iterable[Sequence[Cell]], chars: int, lines: int) -> list
     def shown(cell: Cell) -> tuple[str, ...]:
         given = (cell,) if isinstance(cell, str) else cell
         kept = given if len(given) <= lines else (*given[: lines - 1], "...")
-        return tuple(_cut(one_line(line[: chars + 1]), chars) for line in kept)
+        return tuple(cut(one_line(line[: chars + 1]), chars) for line in kept)
 
     return [[shown(cell) for cell in row] for row in rows]
 
@@ -114,10 +115,6 @@ def _table_chars(rows: Sequence[Sequence[Lines]]) -> int:
         for column in zip(*rows, strict=True)
     )
     return width * sum(max((len(cell) for cell in row), default=0) for row in rows)
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from zpasses.dumps.format import Node, Snapshot
 from zpasses.inspect.find import SelectedGraph, failure_text, snapshot_of, step_title, steps_after
 from zpasses.inspect.listing import MAX_ITEMS, NodeFilter, lines
 from zpasses.inspect.shared import about_step, to_json_value
-from zpasses.inspect.units import bytes_text
+from zpasses.inspect.units import bytes_text, some_of
 from zpasses.inspect.view import Code, View
 
 
@@ -59,6 +59,5 @@ def show_view(
 
 def _known_parameters(snapshot: Snapshot) -> str:
     known = list(dict.fromkeys(name for node in snapshot.nodes for name in node.params))
-    more = f", ... and {len(known) - 6:,} more" if len(known) > 6 else ""
-    has = f"'s parameters are {', '.join(known[:6])}{more}" if known else " has no parameters"
+    has = f"'s parameters are {some_of(known, 6)}" if known else " has no parameters"
     return f"No node matches all conditions. The graph{has}."

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -191,9 +191,7 @@ def finish_preparation(model: nn.Module) -> Preparation:
     if ATTRIBUTE in vars(model):
         return inner
     compat.compile_module(model, backend="zpasses", options=dict(inner.options or {}))
-    done = Preparation(
-        inner.mesh, inner.options, inner.param_dtype, inner.reduce_dtype, DeferredReduction(model)
-    )
+    done = replace(inner, reduction=DeferredReduction(model))
     setattr(model, ATTRIBUTE, done)
     return done
 

@@ -238,12 +238,14 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _gathered_shape(source: Tensor, group_size: int) -> tuple[int, ...]:
-    return (source.shape[0] * group_size, *source.shape[1:]) if source.dim() else (group_size,)
+def gathered_shape(shape: Sequence[int], group_size: int) -> tuple[int, ...]:
+    """Shape of a gather's result: [group_size * rows, ...], or [group_size] for a scalar."""
+    return (shape[0] * group_size, *shape[1:]) if len(shape) else (group_size,)
 
 
-def _scattered_shape(source: Tensor, group_size: int) -> tuple[int, ...]:
-    return (source.shape[0] // group_size, *source.shape[1:])
+def scattered_shape(shape: Sequence[int], group_size: int) -> tuple[int, ...]:
+    """Shape of a reduce-scatter's result."""
+    return (shape[0] // group_size, *shape[1:])
 
 
 def _gather_into(exchange: _Exchange, source: Tensor, output: Tensor) -> None:
@@ -258,7 +260,7 @@ def _gather_into(exchange: _Exchange, source: Tensor, output: Tensor) -> None:
 def _gather_all(inputs: Sequence[Tensor], size: int, group_name: str) -> list[Tensor]:
     exchange = _Exchange(group_name, "all_gather")
     sources = [source.contiguous() for source in inputs]
-    outputs = [source.new_empty(_gathered_shape(source, size)) for source in sources]
+    outputs = [source.new_empty(gathered_shape(source.shape, size)) for source in sources]
     packed = gloo_packs([source.nbytes for source in sources])
     for number, (source, output) in enumerate(zip(sources, outputs, strict=True)):
         if number not in packed:
@@ -312,7 +314,7 @@ def _reduce_all(
         raise ValueError(f"gloo_reduce_scatter: got {reduce_op!r}; expected 'sum' or 'avg'.")
     exchange, average = _Exchange(group_name, "reduce_scatter"), reduce_op == "avg"
     sources = [source.contiguous() for source in inputs]
-    outputs = [source.new_empty(_scattered_shape(source, size)) for source in sources]
+    outputs = [source.new_empty(scattered_shape(source.shape, size)) for source in sources]
     packed = gloo_packs([source.nbytes // size for source in sources])
     for number, (source, output) in enumerate(zip(sources, outputs, strict=True)):
         if number not in packed:
@@ -344,31 +346,31 @@ def _reduce_packed(
 
 
 # --- operators ------------------------------------------------------------------------------------
-def _define(
+def implement_collective(
     name: str,
     run: Callable[..., list[Tensor]],
-    shape_of: Callable[[Tensor, int], tuple[int, ...]],
+    shape_of: Callable[[Sequence[int], int], tuple[int, ...]],
 ) -> None:
-    """Defines an operator on one tensor, and that on a list of tensors.
+    """Implements an operator on one tensor, and that on a list of tensors, "NAME_coalesced".
 
     Args:
         run: takes a list of tensors, and the other arguments of the operator.
-        shape_of: returns the shape of an output, of its input and the number of ranks.
+        shape_of: returns the shape of an output, of that of its input and the number of ranks.
     """
 
     def fake(source: Tensor, *rest: Any) -> Tensor:
-        return source.new_empty(shape_of(source, rest[-2]))
+        return source.new_empty(shape_of(source.shape, rest[-2]))
 
-    one, several = f"gloo_{name}", f"gloo_{name}_coalesced"
+    several = f"{name}_coalesced"
     kind = "CompositeExplicitAutograd"
-    _library.impl(one, lambda source, *rest: run([source], *rest)[0], kind)
+    _library.impl(name, lambda source, *rest: run([source], *rest)[0], kind)
     _library.impl(several, run, kind)
     register = functools.partial(torch.library.register_fake, lib=_library)
-    register(f"zpasses::{one}", fake)
+    register(f"zpasses::{name}", fake)
     register(f"zpasses::{several}", lambda sources, *rest: [fake(each, *rest) for each in sources])
 
 
-_define("all_gather", _gather_all, _gathered_shape)
-_define("reduce_scatter", _reduce_all, _scattered_shape)
+implement_collective("gloo_all_gather", _gather_all, gathered_shape)
+implement_collective("gloo_reduce_scatter", _reduce_all, scattered_shape)
 for _op in _REPLACEMENTS.values():
     compat.declare_collective(_op)

@@ -32,6 +32,7 @@ from zpasses import compat
 from zpasses.cost.time.route_figures import MAX_RANKS
 from zpasses.errors import AgreementError
 from zpasses.ranks.agree import exchange
+from zpasses.runtime.gloo import gathered_shape
 from zpasses.sdma.platform import Platform, SideStream, node_name
 from zpasses.sdma.refusals import (
     Answer,
@@ -43,7 +44,6 @@ from zpasses.sdma.refusals import (
 from zpasses.sdma.routes import (
     Route,
     SideStreamWork,
-    gathered_shape,
     raise_if_capturing,
     resolve_contiguous,
 )

@@ -24,29 +24,22 @@ import torch
 from torch import Tensor
 
 from zpasses import compat
+from zpasses.runtime.gloo import gathered_shape, implement_collective, scattered_shape
 from zpasses.sdma.lifecycle import route_of
-from zpasses.sdma.routes import gathered_shape, resolve_contiguous
+from zpasses.sdma.routes import resolve_contiguous
 
 _library = torch.library.Library("zpasses", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides)
 # Newer torch functionalizes an op by the tag `out`.
 _OUT_TAGS = (*_TAGS, torch.Tag.out) if hasattr(torch.Tag, "out") else _TAGS
-_library.define(
-    "sdma_all_gather(Tensor input, int group_size, str group_name) -> Tensor", tags=_TAGS
-)
-_library.define(
-    "sdma_all_gather_out(Tensor input, int group_size, str group_name, *, Tensor(a!) out) -> "
-    "Tensor(a!)",
-    tags=_OUT_TAGS,
-)
-_library.define(
-    "sdma_all_gather_coalesced(Tensor[] inputs, int group_size, str group_name) -> Tensor[]",
-    tags=_TAGS,
-)
-_library.define(
-    "sdma_reduce_scatter(Tensor input, str reduce_op, int group_size, str group_name) -> Tensor",
-    tags=_TAGS,
-)
+_GROUP = "int group_size, str group_name"
+for _schema, _tags in (
+    (f"sdma_all_gather(Tensor input, {_GROUP}) -> Tensor", _TAGS),
+    (f"sdma_all_gather_out(Tensor input, {_GROUP}, *, Tensor(a!) out) -> Tensor(a!)", _OUT_TAGS),
+    (f"sdma_all_gather_coalesced(Tensor[] inputs, {_GROUP}) -> Tensor[]", _TAGS),
+    (f"sdma_reduce_scatter(Tensor input, str reduce_op, {_GROUP}) -> Tensor", _TAGS),
+):
+    _library.define(_schema, tags=_tags)
 
 SDMA_ALL_GATHER: compat.OpOverload = torch.ops.zpasses.sdma_all_gather.default
 SDMA_ALL_GATHER_OUT: compat.OpOverload = torch.ops.zpasses.sdma_all_gather_out.default
@@ -54,39 +47,24 @@ SDMA_ALL_GATHER_COALESCED: compat.OpOverload = torch.ops.zpasses.sdma_all_gather
 SDMA_REDUCE_SCATTER: compat.OpOverload = torch.ops.zpasses.sdma_reduce_scatter.default
 
 
-def _empty_gathered(source: Tensor, group_size: int) -> Tensor:
-    return source.new_empty(gathered_shape(source.shape, group_size))
-
-
-def _all_gather(input: Tensor, group_size: int, group_name: str) -> Tensor:
-    """Gather one tensor.
+def _all_gather(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+    """Gather tensors.
 
     Args:
-        input: this rank's part, of any dtype, with the same shape on every rank. It is made
-            contiguous if it is not.
+        inputs: this rank's parts, of any dtype, with the same shapes on every rank. They are made
+            contiguous if they are not.
         group_size: number of ranks of the group.
         group_name: the process group.
 
     Returns:
-        [group_size * rows, ...], the parts in the order of the group's ranks. Nothing may read it
-        before `wait_tensor`.
+        For each input [group_size * rows, ...], the parts in the order of the group's ranks.
+        Nothing may read it before `wait_tensor`.
 
     Raises:
         RuntimeError: while a CUDA graph is captured, unless the group's route is the functional
             collective.
         AgreementError: on all ranks, if the ranks cannot agree on a route.
     """
-    (output,) = _gather((input,), group_size, group_name)
-    return output
-
-
-def _all_gather_coalesced(
-    inputs: Sequence[Tensor], group_size: int, group_name: str
-) -> list[Tensor]:
-    return _gather(inputs, group_size, group_name)
-
-
-def _gather(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
     if group_size == 1:
         return [
             resolve_contiguous(source).clone().reshape(gathered_shape(source.shape, 1))
@@ -134,16 +112,6 @@ def _reduce_scatter(input: Tensor, reduce_op: str, group_size: int, group_name: 
     )
 
 
-def _all_gather_fake(input: Tensor, group_size: int, group_name: str) -> Tensor:
-    return _empty_gathered(input, group_size)
-
-
-def _all_gather_coalesced_fake(
-    inputs: Sequence[Tensor], group_size: int, group_name: str
-) -> list[Tensor]:
-    return [_empty_gathered(each, group_size) for each in inputs]
-
-
 def _all_gather_out_fake(input: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
     return out
 
@@ -157,13 +125,12 @@ def _all_gather_out_in_aot(*_: object, **__: object) -> Tensor:
 
 
 def _reduce_scatter_fake(input: Tensor, reduce_op: str, group_size: int, group_name: str) -> Tensor:
-    return input.new_empty((input.shape[0] // group_size, *input.shape[1:]))
+    return input.new_empty(scattered_shape(input.shape, group_size))
 
 
+implement_collective("sdma_all_gather", _all_gather, gathered_shape)
 for _name, _impl, _fake in (
-    ("sdma_all_gather", _all_gather, _all_gather_fake),
     ("sdma_all_gather_out", _all_gather_out, _all_gather_out_fake),
-    ("sdma_all_gather_coalesced", _all_gather_coalesced, _all_gather_coalesced_fake),
     ("sdma_reduce_scatter", _reduce_scatter, _reduce_scatter_fake),
 ):
     _library.impl(_name, _impl, "CompositeExplicitAutograd")

@@ -16,11 +16,6 @@ from zpasses.runtime.gloo import all_gather
 from zpasses.sdma.platform import Platform, SideStream
 
 
-def gathered_shape(shape: Sequence[int], group_size: int) -> tuple[int, ...]:
-    """Shape of a gather's result: [group_size * rows, ...], or [group_size] for a scalar."""
-    return (shape[0] * group_size, *shape[1:]) if len(shape) else (group_size,)
-
-
 def resolve_contiguous(tensor: Tensor) -> Tensor:
     """The tensor as contiguous memory, with lazy conjugation and negation applied."""
     return tensor.resolve_conj().resolve_neg().contiguous()

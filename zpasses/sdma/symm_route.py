@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zpasses import compat
+from zpasses.runtime.gloo import gathered_shape
 from zpasses.sdma.platform import Platform, SymmMemory, node_name
 from zpasses.sdma.refusals import (
     Answer,
@@ -23,7 +24,6 @@ from zpasses.sdma.refusals import (
 )
 from zpasses.sdma.routes import (
     Route,
-    gathered_shape,
     raise_if_capturing,
     resolve_contiguous,
     start_delivery,

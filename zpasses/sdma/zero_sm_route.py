@@ -26,6 +26,7 @@ from torch.utils.dlpack import from_dlpack
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks.agree import exchange
+from zpasses.runtime.gloo import gathered_shape
 from zpasses.sdma.platform import Platform, ZeroSmGathers, node_name
 from zpasses.sdma.refusals import (
     Answer,
@@ -38,7 +39,6 @@ from zpasses.sdma.routes import (
     C10dRoute,
     Route,
     SideStreamWork,
-    gathered_shape,
     raise_if_capturing,
     resolve_contiguous,
     start_delivery,

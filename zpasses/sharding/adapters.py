@@ -22,6 +22,7 @@ from zpasses.errors import ShardingError
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.sharding.module import (
     ShardedModule,
+    gathering_reads,
     is_ignored,
     local_shards,
     sharded_class,
@@ -97,10 +98,10 @@ _MERGES = frozenset({"merge", "unmerge", "merge_adapter", "unmerge_adapter", "me
 
 def _check_are_exact(adapted: nn.Module) -> None:
     """Raise ShardingError if a layer with an adapter rests encoded."""
-    layer = _peft_class("BaseTunerLayer") or ()
-    layers = [each for each in adapted.modules() if isinstance(each, layer)]
-    for module in {module: None for layer in layers for module in layer.modules()}:
-        for spec in module._zpasses_specs.values() if isinstance(module, ShardedModule) else ():
+    kind = _peft_class("BaseTunerLayer") or ()
+    layers = [each for each in adapted.modules() if isinstance(each, kind)]
+    for layer in layers:
+        for module, spec, _ in gathering_reads(layer):
             if spec.codes is not None:
                 raise ShardingError(
                     f"merge into parameter {spec.attribute!r} of a {type(module).__name__}, which "
@@ -214,10 +215,4 @@ def _check_is_sharded(module: nn.Module, args: Any) -> None:
 
 
 def _groups(module: nn.Module) -> set[str]:
-    return {
-        name
-        for each in module.modules()
-        if isinstance(each, ShardedModule)
-        for spec in each._zpasses_specs.values()
-        for name in spec.layout.sharding_groups
-    }
+    return {name for _, spec, _ in gathering_reads(module) for name in spec.layout.sharding_groups}

@@ -24,7 +24,7 @@ from zpasses.option_values import format_size
 from zpasses.ranks.mesh_comparison import compare_shard_calls
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.param_value import as_sharded_parameter, param_value_of
-from zpasses.sharding.module import ShardedModule, check_is_module, rest_encoded
+from zpasses.sharding.module import check_is_module, gathering_reads, rest_encoded
 from zpasses.sharding.param_spec import ParamShardSpec, RestingCodes
 
 log = logging.getLogger("zpasses")
@@ -61,11 +61,9 @@ def encode_parameters(model: M, format: str, *, block: int | None = None) -> M:
     how = _encoding(format, block)
     check_is_module("encode_parameters", model)
     found: dict[DTensor, list[tuple[nn.Module, ParamShardSpec]]] = {}
-    for module in model.modules():
-        for spec in module._zpasses_specs.values() if isinstance(module, ShardedModule) else ():
-            param: Any = module._parameters.get(spec.name)
-            if isinstance(param, DTensor) and spec.codes is None and _is_encodable(param, how):
-                found.setdefault(param, []).append((module, spec))
+    for module, spec, param in gathering_reads(model):
+        if isinstance(param, DTensor) and spec.codes is None and _is_encodable(param, how):
+            found.setdefault(param, []).append((module, spec))
     if not found:
         raise ZpassesError(_nothing_to_encode(model))
     names = {module: path for path, module in model.named_modules()}
@@ -114,21 +112,16 @@ def _is_encodable(param: DTensor, how: Encoding) -> bool:
 
 
 def _nothing_to_encode(model: nn.Module) -> str:
-    specs = [
-        (spec, module._parameters.get(spec.name))
-        for module in model.modules()
-        if isinstance(module, ShardedModule)
-        for spec in module._zpasses_specs.values()
-    ]
-    if not specs:
+    reads = list(gathering_reads(model))
+    if not reads:
         return (
             f"encode_parameters: {type(model).__name__} has no sharded parameter. Call "
             "zpasses.shard(model, mesh=...) first."
         )
-    trained = sum(param is not None and param.requires_grad for _, param in specs)
-    encoded = sum(spec.codes is not None for spec, _ in specs)
+    trained = sum(param is not None and param.requires_grad for *_, param in reads)
+    encoded = sum(spec.codes is not None for _, spec, _ in reads)
     return (
-        f"encode_parameters: of {len(specs)} parameters of {type(model).__name__}, {trained} are "
+        f"encode_parameters: of {len(reads)} parameters of {type(model).__name__}, {trained} are "
         f"trained, {encoded} are encoded already, and the rest would not become smaller: scalars, "
         "vectors, narrow matrices, or another dtype than fp32, bf16 and fp16. Freeze parameters "
         "first (requires_grad_(False)). Values that are trained cannot rest encoded."

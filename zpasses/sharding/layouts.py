@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -90,45 +91,33 @@ def layouts_of(
         ShardingError: for a DTensor that cannot be sharded further.
     """
     outer = hybrid_mesh or mesh
-    scale = 1.0 if divide_factor is None else outer.size() / divide_factor
+    make = functools.partial(
+        ParamLayout,
+        mesh,
+        hybrid_mesh=hybrid_mesh,
+        grad_scale=1.0 if divide_factor is None else outer.size() / divide_factor,
+        reshard_group=reshard_group,
+    )
     known: dict[Any, ParamLayout] = {}
     found: dict[int, ParamLayout] = {}
     for param in params:
-        name = names[id(param)]
-        dim = dims[id(param)]
-        key: tuple[Any, ...] = (dim,)
+        name, dim = names[id(param)], dims[id(param)]
         if isinstance(param, DTensor):
             _check_piece(param, name, outer)
-            key = (dim, param.device_mesh, param.placements)
-        if key not in known:
-            known[key] = _layout(param, name, mesh, hybrid_mesh, dim, scale, reshard_group)
+            key: Any = dim, param.device_mesh, param.placements
+            if key not in known:
+                known[key] = _piece_layout(make, param, name, mesh, dim)
+        elif (key := dim) not in known:
+            known[key] = make(dim)
         found[id(param)] = known[key]
     return found
 
 
-def _layout(
-    param: nn.Parameter,
-    name: str,
-    mesh: DeviceMesh,
-    hybrid_mesh: DeviceMesh | None,
-    dim: int,
-    scale: float,
-    reshard_group: str | None,
+def _piece_layout(
+    make: Callable[..., ParamLayout], param: DTensor, name: str, mesh: DeviceMesh, dim: int
 ) -> ParamLayout:
-    if not isinstance(param, DTensor):
-        return ParamLayout(
-            mesh, dim, hybrid_mesh=hybrid_mesh, grad_scale=scale, reshard_group=reshard_group
-        )
     try:
-        return ParamLayout(
-            mesh,
-            dim,
-            param.device_mesh,
-            param.placements,
-            hybrid_mesh=hybrid_mesh,
-            grad_scale=scale,
-            reshard_group=reshard_group,
-        )
+        return make(dim, param.device_mesh, param.placements)
     except RuntimeError as error:
         raise ShardingError(
             f"parameter {name} is a DTensor on {param.device_mesh}, which does not go together "

@@ -397,30 +397,31 @@ def check_is_module(function: str, model: object) -> None:
         )
 
 
+def gathering_reads(model: nn.Module) -> Iterator[tuple[nn.Module, ParamShardSpec, Any]]:
+    """Yield each read that gathers: its module, how it is sharded, and the parameter, if it is
+    still there.
+    """
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            for name, spec in module._zpasses_specs.items():
+                yield module, spec, module._parameters.get(name)
+
+
 def sharded_parameters(model: nn.Module) -> list[DTensor]:
     """Return the sharded parameters of a model, each once, in module order."""
-    found: dict[int, DTensor] = {}
-    for module in model.modules():
-        for name in module._zpasses_specs if isinstance(module, ShardedModule) else ():
-            param = module._parameters.get(name)
-            if isinstance(param, DTensor):
-                found[id(param)] = param
-    return list(found.values())
+    params = (param for *_, param in gathering_reads(model) if isinstance(param, DTensor))
+    return list(dict.fromkeys(params))
 
 
 def parameters_on_host(model: nn.Module) -> dict[DTensor, ParamShardSpec]:
     """Return the sharded parameters of a model whose shards rest on the host, and how one of the
     modules that have it reads each.
     """
-    found = dict[DTensor, ParamShardSpec]()
-    for module in model.modules():
-        for name, spec in (
-            module._zpasses_specs.items() if isinstance(module, ShardedModule) else ()
-        ):
-            param = module._parameters.get(name)
-            if spec.device is not None and isinstance(param, DTensor):
-                found[param] = spec
-    return found
+    return {
+        param: spec
+        for _, spec, param in gathering_reads(model)
+        if spec.device is not None and isinstance(param, DTensor)
+    }
 
 
 @contextlib.contextmanager

@@ -322,25 +322,19 @@ def _check_module(path: str, module: nn.Module, ignored: Collection[int]) -> Non
             f"{where} is a TorchScript module, whose class cannot change. Shard the Python module "
             "instead."
         )
-    if (
-        isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        and module.max_norm is not None
-        and id(module._parameters["weight"]) not in ignored
-    ):
-        raise ShardingError(
-            f"{where} has max_norm: its forward writes to its weight, and reading a sharded weight "
-            "returns a gathered copy. Set max_norm=None and renormalise the shards after each "
-            "optimizer step, or pass its weight as ignored_params."
-        )
-    if (
-        isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        and module.sparse
-        and id(module._parameters["weight"]) not in ignored
-    ):
-        raise ShardingError(
-            f"{where} has sparse gradients, which cannot be reduced to shards. Set sparse=False, "
-            "or pass its weight as ignored_params."
-        )
+    is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    if is_embedding and id(module._parameters["weight"]) not in ignored:
+        if module.max_norm is not None:
+            raise ShardingError(
+                f"{where} has max_norm: its forward writes to its weight, and reading a sharded "
+                "weight returns a gathered copy. Set max_norm=None and renormalise the shards "
+                "after each optimizer step, or pass its weight as ignored_params."
+            )
+        if module.sparse:
+            raise ShardingError(
+                f"{where} has sparse gradients, which cannot be reduced to shards. Set "
+                "sparse=False, or pass its weight as ignored_params."
+            )
     for name, value in vars(module).items():
         if name not in ("_parameters", "_modules", "_buffers") and _holds_parameter(value):
             raise ShardingError(

@@ -16,7 +16,7 @@ from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.sharding.adapters import edit_adapters_as_shards, watch_late_adapter
 from zpasses.sharding.dynamo_backends import explain_dynamo_backend
-from zpasses.sharding.module import ShardedModule
+from zpasses.sharding.module import ShardedModule, gathering_reads
 
 log = logging.getLogger("zpasses")
 
@@ -86,11 +86,7 @@ def _add_wrapper_names(
 
 def _param_dtypes(model: nn.Module) -> set[torch.dtype]:
     return {
-        spec.param_dtype
-        for module in model.modules()
-        if isinstance(module, ShardedModule)
-        for spec in module._zpasses_specs.values()
-        if spec.param_dtype is not None
+        spec.param_dtype for _, spec, _ in gathering_reads(model) if spec.param_dtype is not None
     }
 
 

@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import zpasses
-from tests.graphs import drawn_examples
 from zpasses.dumps import (
     DamagedDumpError,
     DumpError,
@@ -57,39 +54,6 @@ def read_all(folder, limits=None):
 def compile_folder(folder):
     (found,) = (folder / "rank0").iterdir()
     return found
-
-
-def files(folder):
-    return sorted(path for path in folder.rglob("*") if path.suffix in (".json", ".jsonl"))
-
-
-@given(data=st.data())
-@settings(
-    max_examples=drawn_examples(150),
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
-def test_damaged_files_are_read_consistently_or_refused(original, tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("damaged") / "dump"
-    shutil.copytree(original, folder)
-    for _ in range(data.draw(st.integers(1, 3))):
-        path = data.draw(st.sampled_from(files(folder)))
-        content = path.read_bytes()
-        at = data.draw(st.integers(0, max(len(content) - 1, 0)))
-        length = data.draw(st.sampled_from([0, 1, 5, len(content)]))
-        odd = [b"-1", b"[", b"]}", b'"', b"null", b"1e999", b"\n", b"9" * 400, b"9" * 5000]
-        inserted = data.draw(st.one_of(st.binary(max_size=8), st.sampled_from(odd)))
-        path.write_bytes(content[:at] + inserted + content[at + length :])
-    try:
-        _, snapshots = read_all(folder)
-    except DumpError:
-        pass
-    else:
-        for each in filter(None, snapshots):
-            assert len(each.users) == len(each.nodes) == len(each.live_bytes)
-    finally:
-        shutil.rmtree(folder)
 
 
 def test_a_copied_dump_reads_the_same(original, dump):

@@ -12,6 +12,7 @@ from zpasses.dumps.format import (
     CompileInfo,
     Counts,
     Dump,
+    Failure,
     Graph,
     Node,
     PassRun,
@@ -210,9 +211,8 @@ def graph_of(name, *states, error=None):
             about = after.partition("{")[0], after, {}, int(state is not earlier), 1500.0, 250.0
             run = PassRun(*about, ("lint", "values"), counts(earlier), counts(state))
         failure = error if after and index == len(states) - 1 else None
-        steps.append(
-            Step(index, name, after, number, run and run.after, run, failure, graphs.__getitem__)
-        )
+        size = None if state is None else counts(state)
+        steps.append(Step(index, name, after, number, size, run, failure, graphs.__getitem__))
     return Graph(name, tuple(steps))
 
 
@@ -233,6 +233,27 @@ def small_dump(**more):
         graph_of("forward", (None, before), ("bucket{cap_mb=0}", before), ("overlap", after)),
         **more,
     )
+
+
+def hostile_dump(text):
+    """A failed compile in which all that a page prints is this text."""
+    source, failure = Source(text, 1, text, text), Failure(text, text, text, text)
+    tag = Tag(text, (text,), origin=text, note=text)
+    about = {"tag": tag, "source": source, "params": (text,), "kwargs": {text: text}}
+    about |= {"stream": "communication", "cost_us": 5.0}
+    about["collective"] = Collective(text, text, 2, 32, 64, (2,), text, text)
+    about["buffers"] = (Buffer(64, 1, 2, text, (text,)),)
+    started = node(1, text, GATHER, (Ref(0), text), **about)
+    ended = node(2, f"{text}2", WAIT, (Ref(1),), source=source)
+    first = placeholder(0, text)
+    later = snapshot(first, started, ended, live=[0, 64, 64], number=1)
+    graph = graph_of("joint", (None, snapshot(first)), (text, later), (text, None), error=failure)
+    before, changed, failed = graph.steps
+    changed = replace(changed, run=replace(changed.run, notes=(text,)))
+    given = {"sources": {text: text}, "options": {text: text, "limit": float("inf")}}
+    graph = replace(graph, steps=(before, changed, failed))
+    dump = dump_of(graph, name=text, error=failure, **given)
+    return Inspection(replace(dump, meta={**dump.meta, "zpasses": text, text: text}))
 
 
 def two_groups():

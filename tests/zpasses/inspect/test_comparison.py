@@ -367,13 +367,3 @@ def test_a_report_can_be_dropped_and_nothing_of_it_is_executed(page):
     for tab in ("overview", "memory", "listing", "compare"):
         shown.execute_script(f"go({{compile: 1, graph: 'forward', tab: '{tab}'}})")
     assert shown.execute_script("return window.hacked") is None
-
-
-def test_html_of_two_ranks_has_both():
-    folder = real_dump()[0]
-    dump = open_dump(folder).dump
-    text = Inspection(dump, 0).html(Inspection(dump, 1))
-    start = text.index('id="data">') + len('id="data">')
-    data = json.loads(text[start : text.index("</script>", start)])
-    assert [each["rank"] for each in data["compiles"]] == [0, 1]
-    assert len({each["dump"] for each in data["compiles"]}) == 1

@@ -7,8 +7,8 @@ import unicodedata
 
 import pytest
 
-from tests.zpasses.inspect.graphs import dump_of, graph_of, replace, small_dump, two_gathers
-from zpasses.dumps.format import Failure, PassRun
+from tests.zpasses.inspect.graphs import hostile_dump, small_dump
+from zpasses.dumps.format import Failure
 from zpasses.inspect import Inspection
 from zpasses.inspect.escape import one_line, one_line_values, printable
 
@@ -40,47 +40,9 @@ def test_values_are_escaped_with_their_keys():
 EVIL = "x\nFORGED\x1b[2J\u202e"
 
 
-def hostile_dump():
-    """Every text that a page prints is hostile."""
-    graph = two_gathers()
-    nodes = tuple(
-        replace(
-            node,
-            name=f"{node.name}{EVIL}",
-            target=f"{node.target}{EVIL}",
-            params=(EVIL,),
-            tag=None if node.tag is None else replace(node.tag, role=EVIL, params=(EVIL,)),
-            collective=node.collective
-            and replace(node.collective, kind=EVIL, group=EVIL, decision=EVIL, route=EVIL),
-            source=node.source and replace(node.source, text=EVIL, file=EVIL, module=EVIL),
-            buffers=tuple(replace(each, kind=EVIL, params=(EVIL,)) for each in node.buffers),
-            kwargs={EVIL: EVIL},
-        )
-        for node in graph.nodes
-    )
-    evil = replace(graph, nodes=nodes, number=1)
-    dump = dump_of(graph_of("forward", (None, graph), (EVIL, evil)), name=EVIL)
-    (compiled,) = dump.ranks[0].compiles
-    step = compiled.graphs["forward"].steps[1]
-    run = step.run
-    assert isinstance(run, PassRun)
-    steps = (
-        compiled.graphs["forward"].steps[0],
-        replace(step, run=replace(run, name=EVIL, text=EVIL, notes=(EVIL,))),
-    )
-    renamed = replace(compiled.graphs["forward"], name="forward", steps=steps)
-    failure = Failure(EVIL, EVIL, EVIL, EVIL)
-    info = replace(compiled.info, error=failure)
-    compiled = replace(compiled, graphs={"forward": renamed}, info=info)
-    meta = {**dump.meta, "zpasses": EVIL, EVIL: EVIL}
-    return Inspection(
-        replace(dump, meta=meta, ranks={0: replace(dump.ranks[0], compiles=(compiled,))})
-    )
-
-
 @pytest.mark.parametrize("page", ["overview", "show", "diff", "collectives", "memory"])
 def test_no_text_of_a_dump_forges_a_line(page):
-    view = getattr(hostile_dump(), page)()
+    view = getattr(hostile_dump(EVIL), page)()
     for text in (view.text(), view.text(color=True), view._repr_html_()):
         assert "FORGED" in text
         assert not any(line.startswith("FORGED") for line in text.splitlines())
@@ -89,7 +51,7 @@ def test_no_text_of_a_dump_forges_a_line(page):
 
 
 def test_no_text_of_a_dump_forges_a_line_of_the_page_or_of_the_trace():
-    inspection = hostile_dump()
+    inspection = hostile_dump(EVIL)
     data = re.search(r'id="data">(.*?)</script>', inspection.html(), re.DOTALL)[1]
     forged = []
     queue = [("", json.loads(data))]
@@ -103,7 +65,7 @@ def test_no_text_of_a_dump_forges_a_line_of_the_page_or_of_the_trace():
             assert not set(value) & {"\x1b", "\u202e"}
             forged += [key] if "\n" in value else []
     assert set(forged) == {"message", "traceback", "notes"}  # shown as blocks
-    for event in inspection.timeline("forward")["traceEvents"]:
+    for event in inspection.timeline("joint")["traceEvents"]:
         assert "\n" not in event["name"]
 
 

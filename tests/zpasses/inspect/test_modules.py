@@ -37,7 +37,7 @@ def test_a_single_layer_keeps_its_number():
 
 def test_modules_of_a_bucket_are_one_text():
     names = [f"layers.{at}.mlp" for at in range(80)] + ["norm", "head"]
-    assert modules_text(names, 1) == "layers.*.mlp (80 times) and 2 more"
+    assert modules_text(names) == "layers.*.mlp (80 times) and 2 more"
 
 
 @given(

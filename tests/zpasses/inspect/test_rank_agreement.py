@@ -148,7 +148,9 @@ def test_the_page_of_ranks_that_differ_has_both(disagreeing, tmp_path):
     done = CliRunner().invoke(cli, ["html", str(disagreeing.dump.path), "-o", str(written)])
     assert done.exit_code == 0, done.output
     data = re.search(r'id="data"[^>]*>(.*?)</script>', written.read_text(), re.DOTALL)
-    assert [each["rank"] for each in json.loads(data[1])["compiles"]] == [0, 1]
+    compiles = json.loads(data[1])["compiles"]
+    assert [each["rank"] for each in compiles] == [0, 1]
+    assert len({each["dump"] for each in compiles}) == 1
 
 
 def test_a_compile_that_failed_on_all_ranks_is_compared_on_all_of_them():

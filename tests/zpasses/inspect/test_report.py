@@ -8,37 +8,19 @@ from pathlib import Path
 
 from tests.zpasses.inspect.browsing import ESCAPED, HOSTILE, all_of, needs_browser, one, wait_for
 from tests.zpasses.inspect.graphs import (
-    GATHER,
-    WAIT,
     chain,
     dump_of,
     graph_of,
+    hostile_dump,
     node,
-    placeholder,
     snapshot,
 )
-from zpasses.dumps.format import Buffer, Collective, Failure, Ref, Source, Tag
+from zpasses.dumps.format import Buffer, Ref
 from zpasses.inspect import Inspection, report
 
 
-def hostile_dump():
-    source = Source(HOSTILE, 1, HOSTILE, HOSTILE)
-    tag = Tag(HOSTILE, (HOSTILE,), origin=HOSTILE, note=HOSTILE)
-    about = {"tag": tag, "source": source, "params": (HOSTILE,)}
-    about |= {"stream": "communication", "cost_us": 5.0}
-    about["collective"] = Collective(HOSTILE, HOSTILE, 2, 32, 64, (2,), HOSTILE, HOSTILE)
-    about["buffers"] = (Buffer(64, 1, 2, HOSTILE, (HOSTILE,)),)
-    started = node(1, HOSTILE, GATHER, (Ref(0), HOSTILE), **about)
-    ended = node(2, f"{HOSTILE}2", WAIT, (Ref(1),), source=source)
-    failure, first = Failure(HOSTILE, HOSTILE, HOSTILE, HOSTILE), placeholder(0, HOSTILE)
-    later = snapshot(first, started, ended, live=[0, 64, 64], number=1)
-    states = (None, snapshot(first)), (HOSTILE, later), (HOSTILE, None)
-    given = {"sources": {HOSTILE: HOSTILE}, "options": {HOSTILE: HOSTILE, "limit": float("inf")}}
-    return dump_of(graph_of("joint", *states, error=failure), error=failure, **given)
-
-
 def test_data_cannot_end_its_html_element():
-    text = Inspection(hostile_dump()).html()
+    text = hostile_dump(HOSTILE).html()
     element = r'<script type="application/json" id="data">(.*?)</script>'
     data = re.search(element, text, re.DOTALL)[1]
     assert not set("<>&") & set(data)
@@ -51,7 +33,7 @@ def test_data_cannot_end_its_html_element():
 
 @needs_browser
 def test_hostile_names_are_shown_as_text_and_never_run(page):
-    browser = page(Inspection(hostile_dump()))
+    browser = page(hostile_dump(HOSTILE))
     for tab in ("overview", "diff", "memory", "timeline", "collectives", "listing", "source"):
         browser.execute_script(f"go({{graph: 'joint', step: 1, tab: '{tab}', node: 1}})")
         assert '<img src=x onerror="window.hacked=1">' in one(browser, ".detail h2").text

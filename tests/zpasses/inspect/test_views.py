@@ -232,8 +232,10 @@ def test_an_op_of_the_dialect_includes_its_wait_and_a_launch_without_a_wait_is_n
     )
     nodes = placeholder(0, "x"), unshard, node(2, "mm", cost_us=4.0), launch, output(4, 2)
     times = ((0, 0), (0, 10), (10, 14), (14, 24), (14, 14))
-    plan = schedule(replace(snapshot(*nodes), spans=times))
-    assert [span.exposed_us for span in plan.collectives] == [10, 0]
+    graph = replace(snapshot(*nodes), spans=times)
+    rows = [(row.exposed_us, row.wait, row.distance) for row in communication(graph).rows]
+    assert rows == [(10, "unshard", 0), (0, "launch", 0)]
+    plan = schedule(graph)
     assert (plan.total_us, plan.compute_us, plan.communication_us) == (14, 4, 20)
 
 
@@ -290,13 +292,6 @@ def test_each_group_has_its_own_stream():
     assert tracks == {1: "compute", 2: groups[0], 3: groups[1]}
     gathers = [event for event in events if event.get("cat") == "all_gather_into_tensor"]
     assert {event["name"]: event["tid"] for event in gathers} == {"gather_w": 2, "gather_v": 3}
-
-
-def test_collective_with_its_own_wait_is_exposed_completely():
-    about = {"stream": "communication", "collective": Collective("unshard", "0", 2, 8, 16)}
-    op = node(1, "full", "zpasses.unshard.default", cost_us=5.0, **about)
-    (row,) = communication(snapshot(placeholder(0, "x"), op, output(2, 1))).rows
-    assert (row.exposed_us, row.wait, row.distance) == (5, "full", 0)
 
 
 def test_memory_at_a_node_and_at_the_peak():

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import zpasses
 from tests.on_ranks import on_ranks
+from tests.training_programs import act, check, program
 from zpasses.testing import world_mesh
 
 pytestmark = pytest.mark.processes
@@ -27,26 +28,11 @@ def _models():
     return zpasses.shard(model, mesh=world_mesh()), reference
 
 
-@pytest.mark.inductor
-@pytest.mark.slow(quick="the other tests of test_reductions.py")
-@on_ranks(2)
 def test_clipping_by_an_infinite_norm():
-    model, reference = _models()
-    x, run = torch.randn(4, 6), torch.compile(model, backend="zpasses")
-    for foreach in (True, False):
-        for times in (1.0, 2.0):
-            norms = []
-            for each, call in ((model, run), (reference, reference)):
-                each.zero_grad()
-                for _ in range(2):  # the second gradient is added to the first
-                    call(x).square().mean().backward()
-                for param in each.parameters():
-                    param.grad = param.grad * times if times != 1.0 else param.grad
-                clip = nn.utils.clip_grad_norm_
-                norms.append(_full(clip(each.parameters(), 0.01, math.inf, foreach=foreach)))
-            torch.testing.assert_close(*norms)
-            for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(_full(param.grad), wanted.grad)
+    clip = act("clip", kind="inf")
+    scale = act("scale_grads", way="=", factor=0.5)
+    actions = "backward", "backward", clip, "zero_grad", "backward", scale, clip
+    check(program(*actions, blocks=("scalars",)))  # one row, so a rank has none
 
 
 REDUCTIONS = {

@@ -4,6 +4,7 @@ unsharded model does, or an error says on all ranks why it cannot.
 
 import copy
 import datetime
+import itertools
 import re
 import sys
 
@@ -12,14 +13,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.optim.swa_utils import AveragedModel
 
 import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
+from tests.training_programs import act, check, program
 from zpasses.runtime.edits import EditLog
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
+from zpasses.tools.stress.training_actions import EDITS
 
 pytestmark = pytest.mark.processes
 
@@ -53,192 +54,35 @@ def raised(rank):
     return re.findall(r"^zpasses\.errors\.(\w+):", rank.error, re.MULTILINE)[-1]
 
 
-def same_on_all_ranks(param):
-    return torch.linspace(-1, 1, param.numel()).reshape(param.shape)
-
-
 # --- edits ----------------------------------------------------------------------------------------
-def local_data(param):
-    return (param.to_local() if isinstance(param, DTensor) else param).data
-
-
-def views_of_copies(param):
-    first, second = param.data.chunk(2)
-    first.mul_(2)
-    second[0].zero_()
-
-
-def transposed(param):
-    if param.dim() == 2:
-        param.data.t().mul_(2)
-        param.data.t()[0].zero_()
-
-
-def full_values(param):
-    param.copy_(same_on_all_ranks(param))
-    param.data.lerp_(same_on_all_ranks(param), 0.5)
-    param.add_(torch.ones(param.shape[-1]))
-
-
-def random_numbers(param):
-    torch.manual_seed(param.numel())
-    nn.init.normal_(param)
-    param.add_(torch.randn_like(param))
-
-
-def lists(model):
-    params = list(model.parameters())
-    torch._foreach_mul_(params, 1.5)
-    torch._foreach_add_(params, [same_on_all_ranks(param) for param in params])
-    torch._foreach_copy_([param.data for param in params], [param * 2 for param in params])
-
-
-def vectors(model):
-    vector = parameters_to_vector([whole(param) for param in model.parameters()])
-    vector_to_parameters(vector * 1.5, model.parameters())
-
-
-def flattened(model):
-    params = list(model.parameters())
-    vector_to_parameters(parameters_to_vector(params) * 1.5, params)
-    for param in params:
-        param.data.view(-1).add_(0.25)
-
-
-def swapped_and_restored(model):
-    kept = [param.data for param in model.parameters()]
-    for param in model.parameters():
-        param.data = param.data * 3
-    model(X)
-    for param, value in zip(model.parameters(), kept, strict=True):
-        param.data = value
-        value.add_(0.125)  # which is the parameter's memory again
-
-
-def shared_data(model):
-    shadows = [param.detach().clone() for param in model.parameters()]
-    for param, shadow in zip(model.parameters(), shadows, strict=True):
-        param.data = shadow
-    for shadow in shadows:
-        shadow.mul_(0.5)
-
-
-def loaded(model):
-    model.load_state_dict({name: whole(value) * 2 for name, value in model.state_dict().items()})
-
-
-def assigned_state(model):
-    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    for value in model.parameters():
-        value.mul_(1.5)
-
-
-def of_each(edit):
-    return lambda model: [edit(param) for param in model.parameters()]
-
-
-EDITS = {
-    "assigned data": of_each(lambda param: setattr(param, "data", param.data + 0.1)),
-    "assigned full": of_each(lambda param: setattr(param, "data", same_on_all_ranks(param))),
-    "in place through data": of_each(lambda param: param.data.mul_(1.5)),
-    "in place through detach": of_each(lambda param: param.detach().sub_(0.3)),
-    "a row": of_each(lambda param: param[0].add_(0.5)),
-    "a row of data": of_each(lambda param: param.data.__setitem__(1, 0.25)),
-    "views of copies": of_each(views_of_copies),
-    "transposed": of_each(transposed),
-    "lists": lists,
-    "full values": of_each(full_values),
-    "vectors": vectors,
-    "flattened": flattened,
-    "swapped and restored": swapped_and_restored,
-    "state dict": lambda model: [value.mul_(1.5) for value in model.state_dict().values()],
-    "loaded": loaded,
-    "random numbers": of_each(random_numbers),
-    "shared data": shared_data,
-    "assigned state": assigned_state,
-    # The last, because a check of the rows starts with it.
-    "in place on the shard": of_each(lambda param: local_data(param).mul_(0.5)),
-}
-
-
-def _after_edits(edits, sharded, stage, **options):
-    """Losses, gradients and parameters after each edit of one model."""
-    model = build(sharded)
-    call = compiled(model, stage, **options) if sharded else model
-    first, found = copy.deepcopy(build(False).state_dict()), []
-    for edit in edits:
-        model.load_state_dict(first)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        call(X).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        call(X)  # stages 1 and 2 keep what they gather
-        with torch.no_grad():
-            EDITS[edit](model)
-        loss = call(X).square().sum()
-        loss.backward()
-        grads = [whole(param.grad) for param in model.parameters()]
-        found.append([loss.detach(), *grads, *map(whole, model.state_dict().values())])
-        found[-1] = [value.clone() for value in found[-1]]
-        model.zero_grad()
-    return found
-
-
-def check_edits(stage, groups, **options):
-    """Compares the sharded model with the unsharded one after each edit."""
-    for edits in groups:
-        torch._dynamo.reset()
-        ours, theirs = (_after_edits(edits, which, stage, **options) for which in (True, False))
-        for edit, values, expected in zip(edits, ours, theirs, strict=True):
-            for a, b in zip(values, expected, strict=True):
-                far = ((a - b).abs().max() / b.abs().max().clamp(min=1)).item()
-                assert far <= 1e-6, edit
+def edited(*ways):
+    """A program that makes each edit between a step and a backward, from the same values."""
+    before = act("edit", way="load own"), "backward", "step", "zero_grad", "evaluate"
+    actions = [(*before, act("edit", way=way), "evaluate", "backward", "zero_grad") for way in ways]
+    return program(*itertools.chain(*actions))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.slow(quick="test_edits_are_seen_by_the_defaults")
 def test_edits_are_seen(stage):
-    run_on_ranks(check_edits, stage, [[edit] for edit in EDITS])
+    for way in EDITS:
+        check(edited(way), zero_stage=stage)
 
 
 @pytest.mark.inductor
 def test_edits_are_seen_by_the_defaults():
-    edits = ["assigned data", "lists", "swapped and restored"]
-    run_on_ranks(check_edits, 2, [edits], codegen="inductor", timeout_s=280)
+    ways = "data =", "foreach_lerp", "swapped and restored"
+    check(edited(*ways), zero_stage=2, codegen="inductor")
 
 
-@pytest.mark.slow(quick="test_edits_are_seen_by_the_defaults")
 def test_edits_of_all_kinds_are_seen_by_one_model():
-    run_on_ranks(check_edits, 2, [list(EDITS)])
-
-
-def _averages(sharded, stage):
-    model = build(sharded)
-    average = AveragedModel(model)
-    step = compiled(model, stage) if sharded else model
-    call = compiled(average, stage) if sharded else average
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for _ in range(3):
-        step(X).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        average.update_parameters(model)
-        found.append(call(X).detach())  # with gradients enabled
-        # A moving average that is stored, copied to the model, and restored.
-        stored = [param.data.clone() for param in model.parameters()]
-        for param, value in zip(model.parameters(), average.module.parameters(), strict=True):
-            param.data.copy_(value.data)
-        found.append(step(X).detach())
-        for param, value in zip(model.parameters(), stored, strict=True):
-            param.data.copy_(value.data)
-    return torch.cat(found)
+    check(edited(*EDITS), zero_stage=2)
 
 
 @pytest.mark.parametrize("stage", some_quick([2, 3], [2]))
-@on_ranks(2)
 def test_averages_of_weights_are_evaluated_as_they_are(stage):
-    torch.testing.assert_close(_averages(True, stage), _averages(False, stage), rtol=0, atol=1e-6)
+    train = "backward", "step", "zero_grad", "average_model", "moving_average"
+    check(program(*train, *train, *train), zero_stage=stage)
 
 
 @on_ranks(2)
@@ -752,6 +596,9 @@ def test_parameters_may_be_parts_of_one_tensor():
     zpasses.shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("node", "local")))
     step = compiled(model, 2)
     with torch.no_grad():
-        flattened(model)
-        flattened(reference)
+        for each in (model, reference):
+            vector = nn.utils.parameters_to_vector(each.parameters())
+            nn.utils.vector_to_parameters(vector * 1.5, each.parameters())
+            for param in each.parameters():
+                param.data.view(-1).add_(0.25)
     torch.testing.assert_close(step(X), reference(X))

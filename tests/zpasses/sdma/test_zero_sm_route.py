@@ -251,13 +251,13 @@ def test_the_process_group_is_made_with_the_zero_policy(monkeypatch):
     nccl = SimpleNamespace(Options=Options, NCCL_CTA_POLICY_ZERO=2)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     with fake_world(2):
-        helper = compat.c10d.c10d._new_process_group_helper
+        helper = compat.c10d._c10d._new_process_group_helper
 
         def made(size, rank, ranks, backend, store, name, options, **how):
             given.append((ranks, str(backend), name, options.config.cta_policy, options._timeout))
-            return helper(size, rank, ranks, compat.c10d.c10d.Backend("fake"), store, name, **how)
+            return helper(size, rank, ranks, compat.c10d._c10d.Backend("fake"), store, name, **how)
 
-        monkeypatch.setattr(compat.c10d.c10d, "_new_process_group_helper", made)
+        monkeypatch.setattr(compat.c10d._c10d, "_new_process_group_helper", made)
         limit = timedelta(seconds=7)
         compat.make_zero_sm_group("0", "0.zero_sm-0", limit)
         assert given == [([0, 1], "nccl", "0.zero_sm-0", 2, limit)]

@@ -257,38 +257,14 @@ def test_model_on_the_host_moves_only_its_own_shards_to_the_device():
     assert copies.shapes == [(32, 64), (32,), (16, 128), (16,)]
 
 
-def _train(model, batches, stage):
-    """Two steps of AdamW, a checkpoint in between; returns the full parameters."""
-    run = torch.compile(model, backend="zpasses", options={"zero_stage": stage, "codegen": "eager"})
-    optimizer = torch.optim.AdamW(
-        [param for param in model.parameters() if param.requires_grad], lr=0.1, foreach=True
-    )
-    for batch in batches:
-        run(batch).sum().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: param.full_tensor() for name, param in model.named_parameters()}
-
-
 @pytest.mark.slow(quick="test_inductor_takes_shards_of_one_buffer")
 @on_ranks(2)
-def test_packed_models_train_and_checkpoint_like_others(tmp_path):
-    rank, mesh = dist.get_rank(), world_mesh()
-    batches = [integers(2, 7, seed=rank), integers(2, 7, seed=10 + rank)]
-    model = zpasses.shard(Odd(), mesh=mesh, pack_mb=1)
-    expected = reference_gradients(Odd(), [integers(2, 7, seed=each) for each in range(2)])
-    torch.compile(model, backend="zpasses", options={"zero_stage": 3, "codegen": "eager"})(
-        batches[0]
-    ).sum().backward()
-    assert_same(full_gradients(model), expected)
-
-    for stage in (2, 3):  # packing does not change training
-        packed = zpasses.shard(Odd(), mesh=mesh, pack_mb=0.0001)
-        plain = zpasses.shard(Odd(), mesh=mesh)
-        assert_same(_train(packed, batches, stage), _train(plain, batches, stage))
-
-    # Nor does it change checkpoints.
+def test_packed_models_checkpoint_like_others(tmp_path):
+    mesh, x = world_mesh(), integers(2, 7, seed=dist.get_rank())
+    packed = zpasses.shard(Odd(), mesh=mesh, pack_mb=0.0001)
+    with torch.no_grad():
+        for param in packed.parameters():
+            param.add_(1)
     dcp.save({"model": get_model_state_dict(packed)}, checkpoint_id=tmp_path)
     loaded = zpasses.shard(Odd(), mesh=mesh, pack_mb=1)
     memory = {name: local.data_ptr() for name, local in locals_of(loaded).items()}
@@ -305,15 +281,15 @@ def test_packed_models_train_and_checkpoint_like_others(tmp_path):
     )
     loaded.load_state_dict(Odd().state_dict())
     for other in (twin, loaded.to(torch.float64).to(torch.float32)):
-        other(batches[0]).sum().backward()
+        other(x).sum().backward()
     assert_same(locals_of(twin), locals_of(packed))
     assert_same(locals_of(loaded), locals_of(zpasses.shard(Odd(), mesh=mesh)))
 
     # Packing again drops the cached parameters of stage 2.
     run = torch.compile(packed, backend="zpasses", options={"zero_stage": 2, "codegen": "eager"})
-    before = run(batches[0]).detach().clone()
+    before = run(x).detach().clone()
     zpasses.pack_shards(packed, 1)
-    assert torch.equal(run(batches[0]), before)
+    assert torch.equal(run(x), before)
 
 
 @pytest.mark.inductor

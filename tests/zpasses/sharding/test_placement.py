@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 import zpasses
-from tests.cases import some_quick
 from tests.on_ranks import on_ranks
-from tests.zpasses.models import assert_same, integers, with_integer_weights
+from tests.training_programs import act, check, program
+from tests.zpasses.models import assert_same, with_integer_weights
 from zpasses.errors import ShardingError
 from zpasses.testing import (
     assert_step_equals_reference,
@@ -144,34 +144,18 @@ def test_graphs_of_a_broken_model_read_what_is_cut_along_different_dimensions():
         torch.testing.assert_close(step(x), plain(x))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
-    ("pack_mb", "stage", "factor"),
-    some_quick([(None, 0, None), (1, 2, 1), (None, 3, 8)], [(1, 2, 1)]),
+    ("shard", "options"),
+    [
+        ({"pack_mb": 1.0, "grad_divide_factor": 1.0}, {"zero_stage": 2}),
+        ({"grad_divide_factor": 4.0}, {"zero_stage": 3}),
+    ],
+    ids=str,
 )
-@on_ranks(2)
-def test_gradients_equal_those_of_the_unsharded_model(pack_mb, stage, factor):
-    plain, mesh = Wide(), world_mesh()
-    batches = [integers(3, 7, seed=10 + rank) for rank in range(mesh.size())]
-    reference = copy.deepcopy(plain)
-    for batch in batches:
-        (reference(batch) / (factor or mesh.size())).backward()
-    about = {"shard_placement_fn": longest, "grad_divide_factor": factor, "pack_mb": pack_mb}
-    run = model = zpasses.shard(copy.deepcopy(plain), mesh=mesh, **about)
-    if stage:
-        options = {"zero_stage": stage, "codegen": "eager"}
-        run = torch.compile(model, backend="zpasses", options=options, fullgraph=True)
-    run(batches[mesh.get_local_rank()]).backward()
-    assert_same(
-        {name: param.grad.full_tensor() for name, param in model.named_parameters()},
-        {name: param.grad for name, param in reference.named_parameters()},
-    )
-    with zpasses.coalesce_grad_reduction(model):
-        for _ in range(2):
-            run(batches[mesh.get_local_rank()]).backward()
-    assert_same(
-        {name: param.grad.full_tensor() for name, param in model.named_parameters()},
-        {name: 3 * param.grad for name, param in reference.named_parameters()},
-    )
+def test_gradients_equal_those_of_the_unsharded_model(shard, options):
+    actions = "backward", act("backward", micro=2, window="exit")
+    check(program(*actions, blocks=("experts", "scalars"), cut_last=True, **shard), **options)
 
 
 @on_ranks(2)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
+from tests.training_programs import act, check, program
 from tests.zpasses.models import (
     Odd,
     Tied,
@@ -32,6 +33,7 @@ from zpasses import compat
 from zpasses.graph.queries import collectives
 from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import fake_world, world_mesh
+from zpasses.tools.stress.drawn_programs import OPTIMIZERS
 
 
 @pytest.fixture
@@ -323,66 +325,24 @@ def test_gathers_are_in_param_dtype_and_averages_in_reduce_dtype():
 
 
 # --- optimizers -----------------------------------------------------------------------------------
-OPTIMIZERS = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=False),
-    "adamw foreach": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
-    "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
-    "sgd": lambda params: torch.optim.SGD(
-        params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
-    ),
-}
-
-
+@pytest.mark.processes
 @pytest.mark.parametrize(
-    ("optimizer", "clip", "stage"),
+    ("optimizer", "kind", "stage"),
     some_quick(
         [
-            *((optimizer, None, None) for optimizer in OPTIMIZERS),
-            *(("sgd", foreach, None) for foreach in (False, True)),
-            *(("adamw foreach", None, stage) for stage in (2, 3)),
+            *((optimizer, "norm", None) for optimizer in OPTIMIZERS),
+            (OPTIMIZERS[0], "inf", 2),
+            (OPTIMIZERS[3], "value", 3),
         ],
-        [
-            *((optimizer, None, None) for optimizer in OPTIMIZERS),
-            ("sgd", True, None),
-            ("adamw foreach", None, 3),
-        ],
+        [(OPTIMIZERS[1], "norm", None), (OPTIMIZERS[3], "value", 3)],
     ),
+    ids=str,
 )
-@on_ranks(3)
-def test_steps_equal_the_unsharded_ones(optimizer, clip, stage):
-    torch.manual_seed(0)
-    plain = nn.Sequential(
-        nn.Embedding(7, 6), nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)
-    )
-    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
-    run = _run(model, stage)
-    ours, theirs = (
-        OPTIMIZERS[optimizer](model.parameters()),
-        OPTIMIZERS[optimizer](plain.parameters()),
-    )
-    for step in range(3):
-        batches = [
-            integers(4, seed=10 * step + rank).long().abs() for rank in range(dist.get_world_size())
-        ]
-        run(batches[dist.get_rank()]).square().mean().backward()
-        torch.stack([plain(batch).square().mean() for batch in batches]).mean().backward()
-        if clip is not None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=clip)
-            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
-            torch.testing.assert_close(
-                norm.full_tensor() if isinstance(norm, DTensor) else norm, expected
-            )
-        for each in (ours, theirs):
-            each.step()
-            each.zero_grad()
-    # Gradients are summed over the batch in another order. Adam divides their float32 rounding
-    # errors by small square roots.
-    torch.testing.assert_close(
-        {name: param.full_tensor() for name, param in model.named_parameters()},
-        {name: param.detach() for name, param in plain.named_parameters()},
-        rtol=1e-4,
-        atol=1e-4,
-    )
+def test_steps_equal_the_unsharded_ones(optimizer, kind, stage):
+    backward = act("backward", through="compiled" if stage else "module")
+    train = backward, act("clip", kind=kind), "step", "zero_grad"
+    given = program(*train, *train, *train, blocks=("layer_norm", "scalars"), optimizer=optimizer)
+    check(given, zero_stage=stage or 2)
 
 
 @on_ranks(3)

@@ -197,18 +197,15 @@ def _step(
 
 def _measured(found: MeasuredGraph) -> dict[str, Any]:
     """Measured figures of a graph, each with the predicted one."""
-    plan = schedule(found.snapshot)
+    plan, rise = found.plan, found.rise_bytes
     times = {
         key: [_us(each.time_us), _us(each.exposed_us)] for key, each in found.collectives.items()
     }
-    communication = sum(each.time_us for each in found.collectives.values())
-    predicted = sum(found.snapshot.by_id[key].cost_us for key in found.operators)
-    rise = found.rise_bytes
     return {
         "runs": found.runs,
         "total": [_us(found.total_us), _us(plan.total_us)],
-        "compute": [_us(sum(found.operators.values())), _us(predicted)],
-        "communication": [_us(communication), _us(plan.communication_us)],
+        "compute": [_us(found.compute_us), _us(found.predicted_compute_us)],
+        "communication": [_us(found.collectives_us), _us(plan.communication_us)],
         "exposed": [_us(found.exposed_us), _us(plan.exposed_us)],
         "rise": None if rise is None else [rise, found.predicted_rise_bytes],
         "collectives": times,
