@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -178,8 +179,10 @@ class _Tracker:
         self._saved_inputs, self._reinplaceable = saved_inputs, reinplaceable
         self._bytes_of, self._is_view = bytes_of, is_view
         self._kernels = FusedKernels() if fuses() else None
-        self._elementwise: list[tuple[fx.Node, Mapping[fx.Node, Load]]] = []
-        """Kernels and their inputs, as `FusedKernels.inputs` returns them."""
+        self._elementwise: list[tuple[fx.Node, Mapping[fx.Node, Load], int]] = []
+        """Kernels, their inputs as `FusedKernels.inputs` returns them, and the number of calls
+        before that are no such kernels. Those with the same number may be fused."""
+        self._others = 0
 
     def visit(self, index: int, node: fx.Node) -> None:
         for item in (*node.all_input_nodes, *(self._cached if node.op == "output" else ())):
@@ -204,17 +207,27 @@ class _Tracker:
 
     def write_in_place(self) -> None:
         """Ends the life of what elementwise kernels write over right before them."""
-        for node, sources in self._elementwise:
-            made = self._memory_of[node][0]
-            read = [
+        read_by = [
+            [
                 (self._memory_of.get(each, [None])[0], load.in_place)
                 for each, load in sources.items()
             ]
-            scattered = [buffer for buffer, in_place in read if not in_place]
+            for _, sources, _ in self._elementwise
+        ]
+        # Several parts of one kernel may read a value: none knows which of them is the last.
+        readers = Counter(
+            (id(buffer), others)
+            for (_, _, others), read in zip(self._elementwise, read_by, strict=True)
+            for buffer in {id(buffer): buffer for buffer, _ in read}.values()
+        )
+        for (node, _, others), read in zip(self._elementwise, read_by, strict=True):
+            made = self._memory_of[node][0]
+            kept = [buffer for buffer, in_place in read if not in_place]
+            kept += [buffer for buffer, _ in read if readers[id(buffer), others] > 1]
             if made is None or made.node is not node:
                 continue
             for dying, _ in read:
-                if dying is not None and dying not in scattered and _takes_over(made, dying):
+                if dying is not None and dying not in kept and _takes_over(made, dying):
                     dying.last = made.first - 1
                     break
 
@@ -240,7 +253,9 @@ class _Tracker:
             return self._memory_of[node.all_input_nodes[0]]
         if not kernels.is_inlined(node):
             if kernels.has_kernel(node):
-                self._elementwise.append((node, kernels.inputs(node)))
+                self._elementwise.append((node, kernels.inputs(node), self._others))
+            elif not is_view(node) and node.target is not operator.getitem:
+                self._others += 1
             return None
         held = [each for item in node.all_input_nodes for each in self._memory_of.get(item, ())]
         return list(dict.fromkeys(held)) or [None]

@@ -244,7 +244,7 @@ SIZE = ModelSize(width=128, layers=2, heads=4, vocab=256, seq=64, batch=4)
 RESHARDED = "reshard-after-forward,schedule{plan=one-ahead,cap_mb=1,memory_budget=1GiB}"
 
 
-def measured_step(size, **options):
+def measured_step(size, dtype=None, **options):
     """Returns the graphs of a step, and the bytes that its forward and its backward allocate."""
     graphs = {}
     # Entered first: the profiler misses the release of memory whose allocation it has not seen.
@@ -253,7 +253,7 @@ def measured_step(size, **options):
         fake_world(2) as mesh,
     ):
         model = build_model(size)
-        zpasses.shard(model, mesh=mesh)
+        zpasses.shard(model, mesh=mesh, param_dtype=dtype, reduce_dtype=dtype)
         step = torch.compile(model, backend="zpasses", fullgraph=True, options=options)
         warmup, measured = batches(size, 2, 0)
         with observe_graphs(lambda log: graphs.setdefault(log.kind, log.graph)):
@@ -357,6 +357,17 @@ def test_modelled_peaks_are_those_of_generated_code(vocab):
     if vocab == 8192:  # the logits count once
         assert ahead.peak_bytes < 0.5 * one_by_one(graphs["forward"])
         assert back.peak_bytes < 0.7 * one_by_one(graphs["backward"])
+
+
+@pytest.mark.inductor
+@pytest.mark.slow(quick="test_chunks_make_constants_themselves, of their graph")
+def test_a_chunk_holds_its_logits_and_their_gradient():
+    size = ModelSize(width=32, layers=1, heads=2, vocab=16384, seq=256, batch=16)
+    chunks = {"pipeline": "chunk-loss{chunks=4},zero3", "cache": False}
+    graphs, forward, _ = measured_step(size, torch.bfloat16, **chunks)
+    logits = 2 * size.seq * size.batch * size.vocab / 4
+    assert 2 * logits < forward < 2.3 * logits  # given its constants: 4.2
+    assert liveness(graphs["forward"]).peak_bytes == pytest.approx(forward, rel=0.1)
 
 
 @pytest.mark.inductor
