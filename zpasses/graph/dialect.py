@@ -470,7 +470,8 @@ torch.library.register_autograd(
 
 def _unshard_in_transform(*args: Any, **kwargs: Any) -> Tensor:
     with compat.outside_transforms():
-        return UNSHARD(*args, **kwargs)
+        full: Tensor = UNSHARD(*args, **kwargs)
+        return full
 
 
 _library.impl("unshard", _unshard_in_transform, "FuncTorchDynamicLayerFrontMode")
