@@ -215,10 +215,10 @@ def _laplacian(self, x):
 
 
 def _average(self, x):
-    """The keys follow the queries as in MoCo, in the compiled forward."""
+    """The keys follow the queries, as in MoCo, in the compiled forward."""
     with torch.no_grad():
         for param, source in zip(self.keys.parameters(), self.queries.parameters(), strict=True):
-            param.data = param.data * 0.9 + source.data * 0.1
+            param.data = source.data * 0.5  # the same on all ranks
         keys = self.keys(x + 1)
     return self.queries(x) - keys
 
@@ -402,7 +402,7 @@ FAMILIES = {
         lambda: randn(4, 2),
         rounding=1e-6,
     ),
-    "momentum encoder": Family(_momentum_encoder, lambda: randn(4, 5)),
+    "momentum encoder": Family(_momentum_encoder, lambda: randn(4, 5), rounding=1e-6),
     "dropout": _chain((4, 5), lambda: [nn.Linear(5, 7), nn.Dropout(0.3), nn.Linear(7, 3)]),
     "checkpoint": _checkpoints(False),
     "reentrant checkpoint": _checkpoints(True),

@@ -371,7 +371,7 @@ def _check_parameter(path: str, param: nn.Parameter, mesh: DeviceMesh, packs: bo
     if param.is_complex():
         raise ShardingError(
             f"parameter {path} is complex; keep its real view (torch.view_as_real) as the "
-            "parameter instead."
+            "parameter instead, or pass it as ignored_params and average its gradient yourself."
         )
     if packs and param.is_meta:
         raise ShardingError(
