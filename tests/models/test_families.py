@@ -208,6 +208,26 @@ class Autocast(nn.Sequential):
             return super().forward(x)
 
 
+def _laplacian(self, x):
+    """Derivatives by the inputs, as in physics-informed networks."""
+    value = lambda point: self.net(point).squeeze()  # noqa: E731
+    return torch.func.vmap(lambda p: torch.func.hessian(value)(p).diagonal().sum())(x)
+
+
+def _average(self, x):
+    """The keys follow the queries, as in MoCo, in the compiled forward."""
+    with torch.no_grad():
+        for param, source in zip(self.keys.parameters(), self.queries.parameters(), strict=True):
+            param.data = source.data * 0.5  # the same on all ranks
+        keys = self.keys(x + 1)
+    return self.queries(x) - keys
+
+
+def _momentum_encoder():
+    encoders = {"queries": nn.Linear(5, 3), "keys": nn.Linear(5, 3).requires_grad_(False)}
+    return Calls(_average, **encoders)
+
+
 def _activated(self, x, y):
     return self.act(self.inner(x, y))
 
@@ -377,6 +397,12 @@ FAMILIES = {
         lambda: Calls(_counted, inner=nn.Linear(5, 3), calls=torch.tensor(0), **_buffers()),
         lambda: randn(4, 5),
     ),
+    "laplacian": Family(
+        lambda: Calls(_laplacian, net=nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1))),
+        lambda: randn(4, 2),
+        rounding=1e-6,
+    ),
+    "momentum encoder": Family(_momentum_encoder, lambda: randn(4, 5), rounding=1e-6),
     "dropout": _chain((4, 5), lambda: [nn.Linear(5, 7), nn.Dropout(0.3), nn.Linear(7, 3)]),
     "checkpoint": _checkpoints(False),
     "reentrant checkpoint": _checkpoints(True),

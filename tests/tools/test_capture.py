@@ -55,6 +55,10 @@ def needs_a_mesh(mesh):
     raise AssertionError
 
 
+def returns_keywords():
+    return nn.Linear(2, 2), (torch.ones(1, 2),), {"labels": None}
+
+
 def returns_int():
     return 3
 
@@ -144,6 +148,7 @@ def test_loss_dtypes_and_pipeline_are_applied(tmp_path):
         ("no.such.module:f", {}, "no.such.module cannot be imported"),
         ("no_such_file.py:f", {}, "no file no_such_file.py"),
         (f"{HERE}:hug", {}, 'Did you mean "huge"'),
+        (f"{HERE}:returns_keywords", {}, "returned a dict as third value; expected a function"),
         (f"{HERE}:returns_int", {}, r"returned int; expected \(model, inputs\)"),
         (f"{HERE}:raises_key_error", {}, "raised KeyError: 'nothing here'"),
         (f"{HERE}:huge", {"arguments": {"wide": 3}}, r"--arg NAME=VALUE"),

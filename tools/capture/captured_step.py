@@ -348,6 +348,12 @@ def _unpacked(name: str, made: Any) -> tuple[nn.Module, Any, Callable[[Any], Any
             f"{name} returned inputs of type {type(inputs).__name__}; expected a tensor, a tuple, "
             "or a dict of keywords."
         )
+    if loss and loss[0] is not None and not callable(loss[0]):
+        raise CaptureError(
+            f"{name} returned a {type(loss[0]).__name__} as third value; expected a function that "
+            "maps the model's result to the loss. Arguments by keyword are a dict in place of the "
+            "inputs."
+        )
     return model, inputs, loss[0] if loss else None
 
 

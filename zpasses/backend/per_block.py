@@ -26,7 +26,7 @@ def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> li
         model: the model, after `zpasses.shard`. Call it as before.
         blocks: names of modules with wildcards, separated by commas, such as "layers.*"; "auto"
             takes all modules in lists (`nn.ModuleList`, `nn.Sequential`). Where modules that
-            match are nested, the outermost one is the block.
+            match are nested, the outermost one that has a forward is the block.
         options: options of the backend, as in `torch.compile(..., options={...})`. `prefetch` is
             "auto" if it is not given.
 
@@ -94,12 +94,19 @@ def find_blocks(model: nn.Module, patterns: str) -> dict[str, nn.Module]:
         patterns: as the argument `blocks` of `compile_blocks`.
 
     Raises:
-        OptionError: if a pattern matches no module.
+        OptionError: if a pattern matches no module that has a forward.
     """
     wanted = [each.strip() for each in patterns.strip(" ,").split(",")]
-    modules = {name: module for name, module in model.named_modules() if name}
+    named = {name: module for name, module in model.named_modules() if name}
+    modules = {name: module for name, module in named.items() if _is_called(module)}
     for pattern in wanted:
         if not any(_matches(name, pattern) for name in modules):
+            if lists := [name for name in named if _matches(name, pattern)]:
+                raise OptionError(
+                    f"compile_blocks: {pattern!r} matches {lists[0]!r}, a "
+                    f"{type(named[lists[0]]).__name__}, which is never called. Name the modules in "
+                    f"it: '{lists[0]}.*'."
+                )
             names = list(modules)
             raise OptionError(
                 f"compile_blocks: no module matches {pattern!r}. Modules of the model: "
@@ -111,6 +118,11 @@ def find_blocks(model: nn.Module, patterns: str) -> dict[str, nn.Module]:
         if not inside and any(_matches(name, pattern) for pattern in wanted):
             found[name] = module
     return found
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward, which a list of modules has not."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _matches(name: str, pattern: str) -> bool:

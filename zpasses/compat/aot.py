@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -147,8 +148,75 @@ def partition(
         if hasattr(functorch_config, _SCRIPT_OBJECT_SIZE) and _hold_no_tensors(gm.graph):
             settings[_SCRIPT_OBJECT_SIZE] = True
     _save_readers_of_changed_inputs(gm.graph)
+    materialize_zeros(gm.graph)
     with functorch_config.patch(cse=False, **settings):
-        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    save_inputs_of_views(forward, backward, kwargs["num_fwd_outputs"])
+    return forward, backward
+
+
+def save_inputs_of_views(
+    forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int
+) -> None:
+    """Where forward saves a view of an input, save the input, and make the view in backward.
+
+    autograd then sees if the input, such as a buffer, is written to before the backward. Views that
+    Inductor's code returns do not share the version of their input.
+    """
+    output = forward.graph.output_node()
+    returned: Any = output.args[0]
+    saved = list(returned)
+    changed = set(_changed_inputs(forward.graph))
+    places = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    for value in returned[num_fwd_outputs:]:
+        source, *views = _views_of_input(value)
+        if not views or source in changed:
+            continue
+        place, at = places[value.name], saved.index(value, num_fwd_outputs)
+        if source in saved[num_fwd_outputs:]:
+            made = places[source.name]
+            del saved[at]
+        else:
+            with backward.graph.inserting_before(place):
+                made = backward.graph.placeholder(source.name)
+            made.meta = dict(source.meta)
+            places[source.name], saved[at] = made, source
+        first = next(node for node in backward.graph.nodes if node.op != "placeholder")
+        with backward.graph.inserting_before(first):
+            for view in views:
+                made = backward.graph.node_copy(view, {view.args[0]: made}.__getitem__)
+        place.replace_all_uses_with(made)
+        backward.graph.erase_node(place)
+    if len(saved) == len(returned) and all(map(operator.is_, saved, returned)):
+        return
+    output.args = (tuple(saved),)
+    for node in reversed(forward.graph.nodes):
+        if node.op == "call_function" and getattr(node.target, "is_view", False) and not node.users:
+            forward.graph.erase_node(node)
+    for each in (forward, backward):
+        each.recompile()
+
+
+def _views_of_input(value: Any) -> list[fx.Node]:
+    """Returns an input and the views by which a value is made of it; one node if it is none."""
+    chain = [value]
+    while (node := chain[0]).op == "call_function":
+        if not getattr(node.target, "is_view", False) or node.all_input_nodes != [node.args[0]]:
+            return [value]
+        chain.insert(0, node.args[0])
+    return chain if node.op == "placeholder" else [value]
+
+
+def materialize_zeros(graph: fx.Graph) -> None:
+    """Replace the zeros of forward-mode derivatives, which nothing may write to. Inductor gives
+    their memory to later results.
+    """
+    for node in graph.find_nodes(op="call_function", target=_ZEROS):
+        node.target = torch.ops.aten.full.default
+        node.args = (node.args[0], 0, *node.args[1:])
+
+
+_ZEROS = torch.ops.aten._efficientzerotensor.default
 
 
 def reads_changed_inputs_at_once(graph: fx.Graph) -> bool:

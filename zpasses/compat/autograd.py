@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 
 def next_node_number() -> int:
@@ -118,3 +120,12 @@ def will_accumulate(consumer: Any) -> bool | None:
         return bool(cast(Any, torch._C)._will_engine_execute_node(consumer))
     except RuntimeError:  # the leaf is an input of torch.autograd.grad
         return None
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Context manager in which no transform of torch.func, such as `vmap`, is active.
+
+    What reads a parameter in a transform does not concern it: the transform did not wrap the
+    parameter.
+    """
+    return temporarily_clear_interpreter_stack()

@@ -269,6 +269,8 @@ def storage_id(tensor: Tensor) -> int:
     The id is valid as long as one of them is alive. Unlike an address, it also identifies empty
     memory.
     """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # of a transform of torch.func
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 

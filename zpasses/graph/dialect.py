@@ -467,6 +467,15 @@ torch.library.register_autograd(
     "zpasses::to_host", _to_host_backward, setup_context=_to_host_setup_context, lib=_library
 )
 
+
+def _unshard_in_transform(*args: Any, **kwargs: Any) -> Tensor:
+    with compat.outside_transforms():
+        full: Tensor = UNSHARD(*args, **kwargs)
+        return full
+
+
+_library.impl("unshard", _unshard_in_transform, "FuncTorchDynamicLayerFrontMode")
+
 for _name, _impl, _fake, _setup_context, _backward in (
     ("unshard", _unshard, _unshard_fake, _unshard_setup_context, _unshard_backward),
     (

@@ -117,7 +117,8 @@ class WatchedShard(DTensor):
         memory = memory_of(self)
         if memory is not None and not compat.is_saving_checkpoint():
             memory.expose(compat.local_of(self))
-        return super().to_local(**kwargs)
+        with compat.outside_transforms():
+            return super().to_local(**kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         """A copy of a parameter is another parameter of a sharded model."""
@@ -325,6 +326,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     targets = list(_targets(writes, args, kwargs))
     for target in targets:
         await_device_reads(target)
+    if targets and _assigns_data(func, args):
+        return _dispatch(_COPY, args, kwargs)
     if writes.moves and targets:
         raise ShardingError(
             f"{writes.name}() of a sharded parameter of shape {list(targets[0].shape)} would give "
@@ -345,6 +348,20 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             number = _number_of_call(writes, args, kwargs)
             for at, target in enumerate(targets):
                 _count_edit(target, writes, number, args[1:], at)
+
+
+_COPY = torch.ops.aten.copy_.default
+
+
+def _assigns_data(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator is `param.data = value` in compiled code. Dynamo makes a `set_` of it,
+    which AOTAutograd cannot do to a shard that it gets as an input. A copy has the same effect.
+    """
+    return (
+        func is torch.ops.aten.set_.source_Tensor
+        and compat.is_tracing()
+        and args[0].shape == args[1].shape
+    )
 
 
 def _check_gradients(func: Any, args: tuple[Any, ...]) -> None:
@@ -508,6 +525,8 @@ def run_explained(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         raise ShardingError(
             f"{func.overloadpacket.__name__} of plain tensors and DTensors, which are sharded "
             "parameters or gradients, or were computed from them. Expected tensors of one kind. "
+            "In a model's forward, read a parameter as an attribute of its module, such as "
+            "self.weight, which gathers it: named_parameters() and _parameters hold shards. "
             "Averages and copies: shard the other model, too (zpasses.shard), or read the full "
             "value on every rank, param.full_tensor(). Parameters that are sharded and others, "
             "such as ignored_params: clip with zpasses.clip_grad_norm_, and give each kind an "

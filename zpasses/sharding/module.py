@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import pickle
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -44,6 +46,10 @@ from zpasses.sharding.param_spec import (
 )
 from zpasses.sharding.reads import gathering_property
 from zpasses.sharding.saved_shards import StateShard, as_state_shard, check_owner
+
+
+class _NotPickledError(ShardingError, pickle.PicklingError):
+    """Both, because code that pickles whatever it can expects the second."""
 
 
 class ShardedModule(nn.Module):
@@ -141,6 +147,19 @@ class ShardedModule(nn.Module):
         # torch.distributed.checkpoint reads parameters by getattr. With this name as part of the
         # path it finds the DTensors, and does not gather.
         return dict.fromkeys(self._zpasses_specs, "_zpasses_shards")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies as other modules do, and refuses to be pickled."""
+        if compat.module_among_callers((copy.__name__,)) is None:
+            raise _NotPickledError(
+                f"a {type(self).__name__} that is sharded by zpasses cannot be pickled: the file "
+                "would hold the rows of one rank. To save the whole model, call "
+                "zpasses.save_safetensors(model, path) on every rank, or state = "
+                "zpasses.full_state_dict(model) on every rank and torch.save(state, path) on one. "
+                "To resume on as many ranks or others, save zpasses.training_state by "
+                "torch.distributed.checkpoint."
+            )
+        return super().__reduce_ex__(protocol)
 
     def extra_repr(self) -> str:
         """As that of the unsharded module. It reads shards, because one rank alone may print."""

@@ -125,7 +125,7 @@ def _read_eagerly(module: Any, name: str, param: DTensor) -> Tensor:
     layout = spec.layout
     if spec.device is not None and param.requires_grad and not spec.is_trained:
         raise ShardingError(trained_on_host(name))
-    with bound_call(read_of(param_value_of(param).identity)):
+    with bound_call(read_of(param_value_of(param).identity)), compat.outside_transforms():
         full = layout.rows_back(
             torch.ops.zpasses.unshard(
                 to_local_shard(param),

@@ -336,23 +336,24 @@ def _check_module(path: str, module: nn.Module, ignored: Collection[int]) -> Non
                 "sparse=False, or pass its weight as ignored_params."
             )
     for name, value in vars(module).items():
-        if name not in ("_parameters", "_modules", "_buffers") and _holds_parameter(value):
+        if name not in ("_parameters", "_modules", "_buffers") and any(
+            id(param) not in ignored for param in _parameters_in(value)
+        ):
             raise ShardingError(
                 f"{where} holds parameters outside its parameter table, in attribute {name!r}. "
                 "Sharding would leave the full, stale weights there. Replace the module (for RNNs: "
-                "a loop over cells such as nn.LSTMCell), shard only its siblings, or pass its "
-                "parameters as ignored_params and move it out of the sharded model."
+                "a loop over cells such as nn.LSTMCell), or leave these parameters unsharded: pass "
+                "them as ignored_params, such as set(module.parameters()), and average their "
+                "gradients over the ranks yourself."
             )
 
 
-def _holds_parameter(value: object, depth: int = 3) -> bool:
+def _parameters_in(value: object, depth: int = 3) -> Iterator[nn.Parameter]:
     if isinstance(value, nn.Parameter):
-        return True
-    if depth and isinstance(value, (list, tuple, set)):
-        return any(_holds_parameter(item, depth - 1) for item in value)
-    if depth and isinstance(value, dict):
-        return any(_holds_parameter(item, depth - 1) for item in value.values())
-    return False
+        yield value
+    elif depth and isinstance(value, (list, tuple, set, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _parameters_in(item, depth - 1)
 
 
 def _check_parameter(path: str, param: nn.Parameter, mesh: DeviceMesh, packs: bool) -> None:
@@ -364,7 +365,7 @@ def _check_parameter(path: str, param: nn.Parameter, mesh: DeviceMesh, packs: bo
     if param.is_complex():
         raise ShardingError(
             f"parameter {path} is complex; keep its real view (torch.view_as_real) as the "
-            "parameter instead."
+            "parameter instead, or pass it as ignored_params and average its gradient yourself."
         )
     if packs and param.is_meta:
         raise ShardingError(

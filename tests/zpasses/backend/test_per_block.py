@@ -514,6 +514,7 @@ def test_a_budget_that_the_step_exceeds_is_refused_on_all_ranks():
     [
         ({"blocks": "layer.*"}, "no module matches 'layer.*'. Modules of the model: tokens"),
         ({"blocks": "layers.*, haed"}, "no module matches 'haed'"),
+        ({"blocks": "layers"}, "'layers', a ModuleList, which is never called"),
         ({"blocks": 3}, "got blocks=3; expected names of modules"),
         ({"prefetch": -1}, "prefetch=-1; expected a number of graphs >= 0"),
         ({"prefetch": "deep"}, "prefetch"),
@@ -531,6 +532,8 @@ def test_blocks_are_found_by_name_or_in_lists():
     nested = nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(Layer()), Layer()])})
     assert zpasses.compile_blocks(nested) == ["layers.0", "layers.1"]
     assert zpasses.compile_blocks(Net(), "layers.1, head") == ["layers.1", "head"]
+    pairs = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleList([Layer(), Layer()])])})
+    assert zpasses.compile_blocks(pairs) == ["layers.0.0", "layers.0.1"]
 
 
 @pytest.mark.processes

@@ -1,6 +1,7 @@
 """`zpasses.shard`: the sharded model, refused models, and the rest of torch on sharded models."""
 
 import copy
+import io
 import logging
 
 import pytest
@@ -237,6 +238,40 @@ def test_shard_without_a_process_group_is_refused():
     assert not dist.is_initialized()
     with pytest.raises(zpasses.ShardingError, match="init_process_group"):
         zpasses.shard(nn.Linear(2, 2), mesh=None)
+
+
+@on_ranks(2)
+def test_an_rnn_that_is_ignored_stays_in_a_sharded_model():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.LSTM(3, 4), TakesFirst(), nn.Linear(4, 2))
+    model = copy.deepcopy(plain)
+    zpasses.shard(model, mesh=world_mesh(), ignored_params=set(model[0].parameters()))
+    batches = [torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    expected = reference_gradients(plain, batches)
+    _run(model, 3)(batches[dist.get_rank()]).sum().backward()
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            actual = param.grad.full_tensor()
+        else:
+            actual = param.grad
+            dist.all_reduce(actual)
+            actual /= 2
+        torch.testing.assert_close(actual, expected[name])
+
+
+class TakesFirst(nn.Module):
+    def forward(self, outputs):
+        return outputs[0]
+
+
+def test_a_sharded_module_is_copied_but_not_pickled(mesh):
+    model = zpasses.shard(nn.Sequential(nn.Linear(2, 4)), mesh=mesh)
+    copied = copy.deepcopy(model)
+    shards = [each[0].get_parameter("bias").to_local() for each in (copied, model)]
+    assert torch.equal(*shards)
+    for made in (copied, copy.copy(model)):
+        with pytest.raises(zpasses.ShardingError, match=r"Linear .*cannot be pickled.*full_state_"):
+            torch.save(made, io.BytesIO())
 
 
 # --- gradients ------------------------------------------------------------------------------------
