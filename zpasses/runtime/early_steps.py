@@ -25,6 +25,7 @@ from zpasses import compat
 from zpasses.errors import ZpassesError
 from zpasses.runtime.param_value import drop_cached
 from zpasses.runtime.partial_step import PartialStep
+from zpasses.runtime.watched import WatchedShard
 
 log = logging.getLogger("zpasses")
 
@@ -32,8 +33,11 @@ _ATTRIBUTE = "_zpasses_early_step"
 """Attribute of a parameter that may step in backward."""
 
 
-class SteppedGrad(DTensor):
-    """Stands for a gradient with which a parameter has stepped, and which is freed."""
+class SteppedGrad(WatchedShard):
+    """Stands for a gradient with which a parameter has stepped, and which is freed.
+
+    Of an operator on gradients of several classes, torch asks a subclass first.
+    """
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # a disabled C function in DTensor's stub

@@ -25,6 +25,7 @@ from tests.zpasses.layered_models import (
 )
 from zpasses.errors import ZpassesError
 from zpasses.runtime.early_steps import SteppedGrad
+from zpasses.runtime.watched import watch
 from zpasses.testing import fake_world, world_mesh
 
 EAGER = {"codegen": "eager"}
@@ -166,9 +167,15 @@ def after_backward():
     return model, optimizer, tokens, stepped
 
 
+@pytest.mark.parametrize("watched", [False, True])
 @on_ranks(2)
-def test_what_comes_too_late_is_an_error():
+def test_what_comes_too_late_is_an_error(watched):
+    """Also beside gradients of a class that has its own way with operators."""
     model, optimizer, tokens, stepped = after_backward()
+    others = [param for param in model.parameters() if type(param.grad) is not SteppedGrad]
+    for param in others if watched else ():
+        param.grad = watch(param.grad + 0, None)
+    assert others
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     for late in (
