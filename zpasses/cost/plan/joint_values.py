@@ -1,19 +1,22 @@
 """The values of a joint graph: what computes them, and which kernels of forward and backward read
 them, as far as it is equal in all partitions of the graph.
 
-A value is an allocation. Kernels that move with collectives, and what reads reduced gradients, have
+A value is an allocation. What Inductor may compute where it is read takes no time and no memory,
+and what it is computed from is read in its place, because some partition has it so. Kernels that
+move with collectives, and what reads reduced gradients, have
 no fixed place and are left out. Forward is what its results need, and backward is what depends on
 incoming gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor, fx
 
 from zpasses.cost.plan.kept_params import StepProblem
+from zpasses.cost.time.fused_kernels import may_be_inlined, may_write_in_place
 from zpasses.cost.time.roofline import durations_us
 from zpasses.cost.time.step_time import transfer_of
 from zpasses.cost.time.target import current_target
@@ -37,6 +40,7 @@ class Side:
         given: values that are there from the start.
         lasting: values that stay to the end.
         cost_us: duration of each kernel.
+        inlined: kernels whose values may take no memory.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Side:
         given: Collection[Value],
         lasting: Iterable[Value],
         cost_us: Mapping[fx.Node, float],
+        inlined: Collection[fx.Node] = (),
     ) -> None:
         self.place = {node: at for at, node in enumerate(kernels)}
         self.work_us = np.array([cost_us[node] for node in kernels])
@@ -65,10 +70,16 @@ class Side:
         self.first = {**self.first_read, **made, **there}
         """Kernel that makes a value, or else that reads it first."""
         for value, first in self.first.items():
+            if value[0] in inlined:
+                continue
             last = end - 1 if value in self.lasting else self.last_read.get(value, first)
             changes[first] += value_bytes(value)
             changes[last + 1] -= value_bytes(value)
         self.live_bytes = np.cumsum(changes[:-1])
+        for value, last in self.last_read.items():
+            writer = kernels[last]
+            if value not in self.lasting and value[0] not in inlined and may_write_in_place(writer):
+                self.live_bytes[last] -= min(value_bytes(value), nbytes(value_of(writer)))
         """During each kernel, of what it and those before it have made and later ones read."""
 
     @property
@@ -90,8 +101,10 @@ class JointValues:
         self.named = {node.name: node for node in joint.nodes}
         nodes = [node for node in joint.nodes if node.op == "call_function"]
         found = durations_us(nodes, current_target())
+        self._inlined = set(filter(may_be_inlined, nodes))
         self.cost_us = {
-            node: cost if _costs(node) else 0.0 for node, cost in zip(nodes, found, strict=True)
+            node: cost if _costs(node) and node not in self._inlined else 0.0
+            for node, cost in zip(nodes, found, strict=True)
         }
         returned = returned_values(joint)
         user = [each for each in returned[:user_outputs] if isinstance(each, fx.Node)]
@@ -111,10 +124,11 @@ class JointValues:
             Side(
                 [node for node in kernels if node in side],
                 [node for node in apart if node in side],
-                self.read_by,
+                self._read_in(side),
                 given,
                 filter(None, map(self.value_behind, ends)),
                 self.cost_us,
+                self._inlined,
             )
             for side, given, ends in (
                 (self.in_forward, (), user),
@@ -135,6 +149,23 @@ class JointValues:
         """Returns the values that a node reads."""
         found = map(self.value_behind, node.all_input_nodes)
         return [each for each in dict.fromkeys(found) if each is not None]
+
+    def _read_in(self, side: Container[fx.Node]) -> Callable[[fx.Node], list[Value]]:
+        """Returns a function that returns the values which a kernel reads, also through those of
+        its own graph that may be inlined.
+        """
+        known: dict[fx.Node, list[Value]] = {}
+
+        def read(node: fx.Node) -> list[Value]:  # in graph order, so it does not recurse deeply
+            if node not in known:
+                found = dict.fromkeys(self.read_by(node))
+                for source, _ in list(found):
+                    if source in self._inlined and source in side:
+                        found.update(dict.fromkeys(read(source)))
+                known[node] = list(found)
+            return known[node]
+
+        return read
 
     def sources_of(
         self, values: Iterable[Value], is_there: Callable[[Value], bool]

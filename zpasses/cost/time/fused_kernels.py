@@ -197,6 +197,16 @@ class FusedKernels:
         return leaves_of_inputs if len(leaves_of_inputs) <= most else itself
 
 
+def may_be_inlined(node: fx.Node) -> bool:
+    """Whether some graph with a call computes it where it is read."""
+    return fuses() and _is_elementwise(node) and bool(node.users) and _is_read_by_kernels(node)
+
+
+def may_write_in_place(node: fx.Node) -> bool:
+    """Whether some graph with a call has its kernel write over a value that it reads."""
+    return fuses() and _is_fusible(node)
+
+
 def _loaded_bytes(node: fx.Node) -> int:
     """A kernel loads a part of a tensor alone, and what is expanded once."""
     return min(nbytes(value_of(node)), nbytes(value_of(view_base(node))))
