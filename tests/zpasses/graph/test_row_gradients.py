@@ -171,7 +171,7 @@ def test_gradients_in_forward_take_about_the_same_memory(layers, vocab, tokens):
         return max(liveness(each.graph).peak_bytes for each in halves)
 
     for chunks in (2, 4, 8):
-        assert peak(chunks, "forward") <= 1.01 * peak(chunks, "backward")
+        assert peak(chunks, "forward") <= 1.03 * peak(chunks, "backward")
 
 
 def test_a_checkpointed_loss_computes_its_gradients_once():
