@@ -64,7 +64,7 @@ def test_copies_beside_kernels_are_predicted_once_the_bandwidth_is_fitted_to_one
     found = offloaded(FITTED_GB_S)
     assert found[most] == pytest.approx(OFFLOADED[most][1], abs=1.5)  # fit
     held_out = {gb: change for gb, change in found.items() if gb != most}
-    expected = {5.0: 1.0, 8.0: 1.1, 10.0: 1.7}
+    expected = {5.0: 0.6, 8.0: 0.8, 10.0: 1.8}
     assert held_out == pytest.approx(expected, abs=0.3)
     for gb, change in held_out.items():
         loss = 100 * (1 - 1 / (1 + change / 100))
@@ -74,7 +74,7 @@ def test_copies_beside_kernels_are_predicted_once_the_bandwidth_is_fitted_to_one
 @pytest.mark.slow(quick="test_streamed_states_take_as_long_as_their_buckets, of other copies")
 def test_bandwidth_of_the_target_is_too_low_for_torchtitan():
     found = offloaded(TARGETS["h100"].host_out_gb_s, (10.0, 18.8))
-    assert found == pytest.approx({10.0: 16.9, 18.8: 79.1}, abs=1.0)
+    assert found == pytest.approx({10.0: 19.4, 18.8: 81.9}, abs=1.0)
 
 
 @pytest.mark.slow(quick="test_streamed_states_are_between_the_published_forms, of blocking copies")
@@ -101,7 +101,7 @@ def test_chunks_of_the_loss_are_as_far_from_what_was_published_as_the_docs_say()
     found = chunked()
     (ms, gb), (published_ms, published_gb) = found[1], CHUNKS[1]
     assert gb == pytest.approx(published_gb, rel=0.03)
-    for chunks, off_ms, off_gb in ((4, 4.3, 26.1), (8, 7.8, 15.1), (16, 13.3, 9.6)):
+    for chunks, off_ms, off_gb in ((4, 4.3, 5.0), (8, 7.8, 5.6), (16, 13.3, 5.9)):
         taken, held = found[chunks]
         slower = percent(ms, taken) - percent(published_ms, CHUNKS[chunks][0])
         assert -slower == pytest.approx(off_ms, abs=0.3)
