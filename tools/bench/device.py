@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from zpasses import compat
-from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.cost.time.step_time import step_time
 from zpasses.cost.time.target import Target
 from zpasses.pipeline.events import ObservedGraph, observe_graphs
@@ -181,8 +180,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
     def predict(event: ObservedGraph) -> None:
         if event.kind in ("forward", "backward"):
-            with use_fusion(True):
-                predicted.append(step_time([event.graph], target).total_us / 1e6)
+            predicted.append(step_time([event.graph], target).total_us / 1e6)
 
     def wait() -> None:
         if memory is not None:

@@ -60,8 +60,8 @@ _ACTIVATIONS = (1.0, 0.7, 0.4, 0.2, 0.1)
 computes single values again."""
 _CHUNKS = (2, 4, 8, 16, 32)
 """Numbers of chunks of the loss that are tried with a budget. Each is tried in one form: gradients
-in forward take less time than those in backward, and no more memory, as both hold the same values
-while they compute a chunk."""
+in forward take less time than those in backward, and about as much memory, as both hold the same
+values while they compute a chunk."""
 WHOLE = 0.999
 """Least share of the parameters of a graph that is a whole step."""
 _MARGIN = 1.004

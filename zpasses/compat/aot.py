@@ -170,8 +170,8 @@ def save_inputs_of_views(
     places = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     for value in returned[num_fwd_outputs:]:
         source, *views = _views_of_input(value)
-        if not views or source in changed:
-            continue
+        if not views or source in changed or value.meta.get("saved_tensor_with_no_vc_check"):
+            continue  # torch counts the latter by their marks, and has them behind the others
         place, at = places[value.name], saved.index(value, num_fwd_outputs)
         if source in saved[num_fwd_outputs:]:
             made = places[source.name]

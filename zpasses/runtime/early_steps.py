@@ -3,7 +3,8 @@ earlier blocks still runs. `zpasses.step_in_backward` says when it serves.
 
 A parameter may step when no gradient of it is still to come. Each call that reads it in forward
 expects one, and its backward brings it. Where a gradient comes that nobody expected, such as in a
-second backward before `optimizer.step()`, the parameter has stepped already: that is an error.
+second backward before `optimizer.step()`, the parameter has stepped already: that is an error, also
+if the program has dropped all gradients in order to skip a step.
 
 Until `optimizer.step()`, such a parameter has a `SteppedGrad`, which no operator takes. So clipping
 and gradient scaling, which would come too late, say so.
@@ -83,14 +84,15 @@ class EarlyStep:
         """Whether any parameter has ever stepped in backward."""
         self._warned = False
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the optimizer exists. Otherwise its parameters have gradients like others."""
+        return self._optimizer() is not None
+
     def run(self, params: Sequence[DTensor]) -> None:
         """Step parameters that have their gradients, and free these."""
         optimizer = self._optimizer()
-        if optimizer is None:
-            raise ZpassesError(
-                "step_in_backward: the optimizer no longer exists, and a backward brings gradients "
-                "of its parameters. Keep the optimizer, or shard a new model for another one."
-            )
+        assert optimizer is not None
         if self._partial is None:
             self._partial, self._settings = PartialStep(optimizer), settings_of(optimizer)
         number = {
@@ -103,6 +105,8 @@ class EarlyStep:
             part[number[param]].append(param)
         self._stepped += params
         self.has_stepped = True
+        for param in params:
+            _expected(param).has_stepped = True  # type: ignore[union-attr]
         try:
             self._partial.run(part)
         finally:
@@ -138,8 +142,9 @@ class EarlyStep:
                 param.grad = None
         self._stepped.clear()
         for param in params:
-            if (found := getattr(param, _ATTRIBUTE, None)) is not None:
-                found.gradients = 0  # of calls whose backward did not run
+            if (found := _expected(param)) is not None:
+                # Calls may have expected gradients whose backward did not run.
+                found.gradients, found.has_stepped = 0, False
         return partial
 
 
@@ -158,29 +163,37 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 class _Expected:
     """What a parameter waits for."""
 
-    __slots__ = ("gradients", "step")
+    __slots__ = ("gradients", "has_stepped", "step")
 
     def __init__(self, step: EarlyStep) -> None:
         self.step = step
         self.gradients = 0
         """How many backwards will still bring one."""
+        self.has_stepped = False
+        """Since the last `optimizer.step()`, also if the program has dropped its gradient."""
 
 
-def step_early(params: Iterable[DTensor], step: EarlyStep | None) -> None:
-    """Let parameters step in backward; None ends that."""
+def step_early(params: Iterable[DTensor], step: EarlyStep) -> None:
+    """Let parameters step in backward."""
     global _any
+    _any = True
     for param in params:
-        setattr(param, _ATTRIBUTE, None if step is None else _Expected(step))
-        _any = _any or step is not None
+        if early_step_of(param) is not step:
+            setattr(param, _ATTRIBUTE, _Expected(step))
 
 
 _any = False
 """Whether any parameter of this process steps early. Calls need not look before."""
 
 
+def _expected(param: Any) -> _Expected | None:
+    found: _Expected | None = getattr(param, _ATTRIBUTE, None) if _any else None
+    return found if found is not None and found.step.is_alive else None
+
+
 def early_step_of(param: Any) -> EarlyStep | None:
     """Returns what steps a parameter in backward; None if nothing does."""
-    found: _Expected | None = getattr(param, _ATTRIBUTE, None)
+    found = _expected(param)
     return None if found is None else found.step
 
 
@@ -193,9 +206,9 @@ def expect_gradients(params: Iterable[Any]) -> None:
     if not _any or compat.in_backward():  # a checkpoint, whose first call has said so
         return
     for param in params:
-        found: _Expected | None = getattr(param, _ATTRIBUTE, None)
+        found = _expected(param)
         if found is not None and param.requires_grad:
-            if type(param.grad) is SteppedGrad:
+            if found.has_stepped:
                 raise _too_late("this call reads it again for a backward")
             found.gradients += 1
 
@@ -205,8 +218,7 @@ def gradients_came(params: Iterable[Any]) -> None:
     if not _any:
         return
     for param in params:
-        found: _Expected | None = getattr(param, _ATTRIBUTE, None)
-        if found is not None:
+        if (found := _expected(param)) is not None:
             found.gradients = max(0, found.gradients - 1)
 
 
@@ -216,10 +228,10 @@ def is_complete(param: Any, grad: Tensor) -> bool:
     Raises:
         ZpassesError: if it has stepped already.
     """
-    found: _Expected | None = getattr(param, _ATTRIBUTE, None) if _any else None
+    found = _expected(param)
     if found is None:
         return False
-    if type(param.grad) is SteppedGrad:
+    if found.has_stepped:
         raise _too_late("another gradient of it arrives")
     return found.gradients == 0 and param.grad is None and not grad.requires_grad
 
@@ -228,8 +240,8 @@ def _too_late(what: str) -> ZpassesError:
     return ZpassesError(
         f"a parameter has stepped in backward (zpasses.step_in_backward), and {what} before "
         "optimizer.step(). To accumulate gradients over several backwards, open "
-        "zpasses.coalesce_grad_reduction or give backwards_per_step. The parameters that have "
-        "stepped keep their new values: start again from a checkpoint."
+        "zpasses.coalesce_grad_reduction or give backwards_per_step. A step cannot be skipped. The "
+        "parameters that have stepped keep their new values: start again from a checkpoint."
     )
 
 

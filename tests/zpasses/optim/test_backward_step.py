@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import logging
 from functools import partial
 
@@ -193,6 +194,34 @@ def test_what_comes_too_late_is_an_error(watched):
     optimizer.param_groups[0]["lr"] *= 2
     with pytest.raises(ZpassesError, match="its settings have changed since the backward"):
         optimizer.step()
+
+
+@on_ranks(2)
+def test_a_step_cannot_be_skipped():
+    """A program that drops the gradients, as after a loss that is not finite, has stepped."""
+    model, optimizer, tokens, _ = after_backward()
+    optimizer.zero_grad()
+    with pytest.raises(ZpassesError, match="A step cannot be skipped"):
+        model(tokens)
+    optimizer.step()
+    model(tokens).backward()
+
+
+@on_ranks(2)
+def test_another_optimizer_takes_over_when_the_first_is_gone():
+    model, optimizer, tokens, _ = after_backward()
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    model.zero_grad()
+    model(tokens).backward()
+    assert not any(type(param.grad) is SteppedGrad for param in model.parameters())
+    model.zero_grad()
+    other = zpasses.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(tokens)
+    zpasses.step_in_backward(other)  # again, which changes nothing
+    loss.backward()
+    assert any(type(param.grad) is SteppedGrad for param in model.parameters())
 
 
 @on_ranks(2)

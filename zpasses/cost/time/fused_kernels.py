@@ -10,7 +10,7 @@ values count them twice, although Inductor fuses some of these, too.
 Only what runs operator by operator (`codegen="eager"`) does not count so, inside `use_fusion`.
 
 Without this, a graph with Inductor's decompositions would count each of them as a pass over memory:
-on an H200, 73 ms for a step that takes 43, and 149 for a loss that takes 40 (docs/measurements.md).
+on an H200, 72 ms for a step that takes 43, and 157 for a loss that takes 40 (docs/measurements.md).
 """
 
 from __future__ import annotations
