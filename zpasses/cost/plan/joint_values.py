@@ -1,16 +1,15 @@
 """The values of a joint graph: what computes them, and which kernels of forward and backward read
 them, as far as it is equal in all partitions of the graph.
 
-A value is an allocation. What Inductor may compute where it is read takes no time and no memory,
-and what it is computed from is read in its place, because some partition has it so. Kernels that
-move with collectives, and what reads reduced gradients, have
-no fixed place and are left out. Forward is what its results need, and backward is what depends on
-incoming gradients.
+A value is an allocation. What Inductor may compute where it is read takes no time and no memory
+here, although it keeps alive what it is computed from: a kernel may also write it, and then does
+not. Kernels that move with collectives, and what reads reduced gradients, have no fixed place and
+are left out. Forward is what its results need, and backward is what depends on incoming gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor, fx
@@ -76,10 +75,13 @@ class Side:
             changes[first] += value_bytes(value)
             changes[last + 1] -= value_bytes(value)
         self.live_bytes = np.cumsum(changes[:-1])
+        spared = np.zeros_like(self.live_bytes)
         for value, last in self.last_read.items():
             writer = kernels[last]
             if value not in self.lasting and value[0] not in inlined and may_write_in_place(writer):
-                self.live_bytes[last] -= min(value_bytes(value), nbytes(value_of(writer)))
+                most = min(value_bytes(value), nbytes(value_of(writer)))
+                spared[last] = max(spared[last], most)
+        self.live_bytes -= spared
         """During each kernel, of what it and those before it have made and later ones read."""
 
     @property
@@ -124,7 +126,7 @@ class JointValues:
             Side(
                 [node for node in kernels if node in side],
                 [node for node in apart if node in side],
-                self._read_in(side),
+                self.read_by,
                 given,
                 filter(None, map(self.value_behind, ends)),
                 self.cost_us,
@@ -149,23 +151,6 @@ class JointValues:
         """Returns the values that a node reads."""
         found = map(self.value_behind, node.all_input_nodes)
         return [each for each in dict.fromkeys(found) if each is not None]
-
-    def _read_in(self, side: Container[fx.Node]) -> Callable[[fx.Node], list[Value]]:
-        """Returns a function that returns the values which a kernel reads, also through those of
-        its own graph that may be inlined.
-        """
-        known: dict[fx.Node, list[Value]] = {}
-
-        def read(node: fx.Node) -> list[Value]:  # in graph order, so it does not recurse deeply
-            if node not in known:
-                found = dict.fromkeys(self.read_by(node))
-                for source, _ in list(found):
-                    if source in self._inlined and source in side:
-                        found.update(dict.fromkeys(read(source)))
-                known[node] = list(found)
-            return known[node]
-
-        return read
 
     def sources_of(
         self, values: Iterable[Value], is_there: Callable[[Value], bool]
