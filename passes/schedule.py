@@ -86,8 +86,8 @@ class Schedule(Pass):
     """Largest size of the full tensors in one launch of `one-ahead` and `single`, in MiB; 0 merges
     nothing, and `none` allows 25. It is halved until the peak is within the budget. `auto` refuses
     it, because it searches sizes itself."""
-    memory_budget: str = "25% up to 16MiB"
-    """By how much the graph's peak memory may rise (`10%`, `+16MiB`, or `25% up to 16MiB`, which
+    memory_budget: str = "30%"
+    """By how much the graph's peak memory may rise (`10%`, `+16MiB`, or `25% up to 4GiB`, which
     has both limits), or the peak that it may reach (`60GiB`). A rise counts from the peak with one
     gather and one reduction in flight. A peak below that of the graph without overlap counts as
     that of the graph."""

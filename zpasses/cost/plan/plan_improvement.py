@@ -1,54 +1,41 @@
-"""Improve a plan by merging launches that follow each other, and by choosing their routes."""
+"""Improve a plan by small changes, each of which is kept if the plan gets better."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, NamedTuple
 
 from zpasses.cost.plan.list_scheduler import can_share
 from zpasses.cost.plan.schedule_evaluation import Action, Plan
-from zpasses.cost.plan.schedule_problem import ScheduleProblem
+from zpasses.cost.plan.schedule_problem import Job, ScheduleProblem
 
 Rank = tuple[Any, ...]
 
 
-def merge_launches(
+def improve_plan(
     problem: ScheduleProblem, plan: Plan, rank: Callable[[Plan], Rank], most: int
-) -> Plan:
-    """Merges neighbouring launches as long as the plan gets better.
+) -> list[Plan]:
+    """Changes a plan at one place after another, by simulated annealing.
 
-    Gathers start where the first of them started and are awaited where the first was. Reductions
-    start where the last of them started and are awaited where the last was.
+    A start or a wait moves to another slot, a launch takes members of another or all of it, some
+    members get a launch of their own, or a gather takes another route. The changes are drawn with a
+    fixed seed, so the result depends on nothing but the arguments.
 
     Args:
         problem: the graph.
         plan: the plan to improve.
-        rank: how good a plan is; lower is better.
-        most: how many plans to try at most.
+        rank: how good a plan is; lower is better. First come the bytes above the limit, then the
+            duration.
+        most: how many changes to draw. Those that are not possible cost little.
 
     Returns:
-        The best plan that was found.
+        Plans of which each is better than those before it; none if the given one is best.
     """
-    best, tried, changed = rank(plan), 0, True
-    while changed:
-        changed = False
-        at = 0
-        while at < len(plan.launches):
-            after = _next_launch(problem, plan, at)
-            if after is None:
-                at += 1
-                continue
-            if tried >= most:
-                return plan
-            tried += 1
-            merged = _merged(problem, plan, at, after)
-            found = rank(merged)
-            if found < best:
-                plan, best, changed = merged, found, True
-            else:
-                at += 1
-    return plan
+    return _LocalSearch(problem, plan).run(rank, most)
 
 
 def choose_routes(
@@ -56,7 +43,11 @@ def choose_routes(
 ) -> Plan:
     """Moves launches of gathers to copy engines, or back, as long as the plan gets better.
 
-    Args and result are those of `merge_launches`.
+    Args:
+        problem: the graph.
+        plan: the plan to improve.
+        rank: as for `improve_plan`.
+        most: how many plans to try at most.
     """
     best, tried, changed = rank(plan), 0, problem.has_engines
     while changed:
@@ -81,36 +72,186 @@ def engine_launches(problem: ScheduleProblem, plan: Plan) -> list[int]:
     ]
 
 
-def _next_launch(problem: ScheduleProblem, plan: Plan, at: int) -> int | None:
-    """Returns the next launch that can share one with launch `at`."""
-    first = problem.jobs[plan.launches[at][0]]
-    if first.key.mode == "single":
-        return None
-    for number in range(at + 1, len(plan.launches)):
-        if can_share(first, problem.jobs[plan.launches[number][0]]):
-            return number
-    return None
+class _Place(NamedTuple):
+    slot: int
+    order: float
+    """Among the starts and waits of the slot: from 0 to 1."""
 
 
-def _merged(problem: ScheduleProblem, plan: Plan, at: int, after: int) -> Plan:
-    gathers = problem.jobs[plan.launches[at][0]].is_gather
-    launches = list(plan.launches)
-    launches[at] = tuple(sorted((*launches[at], *launches[after])))
-    del launches[after]
-    engines = frozenset(each - int(each > after) for each in plan.engines if each != after)
-    return Plan(tuple(launches), tuple(_actions(plan, at, after, keep_first=gathers)), engines)
+@dataclass(frozen=True)
+class _Launch:
+    members: tuple[int, ...]
+    """Job numbers, in order."""
+    start: _Place
+    wait: _Place
+    by_engine: bool
 
 
-def _actions(plan: Plan, at: int, after: int, *, keep_first: bool) -> Iterator[Action]:
-    """Yields the actions, with one of each kind for the two launches."""
-    places: dict[str, list[int]] = {"start": [], "wait": []}
-    for place, action in enumerate(plan.actions):
-        if action.launch in (at, after):
-            places[action.kind].append(place)
-    kept = {kind: min(each) if keep_first else max(each) for kind, each in places.items()}
-    for place, action in enumerate(plan.actions):
-        if action.launch in (at, after):
-            if place == kept[action.kind]:
-                yield Action(action.slot, action.kind, at)
+class _LocalSearch:
+    def __init__(self, problem: ScheduleProblem, plan: Plan) -> None:
+        self._problem, self._random = problem, Random(0)
+        self._launches = _launches_of(plan)
+        slots = {action.slot for action in plan.actions}
+        slots.update(slot for job in problem.jobs for slot in (job.earliest, job.latest))
+        self._slots = sorted(slots)
+        """Where something can become possible or impossible."""
+
+    def run(self, rank: Callable[[Plan], Rank], most: int) -> list[Plan]:
+        best = current = rank(_plan_of(self._launches))
+        better = []
+        for drawn in range(most):
+            launches = self._changed()
+            if launches is None:
+                continue
+            plan = _plan_of(launches)
+            found = rank(plan)
+            tolerated = _TOLERATED * best[1] * (1 - drawn / most)
+            if found < current or self._accepts(found, current, tolerated):
+                current, self._launches = found, launches
+                if found < best:
+                    best = found
+                    better.append(plan)
+        return better
+
+    def _accepts(self, found: Rank, current: Rank, tolerated: float) -> bool:
+        """Whether to go on with a plan that is no better. Some are the way to a better one."""
+        if found[0] > current[0] or not tolerated:
+            return False
+        return self._random.random() < math.exp((current[1] - found[1]) / tolerated)
+
+    def _changed(self) -> list[_Launch] | None:
+        """Returns the launches with one change; None if what was drawn is impossible."""
+        number = self._random.randrange(len(self._launches))
+        move = self._random.choice(_MOVES[self._problem.has_engines])
+        changed = move(self, number)
+        if changed is None or not all(map(self._is_possible, changed.values())):
+            return None
+        launches = dict(enumerate(self._launches)) | changed
+        return [launch for launch in launches.values() if launch.members]
+
+    def _is_possible(self, launch: _Launch) -> bool:
+        jobs = self._jobs(launch)
+        return not jobs or (
+            _first_start(jobs) <= launch.start.slot
+            and launch.start < launch.wait
+            and launch.wait.slot <= _last_wait(jobs)
+        )
+
+    def _jobs(self, launch: _Launch) -> list[Job]:
+        return [self._problem.jobs[number] for number in launch.members]
+
+    # --- changes: each returns the launches that change, by their number ------------------------
+    def _move_start(self, number: int) -> dict[int, _Launch] | None:
+        launch = self._launches[number]
+        start = self._near(launch.start)
+        return None if start is None else {number: replace(launch, start=start)}
+
+    def _move_wait(self, number: int) -> dict[int, _Launch] | None:
+        launch = self._launches[number]
+        wait = self._near(launch.wait)
+        return None if wait is None else {number: replace(launch, wait=wait)}
+
+    def _near(self, place: _Place) -> _Place | None:
+        """Returns a place in the same slot or, less often the farther it is, in another."""
+        distance = int(self._random.expovariate(_NEAR)) * self._random.choice((-1, 1))
+        at = bisect_left(self._slots, place.slot) + distance
+        return self._at(self._slots[at]) if 0 <= at < len(self._slots) else None
+
+    def _at(self, slot: int) -> _Place:
+        return _Place(slot, self._random.random())
+
+    def _move_members(self, number: int) -> dict[int, _Launch] | None:
+        """Moves the first or the last members of a launch, or all of them, to another launch."""
+        giver, to = self._launches[number], self._random.randrange(len(self._launches))
+        taker, jobs = self._launches[to], self._problem.jobs
+        if to == number or not can_share(jobs[giver.members[0]], jobs[taker.members[0]]):
+            return None
+        kept, moved = self._cut(giver, self._random.randint(1, len(giver.members)))
+        taker = replace(taker, members=tuple(sorted((*taker.members, *moved))))
+        return {number: replace(giver, members=kept), to: self._settled(taker)}
+
+    def _split(self, number: int) -> dict[int, _Launch] | None:
+        """Gives the first or the last members of a launch one of their own."""
+        launch = self._launches[number]
+        if len(launch.members) < 2:
+            return None
+        kept, moved = self._cut(launch, self._random.randrange(1, len(launch.members)))
+        first, second = (replace(launch, members=each) for each in (kept, moved))
+        jobs = self._jobs(second)
+        if jobs[0].is_gather:
+            second = replace(second, wait=self._at(_last_wait(jobs)))
         else:
-            yield Action(action.slot, action.kind, action.launch - int(action.launch > after))
+            second = replace(second, start=self._at(_first_start(jobs)))
+        return {number: first, len(self._launches): second}
+
+    def _change_route(self, number: int) -> dict[int, _Launch] | None:
+        launch = self._launches[number]
+        if self._problem.jobs[launch.members[0]].by_engine is None:
+            return None
+        return {number: replace(launch, by_engine=not launch.by_engine)}
+
+    def _cut(self, launch: _Launch, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the members without the first or the last `count` of them, and these."""
+        if self._random.random() < 0.5:
+            return launch.members[count:], launch.members[:count]
+        return launch.members[:-count], launch.members[-count:]
+
+    def _settled(self, launch: _Launch) -> _Launch:
+        """Returns a launch with new members, which starts and is awaited where these allow it."""
+        jobs = self._jobs(launch)
+        first, last = _first_start(jobs), _last_wait(jobs)
+        if launch.start.slot < first:
+            launch = replace(launch, start=self._at(first))
+        if launch.wait.slot > last:
+            launch = replace(launch, wait=self._at(last))
+        return launch
+
+
+_MEMBERS = _LocalSearch._move_members, _LocalSearch._move_members, _LocalSearch._split
+_PLACES = _LocalSearch._move_start, _LocalSearch._move_start, _LocalSearch._move_wait
+_MOVES = {
+    False: (*_MEMBERS, *_PLACES),
+    True: (*_MEMBERS, *_PLACES, _LocalSearch._change_route),
+}
+"""What is drawn, by whether copy engines can run gathers. A wait gains less often than a start."""
+_NEAR = 0.3
+"""Parameter of the exponential distribution of distances, in slots."""
+_TOLERATED = 0.001
+"""Share of the duration that a change may cost at first and is still accepted by one in e."""
+
+
+def _first_start(jobs: Iterable[Job]) -> int:
+    return max(job.earliest for job in jobs)
+
+
+def _last_wait(jobs: Iterable[Job]) -> int:
+    return min(job.latest for job in jobs)
+
+
+def _launches_of(plan: Plan) -> list[_Launch]:
+    places = {
+        (action.kind, action.launch): _Place(action.slot, at / len(plan.actions))
+        for at, action in enumerate(plan.actions)
+    }
+    return [
+        _Launch(
+            members,
+            places["start", number],
+            places["wait", number],
+            number in plan.engines,
+        )
+        for number, members in enumerate(plan.launches)
+    ]
+
+
+def _plan_of(launches: list[_Launch]) -> Plan:
+    places: list[tuple[_Place, Action]] = []
+    for number, launch in enumerate(launches):
+        places.append((launch.start, Action(launch.start.slot, "start", number)))
+        places.append((launch.wait, Action(launch.wait.slot, "wait", number)))
+    places.sort(key=lambda each: each[0])
+    return Plan(
+        tuple(launch.members for launch in launches),
+        tuple(action for _, action in places),
+        frozenset(number for number, launch in enumerate(launches) if launch.by_engine),
+    )

@@ -119,25 +119,37 @@ def cost_of(problem: ScheduleProblem, plan: Plan, number: int) -> LaunchCost:
 
 def _run(problem: ScheduleProblem, plan: Plan, factor: float) -> Clock:
     clock = Clock()
-    at, fixed, reloaded_us = 0, 0, 0.0
-    actions: list[Action | None] = [*plan.actions, None]
-    for slot, work in enumerate(problem.work_us):
-        while (action := actions[at]) is not None and action.slot == slot:
-            at += 1
-            cost = cost_of(problem, plan, action.launch)
-            if action.kind == "start":
-                if cost.reload_us:
-                    reloaded_us += factor * cost.reload_us
-                    clock.idle_until(reloaded_us)
-                clock.work(cost.start_work_us)
-                duration = factor * cost.duration_us
-                clock.enqueue(action.launch, duration, cost.members[0].timing)
-            else:
-                clock.wait(action.launch)
-                clock.work(cost.wait_work_us)
-        fixed = run_fixed_events(clock, problem, slot, fixed)
-        clock.work(work)
+    here, fixed, reloaded_us = 0, 0, 0.0
+    for action in plan.actions:
+        here, fixed = _run_until(clock, problem, action.slot, here, fixed)
+        cost = cost_of(problem, plan, action.launch)
+        if action.kind == "start":
+            if cost.reload_us:
+                reloaded_us += factor * cost.reload_us
+                clock.idle_until(reloaded_us)
+            clock.work(cost.start_work_us)
+            duration = factor * cost.duration_us
+            clock.enqueue(action.launch, duration, cost.members[0].timing)
+        else:
+            clock.wait(action.launch)
+            clock.work(cost.wait_work_us)
+    _run_until(clock, problem, len(problem.work_us), here, fixed)
     return clock
+
+
+def _run_until(
+    clock: Clock, problem: ScheduleProblem, slot: int, here: int, fixed: int
+) -> tuple[int, int]:
+    """Runs what does not move between two slots: kernels, and events from `problem.fixed[fixed]`
+    on. Returns the slot, and the index of the first event from there on.
+    """
+    before = problem.work_before_us
+    while fixed < len(problem.fixed) and problem.fixed[fixed].slot < slot:
+        there = problem.fixed[fixed].slot
+        clock.work(before[there] - before[here])
+        here, fixed = there, run_fixed_events(clock, problem, there, fixed)
+    clock.work(before[slot] - before[here])
+    return slot, fixed
 
 
 def run_fixed_events(clock: Clock, problem: ScheduleProblem, slot: int, at: int) -> int:
@@ -160,10 +172,13 @@ def live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:
     """Returns the largest live memory in each segment."""
     changes = [0] * (len(problem.slots) + 1)
     starts: dict[int, int] = {}
-    last_start = -1
+    here, started_here = -1, 0
     for action in plan.actions:
+        if action.slot != here:
+            here, started_here = action.slot, 0
         if action.kind == "start":
-            starts[action.launch] = last_start = action.slot
+            starts[action.launch] = here
+            started_here += 1
             continue
         start, wait = starts[action.launch], action.slot
         cost = cost_of(problem, plan, action.launch)
@@ -173,7 +188,7 @@ def live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:
         # What starts in the same slot before the wait exists beside what the wait frees, and so do
         # gradients beside the packed copy of them.
         packs = start == wait and len(cost.members) > 1 and bool(cost.members[0].packed_bytes)
-        end = wait + int(packs or last_start == wait != start)
+        end = wait + int(packs or started_here > int(start == wait))
         for job in cost.members:
             first, after, held = (
                 (start, max(start, job.latest), job.ahead_bytes)

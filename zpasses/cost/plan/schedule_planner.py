@@ -9,7 +9,7 @@ from typing import Any
 
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.list_scheduler import Policy, list_schedule
-from zpasses.cost.plan.plan_improvement import choose_routes, engine_launches, merge_launches
+from zpasses.cost.plan.plan_improvement import engine_launches, improve_plan
 from zpasses.cost.plan.schedule_evaluation import Cost, Plan, duration_us, evaluate
 from zpasses.cost.plan.schedule_problem import ScheduleProblem
 from zpasses.cost.plan.simple_plans import CAP_BYTES, one_ahead_plan, simple_plans, single_plan
@@ -67,37 +67,52 @@ def plan_schedule(
 
 
 _CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("gather_latencies", (8.0, 2.0, 32.0, 128.0)),
-    ("reduction_latencies", (8.0, 32.0, 128.0)),
-    ("end_us", (1.0, 1.03, 1.07, 1.15)),
-    ("horizon", (1.5, 4.0, math.inf)),
-    ("collect_until", (math.inf, 4.0, 1.0, 0.0)),
+    ("gather_latencies", (8.0, 32.0)),
+    ("reduction_latencies", (8.0, 32.0)),
+    ("end_us", (1.0, 1.07)),
+    ("horizon", (1.5, math.inf)),
+    ("collect_until", (math.inf, 1.0)),
     ("memory_share", (1.0, 0.5)),
 )
-"""Values of the fields of `Policy`, each of which wins in some row of `bench schedule`. `end_us` is
-given in bounds. `memory_share` is no field: it is the share of the memory above that of one gather
-and one reduction in flight, since more in flight is not always faster."""
+"""Values of the fields of `Policy`, from which the search by changes goes on. `end_us` is given in
+bounds. `memory_share` is no field: it is the share of the memory above that of one gather and one
+reduction in flight, since more in flight is not always faster."""
 _MOST_WORK = 400_000
 """Segments and collectives that all compared plans have together, for graphs with many."""
 _FEWEST_PLANS, _ROUNDS = 12, 2
+_CHANGES_PER_PLAN = 10
+"""Changes that are drawn in quick estimates, per plan to compare."""
+_PRICE = 0.005
+"""Share of its duration by which a plan must be faster to be worth the whole of the memory above
+that of one gather and one reduction in flight."""
+
+
+def _most_changes(jobs: int) -> int:
+    """How many changes to draw for a graph: about a second of them for 40 collectives and more."""
+    return min(4 * jobs**2, 160 * jobs, 600_000 // max(1, jobs))
 
 
 class _Search:
     def __init__(self, problem: ScheduleProblem, limit_bytes: int, most: int | None) -> None:
         self._problem, self._limit = problem, limit_bytes
         self._bound_us = schedule_bound_us(problem)
+        one_ahead = evaluate(problem, one_ahead_plan(problem))
+        self._least = min(limit_bytes, one_ahead.peak_bytes)
+        """Peak with one gather and one reduction in flight."""
         self._found: list[tuple[_Rank, Plan, Cost]] = []
         self._costs: dict[Plan, Cost] = {}
         """Policies often lead to the same plan."""
         self._made_by: dict[Plan, str] = {}
         size = len(problem.slots) + 8 * len(problem.jobs)
-        self._most = max(_FEWEST_PLANS, _MOST_WORK // max(1, size)) if most is None else most
+        if most is None:
+            self._most = max(_FEWEST_PLANS, _MOST_WORK // max(1, size))
+            self._most_changes = _most_changes(len(problem.jobs))
+        else:
+            self._most, self._most_changes = most, _CHANGES_PER_PLAN * most
 
     def run(self) -> Planned:
-        one_ahead = one_ahead_plan(self._problem)
         simple = list(simple_plans(self._problem, "one-ahead", CAP_BYTES))
         self._simple = [self._offer(plan, "no search") for plan in simple]
-        self._least = min(self._limit, evaluate(self._problem, one_ahead).peak_bytes)
         first = {name: each[0] for name, each in _CHOICES} | {"engines": False}
         values = self._climb(first, self._most)
         if self._problem.has_engines:
@@ -106,12 +121,11 @@ class _Search:
             engines = self._climb({**values, "engines": True}, most)
             values = min(values, engines, key=self._try)
         self._found.sort(key=lambda found: found[0])
-        for start in (one_ahead, self._found[0][1]):
-            plan = merge_launches(self._problem, start, self._offer, self._most)
-            choose_routes(self._problem, plan, self._offer, self._most)
+        best = self._found[0][1]
+        for plan in improve_plan(self._problem, best, self._rank, self._most_changes):
+            self._offer(plan, "changes of other plans")
         plan, cost = self._most_tolerant(values)
-        made_by = self._made_by.get(plan, "a change of other plans")
-        _log.debug("schedule: of %d plans, the one by %s", len(self._costs), made_by)
+        _log.debug("schedule: of %d plans, the one by %s", len(self._costs), self._made_by[plan])
         return Planned(
             plan,
             cost,
@@ -149,16 +163,23 @@ class _Search:
         made_by = ", ".join(f"{name}={value:g}" for name, value in values.items())
         return self._offer(plan, made_by)
 
-    def _offer(self, plan: Plan, made_by: str | None = None) -> _Rank:
-        if made_by is not None:
-            self._made_by.setdefault(plan, made_by)
+    def _offer(self, plan: Plan, made_by: str) -> _Rank:
+        self._made_by.setdefault(plan, made_by)
         cost = self._costs.get(plan)
         if cost is None:
             cost = self._costs[plan] = evaluate(self._problem, plan)
-        excess = max(0, cost.peak_bytes - self._limit)
-        rank = excess, round(cost.total_us, 3), len(plan.launches), cost.peak_bytes
+        rank = self._rank_of(plan, cost)
         self._found.append((rank, plan, cost))
         return rank
+
+    def _rank(self, plan: Plan) -> _Rank:
+        return self._rank_of(plan, evaluate(self._problem, plan))
+
+    def _rank_of(self, plan: Plan, cost: Cost) -> _Rank:
+        excess = max(0, cost.peak_bytes - self._limit)
+        more = max(0, cost.peak_bytes - excess - self._least) / max(1, self._limit - self._least)
+        priced = round(cost.total_us * (1 + _PRICE * more), 3)
+        return excess, priced, len(plan.launches), cost.peak_bytes
 
     def _most_tolerant(self, values: _Values) -> tuple[Plan, Cost]:
         """Returns the plan that loses least if collectives take longer than predicted, of those
@@ -184,6 +205,6 @@ class _Search:
 _Values = dict[str, Any]
 """Of the fields of `_CHOICES`, and whether copy engines take gathers."""
 _Rank = tuple[int, float, int, int]
-"""Bytes above the limit, microseconds, launches, peak; lower is better."""
+"""Bytes above the limit, microseconds with the price of memory, launches, peak; lower is better."""
 _COVERS = (2.5, 6.0)
 _SLOWER, _TOLERANCE, _MOST_NEAR = 1.5, 0.004, 12

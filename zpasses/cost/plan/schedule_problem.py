@@ -11,6 +11,7 @@ slot `s` is the place right before segment `s`. Figures of memory are equal on a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -199,6 +200,11 @@ class ScheduleProblem:
     def end(self) -> int:
         """The slot before the graph's output."""
         return len(self.slots) - 1
+
+    @cached_property
+    def work_before_us(self) -> tuple[float, ...]:
+        """Duration of the kernels before each slot, and of all kernels."""
+        return tuple(itertools.accumulate(self.work_us, initial=0.0))
 
     @cached_property
     def on_engines(self) -> ScheduleProblem:

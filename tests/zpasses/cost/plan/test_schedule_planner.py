@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from zpasses import compat
+from zpasses.cost.memory.collective_moves import equal_liveness
 from zpasses.cost.plan.bound import schedule_bound_us
-from zpasses.cost.plan.schedule_evaluation import evaluate
+from zpasses.cost.plan.schedule_evaluation import Action, Plan, evaluate, live_bytes
 from zpasses.cost.plan.schedule_planner import memory_limit, plan_schedule
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import one_ahead_plan, single_plan
@@ -19,6 +20,8 @@ from zpasses.cost.time.step_time import step_time
 from zpasses.cost.time.target import TARGETS, Target, use_target
 from zpasses.graph.tags import Tag, add_tag
 from zpasses.option_values import MemoryBudget
+from zpasses.passes.schedule import _by_node
+from zpasses.passes.writers.schedule_writer import copied, write_plan
 from zpasses.testing import fake_world
 
 H100 = TARGETS["h100"]
@@ -141,6 +144,30 @@ def test_evaluation_of_the_graph_as_it_is_equals_the_timeline():
     assert cost.waited_us == pytest.approx(expected.waited_us)
 
 
+def test_what_starts_before_a_reduction_is_awaited_in_one_slot_exists_beside_its_input():
+    """All gathers but the first start where the first reduction can, and before it."""
+    with fake_world(RANKS), use_target(H100):
+        problem = problem_of(step(5, 1, copies=4), H100)
+        gathers = [job.number for job in problem.jobs if job.is_gather]
+        reductions = [job.number for job in problem.jobs if not job.is_gather]
+        slot = problem.jobs[reductions[0]].earliest
+        assert slot == problem.jobs[gathers[1]].latest
+        order = [(gathers[0],), tuple(gathers[1:]), *((each,) for each in reductions)]
+        places = [0, slot, *(problem.jobs[each].earliest for each in reductions)]
+        actions = [
+            Action(places[launch], kind, launch)
+            for group in ([0], [1, 2], [3], [4], [5], [6])
+            for kind in ("start", "wait")
+            for launch in group
+        ]
+        plan = Plan(tuple(order), tuple(actions))
+        graph, copy = copied(problem)
+        write_plan(graph, copy, _by_node(problem, plan), "test")
+        live = equal_liveness(graph)
+        starts = copy.items[reductions[0]].started
+        assert live.live_bytes[live.nodes.index(starts)] <= live_bytes(problem, plan)[slot]
+
+
 def test_more_memory_is_never_slower():
     slow = Target.parse("h100,link_gb_s=20")
     with fake_world(RANKS), use_target(slow):
@@ -184,14 +211,14 @@ def reductions_awaited_last(problem):
 
 
 def test_a_plan_for_little_memory_gains_by_a_second_group():
-    slow = Target.parse("mi300x,link_gb_s=25")
+    slow = Target.parse("mi300x,link_gb_s=100")
     times = []
     with fake_world(RANKS), use_target(slow):
-        graph = step(10, 10)
+        graph = step(4, 20)
         for second_group in (False, True):
             problem = problem_of(graph, slow, second_group=second_group)
             times.append(plan_schedule(problem, memory_limit(problem, MemoryBudget())).cost)
-    assert times[1].total_us < 0.99 * times[0].total_us
+    assert times[1].total_us < 0.995 * times[0].total_us
 
 
 def test_the_log_says_how_the_chosen_plan_was_made(caplog):
@@ -200,4 +227,4 @@ def test_the_log_says_how_the_chosen_plan_was_made(caplog):
         problem = problem_of(step(4, kernels=4), H100)
         plan_schedule(problem, memory_limit(problem, MemoryBudget()))
     (said,) = (each.getMessage() for each in caplog.records if "plans, the one" in each.message)
-    assert "a change of" in said or "no search" in said or "gather_latencies=" in said
+    assert "changes of" in said or "no search" in said or "gather_latencies=" in said
