@@ -193,7 +193,8 @@ def look_for_nan_in_own_rows() -> None:
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return op(local_of(args[0]))
 
-    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._is_any_true.default] = handler
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._is_any_true.default] = handler
 
 
 def is_placement_error(error: BaseException) -> bool:
