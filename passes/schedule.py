@@ -377,24 +377,11 @@ def _agree_on_plan(
         plan: what this rank would do, with indices of kept nodes as slots.
         options: of the pass.
     """
-    # Every rank of a group copies the same values to the host.
-    keys = [compatibility_key(item) for item in problem.items if not item.is_host_copy]
-    # Groups by number, because their names differ between the replicas of hybrid sharding.
-    numbers = {name: at for at, name in enumerate(dict.fromkeys(str(key[1]) for key in keys))}
-    ranks_of = {key[1]: len(compat.group_ranks(key[1])) for key in keys}
-    described = [
-        (*how, item.tag.params, item.full_bytes, job.resident)
-        for item, job in zip(problem.items, problem.jobs, strict=True)
-        for key in [() if item.is_host_copy else compatibility_key(item)]
-        for how in [
-            (key[0], numbers[str(key[1])], ranks_of[key[1]], tuple(map(str, key[2:])))
-            if key
-            else (item.tag.role,)
-        ]
-    ]
+    order, described, groups = _described(problem)
+    number = {at: place for place, at in enumerate(order)}
     fixed = _fixed_starts(problem)
     mine: list[Any] = [
-        [list(members) for members in plan.launches],
+        [[number[at] for at in members] for members in plan.launches],
         [
             # With the number of collectives that stay and start before: all ranks must share it.
             [each.slot, each.kind, each.launch, bisect_left(fixed, each.slot)]
@@ -402,7 +389,6 @@ def _agree_on_plan(
         ],
         sorted(plan.engines),
     ]
-    groups = [compat.parent_group(str(key[1])) for key in keys]
     target = current_target()
     (launches, actions, engines), agreed_groups = adopt(
         dict.fromkeys([*groups, *replicate_groups(problem.nodes[-1].graph)]),
@@ -412,11 +398,36 @@ def _agree_on_plan(
         planned_for=(target, route_figures(target)) if problem.has_engines else target,
     )
     adopted = Plan(
-        tuple(tuple(members) for members in launches),
+        tuple(tuple(order[each] for each in members) for members in launches),
         tuple(Action(at, kind, launch) for at, kind, launch, _ in actions),
         frozenset(engines),
     )
     return _fitted(problem, adopted, [before for *_, before in actions]), agreed_groups
+
+
+def _described(problem: ScheduleProblem) -> tuple[list[int], list[tuple[Any, ...]], list[str]]:
+    """Returns the order in which a plan numbers the collectives of a graph, their descriptions in
+    this order, and their groups.
+
+    The order is not that of the graph. Ranks whose shapes differ may have reductions in another
+    order: a product of a batch of one row has its bias added by another operator, so that backward
+    reaches bias and weight the other way round.
+    """
+    texts, groups = [], []
+    for item, job in zip(problem.items, problem.jobs, strict=True):
+        how: tuple[Any, ...] = (item.tag.role,)
+        group = None
+        if not item.is_host_copy:  # every rank of a group copies the same values to the host
+            key = compatibility_key(item)
+            group = str(key[1])
+            how = (key[0], len(compat.group_ranks(key[1])), tuple(map(str, key[2:])))
+        texts.append((*how, item.tag.params, item.full_bytes, job.resident))
+        groups.append(group)
+    order = sorted(range(len(texts)), key=lambda at: repr(texts[at]))
+    # Groups by number, because their names differ between the replicas of hybrid sharding.
+    names = list(dict.fromkeys(groups[at] for at in order))
+    described = [(*texts[at], groups[at] and names.index(groups[at])) for at in order]
+    return order, described, [compat.parent_group(name) for name in names if name is not None]
 
 
 def _by_node(problem: ScheduleProblem, plan: Plan) -> Plan:

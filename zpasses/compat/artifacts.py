@@ -24,6 +24,7 @@ from torch._guards import TracingContext
 
 from zpasses.compat.fake import FakeTensor, FakeTensorMode
 from zpasses.compat.fx_graph import OpOverload, OpOverloadPacket, clone_graph_module, pytree
+from zpasses.compat.inductor import inductor_decompositions
 
 log = logging.getLogger("zpasses")
 
@@ -159,7 +160,13 @@ def inductor_compile_packed(
         return GraphCode(kind_of_inner_compile(kwargs), inner(graph, values, **kwargs))
 
     with functorch_config.patch(_SETTINGS):
-        compiled = compile_fx(gm, cast(Any, inputs), inner_compile=wrapped, config_patches=patches)
+        compiled = compile_fx(
+            gm,
+            cast(Any, inputs),
+            inner_compile=wrapped,
+            config_patches=patches,
+            decompositions=dict(inductor_decompositions()),
+        )
     serialize = getattr(compiled, "serialize", None)
     entry = serialize() if serialize is not None else None
     return compiled, None if entry is None else _packed_result(entry)

@@ -184,6 +184,19 @@ def check_items(check: Callable[[DTensor], None]) -> None:
     handlers[torch.ops.aten._local_scalar_dense.default] = handler
 
 
+def look_for_nan_in_own_rows() -> None:
+    """Let autograd's anomaly mode look for NaN in gradients that are DTensors: in this rank's part.
+
+    It calls `isnan(grad)._is_any_true().item()`, for which DTensor has no strategy.
+    """
+
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return op(local_of(args[0]))
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._is_any_true.default] = handler
+
+
 def is_placement_error(error: BaseException) -> bool:
     """Whether DTensor has no way to run an operator on tensors that are placed like its arguments.
 

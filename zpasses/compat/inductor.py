@@ -36,10 +36,22 @@ _CONFIG_PATCHES = {
 
 
 def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Returns the decompositions that Inductor expects to be done in the graphs that it lowers."""
+    """Returns the decompositions that Inductor expects to be done in the graphs that it lowers,
+    except those of products of matrices.
+
+    These depend on whether a size is 1. The partitioner saves products and may compute again what
+    they are decomposed into, from parameters that backward then gathers: on the ranks whose batch
+    has one row, and not on the others. Inductor lowers products, too.
+    """
     from torch._inductor.decomposition import select_decomp_table
 
-    return cast(Mapping[Any, Callable[..., Any]], select_decomp_table())
+    aten = torch.ops.aten
+    products = {
+        getattr(packet, name)
+        for packet in (aten.mm, aten.addmm, aten.bmm)
+        for name in packet.overloads()
+    }
+    return {op: how for op, how in select_decomp_table().items() if op not in products}
 
 
 def inductor_config_patches(
@@ -73,7 +85,13 @@ def inductor_compile(
     from torch._inductor.compile_fx import compile_fx
 
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, cast(Any, inputs), inner_compile=inner, config_patches=patches)
+        return compile_fx(
+            gm,
+            cast(Any, inputs),
+            inner_compile=inner,
+            config_patches=patches,
+            decompositions=dict(inductor_decompositions()),
+        )
 
 
 def pin_output_strides(output: fx.Node, strides: Mapping[int, tuple[int, ...]]) -> None:

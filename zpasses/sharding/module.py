@@ -45,6 +45,7 @@ from zpasses.sharding.param_spec import (
     shard_tensor,
 )
 from zpasses.sharding.reads import gathering_property
+from zpasses.sharding.rnn import ShardedRNN
 from zpasses.sharding.saved_shards import StateShard, as_state_shard, check_owner
 
 
@@ -300,7 +301,8 @@ def sharded_class(base: type[Any], specs: tuple[ParamShardSpec, ...]) -> type[An
     if hasattr(base, "reset_parameters"):
         members["reset_parameters"] = _reset_shards(base.reset_parameters)
     ends = (_ConvertedInPlace, base) if base is nn.Module else (base, _ConvertedInPlace)
-    return type(base.__name__, (ShardedModule, *ends), members)
+    rnn = (ShardedRNN,) if issubclass(base, nn.RNNBase) else ()
+    return type(base.__name__, (ShardedModule, *rnn, *ends), members)
 
 
 def add_reads(module: nn.Module, added: Sequence[ParamShardSpec]) -> None:

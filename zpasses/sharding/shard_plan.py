@@ -35,6 +35,7 @@ from zpasses.sharding.layouts import (
 from zpasses.sharding.module import ShardedModule, add_reads, mark_ignored, put_in_place
 from zpasses.sharding.param_spec import ParamShardSpec, own_part
 from zpasses.sharding.replaced_params import mark_replaced, sharded_form
+from zpasses.sharding.rnn import LIST_OF_WEIGHTS, drop_weights, rnns_with
 from zpasses.sharding.scalars import refuse_parts_as_numbers
 from zpasses.sharding.wrappers import check_no_ddp_inside, prepare_for_wrappers
 
@@ -130,6 +131,9 @@ class ShardPlan:
         install_hooks()
         mark_ignored(self.ignored_params)
         specs: dict[nn.Module, list[ParamShardSpec]] = {}
+        for rnn in rnns_with(self.places, self.model):
+            drop_weights(rnn)
+            specs[rnn] = []  # also where all its weights are parametrized
         while self.params:
             batch = next_batch(self.params, self.layouts, self.pack_mb)
             sharded = _shard_parameters(batch, self.layouts, self.foreign, self.pack_mb)
@@ -336,13 +340,15 @@ def _check_module(path: str, module: nn.Module, ignored: Collection[int]) -> Non
                 "sparse=False, or pass its weight as ignored_params."
             )
     for name, value in vars(module).items():
-        if name not in ("_parameters", "_modules", "_buffers") and any(
-            id(param) not in ignored for param in _parameters_in(value)
-        ):
+        if name in ("_parameters", "_modules", "_buffers"):
+            continue
+        if name == LIST_OF_WEIGHTS and isinstance(module, nn.RNNBase):
+            continue
+        if any(id(param) not in ignored for param in _parameters_in(value)):
             raise ShardingError(
                 f"{where} holds parameters outside its parameter table, in attribute {name!r}. "
-                "Sharding would leave the full, stale weights there. Replace the module (for RNNs: "
-                "a loop over cells such as nn.LSTMCell), or leave these parameters unsharded: pass "
+                "Sharding would leave the full, stale weights there. Read them from the parameter "
+                "table (`self.weight`) instead, or leave these parameters unsharded: pass "
                 "them as ignored_params, such as set(module.parameters()), and average their "
                 "gradients over the ranks yourself."
             )

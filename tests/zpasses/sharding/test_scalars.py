@@ -44,3 +44,15 @@ def test_item_over_other_meshes_is_that_of_torch():
     part = DTensor.from_local(torch.tensor(1.0 + dist.get_rank()), other, [Partial()])
     assert part.item() == 1.0 + dist.get_rank()
     assert part.full_tensor().item() == 3.0
+
+
+@on_ranks(2)
+def test_anomaly_mode_finds_nan_in_the_rows_of_a_rank():
+    model = zpasses.shard(nn.Linear(2, 2, bias=False), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
+    with torch.autograd.set_detect_anomaly(True):
+        step(torch.ones(1, 2)).sum().backward()
+        assert model.get_parameter("weight").grad.full_tensor().eq(1).all()
+        loss = (step(torch.ones(1, 2)) * torch.tensor([1.0, torch.nan])).sum()
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            loss.backward()

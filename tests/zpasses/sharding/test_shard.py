@@ -185,7 +185,6 @@ def _of(*kind, **options):
 
 NUMBER = "expected a floating-point"
 REFUSED = {
-    "rnn": (_of(nn.LSTM, 2, 2), {}, r"module 1 \(LSTM\).*'_flat_weights'.*LSTMCell"),
     "hidden": (_of(Hides), {}, r"module 1 \(Hides\).*'groups'.*ignored_params"),
     "twice": (_already_sharded, {}, "Linear is sharded already. Shard a model once"),
     "nothing": (lambda mesh: nn.ReLU(), {}, "ReLU has no parameter to shard"),

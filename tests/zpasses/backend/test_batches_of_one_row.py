@@ -1,0 +1,61 @@
+"""Batches of one row on some ranks: torch traces other operators for them, and sharding must not
+depend on it.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import zpasses
+from tests.on_ranks import on_ranks
+from tests.zpasses.models import full_gradients, reference_gradients
+from zpasses.passes import schedule
+from zpasses.ranks.agree import simulated_answers
+from zpasses.testing import fake_world, world_mesh
+
+
+def _layers():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def _encoder():
+    return nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+
+
+@pytest.mark.parametrize(("build", "shape"), [(_layers, (4,)), (_encoder, (5, 4))])
+def test_ranks_ask_for_the_same_plans_whatever_their_batch(build, shape, monkeypatch):
+    asked, adopt = [], schedule.adopt
+
+    def record(groups, question, signature, mine, **kwargs):
+        asked[-1].append(signature)
+        return adopt(groups, question, signature, mine, **kwargs)
+
+    monkeypatch.setattr(schedule, "adopt", record)
+    with fake_world(2) as mesh, simulated_answers():
+        for rows in (3, 1):
+            torch.compiler.reset()
+            asked.append([])
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                model = zpasses.shard(build(), mesh=mesh)
+                run = torch.compile(model, backend="zpasses", dynamic=False)
+                run(torch.ones(rows, *shape)).sum().backward()
+    assert asked[0]
+    assert asked[0] == asked[1]
+
+
+@pytest.mark.slow(quick="test_ranks_ask_for_the_same_plans_whatever_their_batch")
+@on_ranks(2)
+def test_a_rank_may_have_a_batch_of_one_row():
+    torch.manual_seed(0)
+    plain = _layers()
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    run = torch.compile(model, backend="zpasses")
+    for rows in ((3, 3), (1, 3), (3, 1)):
+        batches = [torch.randn(each, 4) for each in rows]
+        run(batches[dist.get_rank()]).sum().backward()
+        torch.testing.assert_close(full_gradients(model), reference_gradients(plain, batches))
+        model.zero_grad()

@@ -1,0 +1,139 @@
+"""Sharded `nn.RNN`, `nn.GRU` and `nn.LSTM`."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zpasses
+from tests.cases import some_quick
+from tests.on_ranks import on_ranks
+from tests.zpasses.models import full_gradients, reference_gradients
+from zpasses.testing import fake_world, world_mesh
+
+
+class Tagger(nn.Module):
+    """Words, an RNN, and classes."""
+
+    def __init__(self, rnn):
+        super().__init__()
+        self.embed, self.rnn = nn.Embedding(7, 3), rnn
+        self.head = nn.LazyLinear(2)
+        with torch.no_grad():
+            self(torch.zeros(1, 1, dtype=torch.long))
+
+    def forward(self, words):
+        x = self.embed(words).tanh()
+        outputs, state = self.rnn(x)
+        return self.head(outputs).tanh() + (state[0] if isinstance(state, tuple) else state).mean()
+
+
+RNNS = {
+    "lstm": lambda: nn.LSTM(3, 5),
+    "projected lstm": lambda: nn.LSTM(3, 5, 2, proj_size=2),
+    "two-way gru": lambda: nn.GRU(3, 5, 2, bidirectional=True, batch_first=True),
+    "rnn without biases": lambda: nn.RNN(3, 5, bias=False),
+    "normed lstm": lambda: weight_norm(weight_norm(nn.LSTM(3, 5), "weight_ih_l0"), "weight_hh_l0"),
+    "normed rnn": lambda: weight_norm(
+        weight_norm(nn.RNN(3, 5, bias=False), "weight_ih_l0"), "weight_hh_l0"
+    ),
+}
+
+
+def _words(rank):
+    return torch.randint(7, (4, 2), generator=torch.Generator().manual_seed(rank))
+
+
+def _check_steps(plain, model, run, steps=1):
+    for _ in range(steps):
+        batches = [_words(rank) for rank in range(dist.get_world_size())]
+        expected = reference_gradients(plain, batches)
+        run(batches[dist.get_rank()]).sum().backward()
+        torch.testing.assert_close(full_gradients(model), expected)
+        for name, param in plain.named_parameters():
+            param.grad = expected[name]
+        for each in (plain, model):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("name", some_quick(RNNS, ["rnn without biases", "normed rnn"]))
+@on_ranks(2)
+def test_a_sharded_rnn_trains_as_the_unsharded_one(name):
+    torch.manual_seed(0)
+    plain = Tagger(RNNS[name]())
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    for stage in (None, 3, 2):
+        run = model
+        if stage is not None:
+            options = {"zero_stage": stage, "codegen": "eager"}
+            run = torch.compile(model, backend="zpasses", options=options)
+        _check_steps(plain, model, run, 2)
+    copied = copy.deepcopy(model)
+    _check_steps(plain, copied, copied)
+
+
+@pytest.mark.slow(quick="test_a_sharded_rnn_trains_as_the_unsharded_one")
+@on_ranks(2)
+def test_a_sharded_rnn_trains_by_the_code_of_inductor():
+    torch.manual_seed(0)
+    plain = Tagger(nn.LSTM(3, 5))
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    run = torch.compile(model, backend="zpasses")
+    _check_steps(plain, model, run, 2)
+
+
+@pytest.mark.slow(quick="test_a_sharded_rnn_trains_as_the_unsharded_one")
+@on_ranks(2)
+def test_a_sharded_rnn_that_dynamo_traces_trains_as_the_unsharded_one():
+    torch.manual_seed(0)
+    plain = Tagger(nn.GRU(3, 5))
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    with torch._dynamo.config.patch(allow_rnn=True):
+        run = torch.compile(model, backend="zpasses", fullgraph=True)
+        _check_steps(plain, model, run)
+
+
+class _CountReads(TorchDispatchMode):
+    reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func is torch.ops.zpasses.unshard.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_forward_reads_each_weight_once():
+    with fake_world(2) as mesh:
+        rnn = zpasses.shard(nn.LSTM(3, 5, 2), mesh=mesh)
+        with _CountReads() as counted, torch.no_grad():
+            rnn(torch.ones(2, 1, 3))
+    assert counted.reads == len(list(rnn.parameters()))
+
+
+def test_the_module_keeps_no_full_weights_and_is_edited_without_reading_them():
+    with fake_world(2) as mesh, _CountReads() as counted:
+        rnn = zpasses.shard(nn.GRU(3, 5), mesh=mesh)
+        assert not any(vars(rnn)["_flat_weights"])
+        rnn.weight_hh_l0 = nn.Parameter(torch.ones(15, 5))
+        rnn.double()
+        copied = copy.deepcopy(rnn)
+        with zpasses.local_shards(copied):
+            copied.bias_hh_l0 = copied.bias_hh_l0
+        copied.reset_parameters()
+    assert not any(vars(rnn)["_flat_weights"])
+    assert rnn.get_parameter("weight_hh_l0").to_local().eq(1).all()
+    assert counted.reads == 0
+
+
+def test_an_rnn_may_be_ignored_in_part():
+    with fake_world(2) as mesh:
+        rnn = nn.RNN(3, 5)
+        kept = rnn.bias_hh_l0
+        zpasses.shard(rnn, mesh=mesh, ignored_params={kept})
+        assert rnn._flat_weights[3] is kept
+        with torch.no_grad():
+            assert rnn(torch.ones(2, 1, 3))[0].shape == (2, 1, 5)
