@@ -28,6 +28,7 @@ from zpasses.cost.memory.collective_moves import (
 from zpasses.cost.memory.liveness import reinplaceable_all_reduces, scratch_bytes
 from zpasses.cost.plan.bucket_keys import BucketKey, bucket_key, member_packing_bytes
 from zpasses.cost.time.clock import Channel, CollectiveTiming
+from zpasses.cost.time.fused_kernels import FusedKernels
 from zpasses.cost.time.roofline import (
     collective_on_route_us,
     compute_us,
@@ -263,7 +264,8 @@ class _Reader:
         self._engine = None if route is None else route_figures(target)[route]
         self._regrouped = reducing_groups(item.started for item in items) if second_group else ()
         self._timings = GraphTimings(graph, target, self._regrouped)
-        self._memory = equal_liveness(graph)
+        self._kernels = FusedKernels()
+        self._memory = equal_liveness(graph, self._kernels)
         self._index = {node: at for at, node in enumerate(self._memory.nodes)}
         self._in_place = reinplaceable_all_reduces(graph)
         self._moving: set[fx.Node] = set()
@@ -283,7 +285,7 @@ class _Reader:
         bounds = {first, len(self._nodes) - 1, *uses.values(), *ready.values()}
         fixed = self._fixed_events()
         bounds.update(at for at, _, _ in fixed)
-        work = durations_us(self._nodes, self._target)
+        work = durations_us(self._nodes, self._target, self._kernels)
         slots = _segments(work, {max(first, each) for each in bounds}, first, len(self._items))
         slot_of = {at: slot for slot, at in enumerate(slots)}
         gathers = sorted(uses, key=lambda item: (uses[item], self._index[item.started]))
