@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zpasses.backend.equal_layers import equal_partitions
+from zpasses.backend.equal_layers import EqualPartitions
 from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import (
@@ -131,6 +131,7 @@ class LayerTable:
         trials: of the joint graph of the captured step.
         also: limits that are planned for in any case.
         progress: called with each plan that was made.
+        partitions: of the same step on other meshes.
     """
 
     def __init__(
@@ -140,9 +141,10 @@ class LayerTable:
         trials: StepTrials,
         also: Sequence[int],
         progress: Callable[[PlanPoint], object],
+        partitions: EqualPartitions,
     ) -> None:
         self._request, self._target, self._trials = request, target, trials
-        self._also, self._progress = also, progress
+        self._also, self._progress, self._partitions = also, progress, partitions
         self._made: dict[str, PlanPoint] = {}
 
     def run(self) -> PlanTable:
@@ -150,7 +152,7 @@ class LayerTable:
         memory, chosen, missing, limit = request.memory, None, None, None
         layers: int = request.arguments[request.repeat or ""]
         with use_target(self._target):
-            planner = LayerPlanner(self._trials, layers)
+            planner = LayerPlanner(self._trials, layers, self._partitions)
 
             def point(budget: str) -> PlanPoint:
                 if budget not in self._made:
@@ -198,12 +200,13 @@ class LayerPlanner:
     Args:
         trials: of the joint graph of the captured step. Use it with its target and process groups.
         layers: that the model has.
+        partitions: of the same step on other meshes.
     """
 
-    def __init__(self, trials: StepTrials, layers: int) -> None:
+    def __init__(self, trials: StepTrials, layers: int, partitions: EqualPartitions) -> None:
         self._trials, self._copies = trials, layers - FEWEST_LAYERS
         found = []
-        for graphs in equal_partitions(trials):
+        for graphs in partitions.of(trials):
             forward, backward = (each.graph for each in graphs)
             target = current_target()
             problems = problem_of(forward, target), problem_of(backward, target)
