@@ -51,6 +51,11 @@ from zpasses.tools.plan.plan_table import (
 )
 from zpasses.tools.plan.sweep import sweep
 
+_LONG = 1.02
+"""How much longer a graph takes with its averages, if they take long."""
+_LARGER = (32.0, 128.0)
+"""Sizes of launches of reductions, in latencies, that then are tried."""
+
 
 class _Graph:
     """Forward or backward, and what is known of it whatever the limit."""
@@ -67,22 +72,36 @@ class _Graph:
     def simple(self) -> list[tuple[Cost, Plan]]:
         """The plans that need no search, with what they cost."""
         plans = one_ahead_plan(self.problem), single_plan(self.problem)
-        return [(evaluate(self.problem, plan), plan) for plan in plans]
+        return [(self._cost(plan), plan) for plan in plans]
+
+    def _searched(self, limit_bytes: int) -> Iterator[tuple[Cost, Plan]]:
+        """Yields plans of the list scheduler. It knows no averages over replicas, which follow each
+        reduction: where they take long, larger launches are tried as well.
+        """
+        plan = list_schedule(self.problem, limit_bytes, Policy(self.bound_us))
+        cost = self._cost(plan)
+        yield cost, plan
+        if cost.averages and cost.total_us > _LONG * evaluate(self.problem, plan).total_us:
+            for latencies in _LARGER:
+                policy = Policy(self.bound_us, reduction_latencies=latencies, collect_until=1.0)
+                plan = list_schedule(self.problem, limit_bytes, policy)
+                yield self._cost(plan), plan
+
+    def _cost(self, plan: Plan) -> Cost:
+        return evaluate(self.problem, plan, averages=True)
 
     def figures(self, limit_bytes: int) -> GraphFigures:
         """Returns the figures of the fastest of a few plans within a limit."""
-        plan = list_schedule(self.problem, limit_bytes, Policy(self.bound_us))
         cost, plan = min(
-            [(evaluate(self.problem, plan), plan), *self.simple],
+            [*self._searched(limit_bytes), *self.simple],
             key=lambda each: (max(0, each[0].peak_bytes - limit_bytes), each[0].total_us),
         )
         collectives = sum(
             self.problem.jobs[launch[0]].key.compatibility not in ("offload", "reload")
             for launch in plan.launches
         )
-        return GraphFigures(
-            cost.total_us, cost.waited_us, self.bound_us, cost.peak_bytes, collectives
-        )
+        launches = collectives + cost.averages
+        return GraphFigures(cost.total_us, cost.waited_us, self.bound_us, cost.peak_bytes, launches)
 
 
 @dataclass(frozen=True, eq=False)

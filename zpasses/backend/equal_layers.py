@@ -35,7 +35,7 @@ class EqualPartitions:
         self._marks: dict[object, list[Mapping[str, bool]]] = {}
 
     def of(self, trials: StepTrials) -> Iterator[Graphs]:
-        """Yields forward and backward of each partition that saves the same values in each layer."""
+        """Yields the graphs of each partition that saves the same values in each layer."""
         computed = _computed(trials.gm.graph)
         if computed not in self._marks:
             self._marks[computed] = list(_equal_marks(trials))
