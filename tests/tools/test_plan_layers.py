@@ -17,8 +17,9 @@ from zpasses.testing import capture_graphs
 from zpasses.tools.capture.captured_step import CaptureError
 from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
 from zpasses.tools.cli.main import cli
+from zpasses.tools.plan import step_plans
 from zpasses.tools.plan.plan_request import PlanRequest
-from zpasses.tools.plan.shape_table import shape_point, shape_view
+from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point, shape_view
 from zpasses.tools.plan.step_plans import plan_shapes, plan_step
 
 NET = "tests.tools.test_plan_blocks:net"
@@ -126,3 +127,20 @@ def test_options_that_do_not_go_together_are_refused(more):
 def test_model_without_equal_layers_is_refused():
     with pytest.raises(CaptureError, match="the step has no 4 equal layers"):
         plan_step(PlanRequest(NET, 2, TARGET, arguments={"rows": 4, "frozen": 8}, repeat="frozen"))
+
+
+def test_meshes_of_repeated_layers_are_planned_from_the_command_line(monkeypatch):
+    asked = []
+
+    def plan(request, auto, progress):
+        asked.append((request.repeat, request.arguments["layers"], auto))
+        points = (ShapePoint("shard=4", None, "nothing fits", 1),)
+        more = {"memory": None, "device_bytes": 1, "points": points, "repeated": 4}
+        return ShapeTable("f", 4, "h100", given_target=None, backwards_per_step=1, **more)
+
+    monkeypatch.setattr(step_plans, "plan_shapes", plan)
+    arguments = ("plan", NET, "--world", "4", "--target", TARGET, "--arg", "layers=40")
+    ran = CliRunner().invoke(cli, [*arguments, "--repeat-layers", "layers", "--mesh", "auto"])
+    assert ran.exit_code == 1, ran.output
+    assert asked == [("layers", 40, AutoMesh())]
+    assert "Estimated from 4 layers, with the same values saved in each." in ran.output
