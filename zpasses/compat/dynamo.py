@@ -73,7 +73,8 @@ def no_collection_after_compiles() -> contextlib.AbstractContextManager[Any]:
     """Context manager: torch does not collect cyclic garbage at the end of a compile. It visits all
     objects that the compile has made.
     """
-    return torch._dynamo.config.patch(run_gc_after_compile=False)
+    found = torch._dynamo.config.patch(run_gc_after_compile=False)
+    return cast("contextlib.AbstractContextManager[Any]", found)
 
 
 def is_optimized_module(module: object) -> bool:

@@ -36,7 +36,7 @@ def has_static_bytes(value: Tensor) -> bool:
     """Whether `value.nbytes` is known without symbols. It is found in a tenth of the time of the
     sizes of a fake tensor.
     """
-    return value.layout is torch.strided and not value._has_symbolic_sizes_strides  # type: ignore[attr-defined]
+    return value.layout is torch.strided and not value._has_symbolic_sizes_strides
 
 
 def size_hint(size: Any) -> int:
