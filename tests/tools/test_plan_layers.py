@@ -66,8 +66,9 @@ def test_meshes_have_the_plans_that_each_has_by_itself():
     found = plan_shapes(everything, AutoMesh(), lambda point: None)
     assert [each.mesh for each in found.points] == ["shard=4", "replicate=2,shard=2"]
     for each in found.points:
-        one = replace(everything, mesh=MeshShape.parse(each.mesh), points=4, stages=False)
-        assert each == shape_point(each.mesh, plan_step(one), found.device_bytes)
+        one = replace(everything, mesh=MeshShape.parse(each.mesh), points=1, stages=False)
+        alone = plan_step(one, device_bytes=found.device_bytes)
+        assert each == shape_point(each.mesh, alone, found.device_bytes)
     assert "Estimated from 4 layers" in str(shape_view(found))
 
 

@@ -179,8 +179,9 @@ class LayerTable:
                     self._progress(self._made[budget])
                 return self._made[budget]
 
-            least = planner.least_bytes()
-            sweep(point, least, planner.most_bytes(least), request.points, self._also)
+            if request.points:
+                least = planner.least_bytes()
+                sweep(point, least, planner.most_bytes(least), request.points, self._also)
             if memory is not None:
                 found = point(memory)
                 limit = found.limit_bytes
@@ -205,7 +206,7 @@ class LayerTable:
             (),
             memory,
             limit,
-            plans[-1] if memory is None else chosen,
+            plans[-1] if memory is None and plans else chosen,
             missing,
             time.perf_counter() - started,
             host_memory=request.host_memory,

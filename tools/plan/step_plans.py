@@ -67,6 +67,7 @@ def plan_step(
     request: PlanRequest,
     progress: Callable[[PlanPoint], object] = lambda point: None,
     partitions: EqualPartitions | None = None,
+    device_bytes: int | None = None,
 ) -> PlanTable:
     """Capture a step, and make its plans.
 
@@ -74,6 +75,7 @@ def plan_step(
         request: what to plan.
         progress: called with each plan that was made.
         partitions: of the same step on other meshes, if its layers are repeated.
+        device_bytes: memory of a device. A plan is made for what the rest leaves of it, too.
 
     Raises:
         CaptureError: if the function or the model fails, the step is not one graph and has no
@@ -97,7 +99,7 @@ def plan_step(
         if steps == 1:
             trials.host_bytes = host_bytes
             trials.chunks_loss = "forward" if request.chunk_loss else None
-            also = resting[0].limits(request)
+            also = resting[0].limits(request, device_bytes)
             planner = (
                 _Planner(request, target, trials, probe.seen[-1], also, progress)
                 if request.repeat is None
@@ -149,10 +151,13 @@ def plan_shapes(
     target, given = request.parsed_target(), request.device_memory
     device_bytes = parse_size(given, "--device-memory") if given else target.memory_bytes
     points, partitions, repeated = [], EqualPartitions(), None
+    room, count = None, _SHAPE_POINTS
+    if request.repeat is not None:  # its plans take longer than its capture
+        room, count = device_bytes, 1 if request.memory is None else 0
     for shape in auto.shapes(request.world):
         gc.collect()  # the graphs of the shape before
-        one = replace(request, mesh=shape, points=_SHAPE_POINTS, stages=False)
-        found = plan_step(one, partitions=partitions)
+        one = replace(request, mesh=shape, points=count, stages=False)
+        found = plan_step(one, partitions=partitions, device_bytes=room)
         repeated = found.repeated
         point = shape_point(str(shape), found, device_bytes)
         progress(point)
