@@ -10,6 +10,7 @@ from torch import fx
 from zpasses.cost.memory.collective_moves import SchedulableCollective, equal_liveness
 from zpasses.cost.plan.schedule_evaluation import Action, Cost, Plan
 from zpasses.cost.plan.schedule_problem import ScheduleProblem
+from zpasses.cost.time.fused_kernels import FusedKernels
 from zpasses.cost.time.step_time import Timeline
 from zpasses.cost.time.target import Target
 from zpasses.graph.dialect import AVERAGE_GRAD
@@ -87,6 +88,8 @@ def exact_cost(graph: fx.Graph, problem: ScheduleProblem, target: Target) -> Cos
     """Returns the duration and the peak of a graph into which a plan was written, without averages
     that a later pass starts. The peak counts what all ranks have (`equal_liveness`).
     """
-    left_out = {AVERAGE_GRAD}
-    time = Timeline(graph, target, regrouped=problem.regrouped, left_out=left_out).run()
-    return Cost(time.total_us, time.waited_us, equal_liveness(graph).peak_bytes)
+    left_out, kernels = {AVERAGE_GRAD}, FusedKernels()
+    regrouped = problem.regrouped
+    line = Timeline(graph, target, regrouped=regrouped, left_out=left_out, kernels=kernels)
+    time = line.run()
+    return Cost(time.total_us, time.waited_us, equal_liveness(graph, kernels).peak_bytes)

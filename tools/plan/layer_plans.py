@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zpasses.backend.equal_layers import equal_partitions
+from zpasses.backend.equal_layers import EqualPartitions
 from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import (
@@ -51,6 +51,11 @@ from zpasses.tools.plan.plan_table import (
 )
 from zpasses.tools.plan.sweep import sweep
 
+_LONG = 1.02
+"""How much longer a graph takes with its averages, if they take long."""
+_LARGER = (32.0, 128.0)
+"""Sizes of launches of reductions, in latencies, that then are tried."""
+
 
 class _Graph:
     """Forward or backward, and what is known of it whatever the limit."""
@@ -67,22 +72,36 @@ class _Graph:
     def simple(self) -> list[tuple[Cost, Plan]]:
         """The plans that need no search, with what they cost."""
         plans = one_ahead_plan(self.problem), single_plan(self.problem)
-        return [(evaluate(self.problem, plan), plan) for plan in plans]
+        return [(self._cost(plan), plan) for plan in plans]
+
+    def _searched(self, limit_bytes: int) -> Iterator[tuple[Cost, Plan]]:
+        """Yields plans of the list scheduler. It knows no averages over replicas, which follow each
+        reduction: where they take long, larger launches are tried as well.
+        """
+        plan = list_schedule(self.problem, limit_bytes, Policy(self.bound_us))
+        cost = self._cost(plan)
+        yield cost, plan
+        if cost.averages and cost.total_us > _LONG * evaluate(self.problem, plan).total_us:
+            for latencies in _LARGER:
+                policy = Policy(self.bound_us, reduction_latencies=latencies, collect_until=1.0)
+                plan = list_schedule(self.problem, limit_bytes, policy)
+                yield self._cost(plan), plan
+
+    def _cost(self, plan: Plan) -> Cost:
+        return evaluate(self.problem, plan, averages=True)
 
     def figures(self, limit_bytes: int) -> GraphFigures:
         """Returns the figures of the fastest of a few plans within a limit."""
-        plan = list_schedule(self.problem, limit_bytes, Policy(self.bound_us))
         cost, plan = min(
-            [(evaluate(self.problem, plan), plan), *self.simple],
+            [*self._searched(limit_bytes), *self.simple],
             key=lambda each: (max(0, each[0].peak_bytes - limit_bytes), each[0].total_us),
         )
         collectives = sum(
             self.problem.jobs[launch[0]].key.compatibility not in ("offload", "reload")
             for launch in plan.launches
         )
-        return GraphFigures(
-            cost.total_us, cost.waited_us, self.bound_us, cost.peak_bytes, collectives
-        )
+        launches = collectives + cost.averages
+        return GraphFigures(cost.total_us, cost.waited_us, self.bound_us, cost.peak_bytes, launches)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +150,7 @@ class LayerTable:
         trials: of the joint graph of the captured step.
         also: limits that are planned for in any case.
         progress: called with each plan that was made.
+        partitions: of the same step on other meshes.
     """
 
     def __init__(
@@ -140,9 +160,10 @@ class LayerTable:
         trials: StepTrials,
         also: Sequence[int],
         progress: Callable[[PlanPoint], object],
+        partitions: EqualPartitions,
     ) -> None:
         self._request, self._target, self._trials = request, target, trials
-        self._also, self._progress = also, progress
+        self._also, self._progress, self._partitions = also, progress, partitions
         self._made: dict[str, PlanPoint] = {}
 
     def run(self) -> PlanTable:
@@ -150,7 +171,7 @@ class LayerTable:
         memory, chosen, missing, limit = request.memory, None, None, None
         layers: int = request.arguments[request.repeat or ""]
         with use_target(self._target):
-            planner = LayerPlanner(self._trials, layers)
+            planner = LayerPlanner(self._trials, layers, self._partitions)
 
             def point(budget: str) -> PlanPoint:
                 if budget not in self._made:
@@ -158,8 +179,9 @@ class LayerTable:
                     self._progress(self._made[budget])
                 return self._made[budget]
 
-            least = planner.least_bytes()
-            sweep(point, least, planner.most_bytes(least), request.points, self._also)
+            if request.points:
+                least = planner.least_bytes()
+                sweep(point, least, planner.most_bytes(least), request.points, self._also)
             if memory is not None:
                 found = point(memory)
                 limit = found.limit_bytes
@@ -184,7 +206,7 @@ class LayerTable:
             (),
             memory,
             limit,
-            plans[-1] if memory is None else chosen,
+            plans[-1] if memory is None and plans else chosen,
             missing,
             time.perf_counter() - started,
             host_memory=request.host_memory,
@@ -198,12 +220,13 @@ class LayerPlanner:
     Args:
         trials: of the joint graph of the captured step. Use it with its target and process groups.
         layers: that the model has.
+        partitions: of the same step on other meshes.
     """
 
-    def __init__(self, trials: StepTrials, layers: int) -> None:
+    def __init__(self, trials: StepTrials, layers: int, partitions: EqualPartitions) -> None:
         self._trials, self._copies = trials, layers - FEWEST_LAYERS
         found = []
-        for graphs in equal_partitions(trials):
+        for graphs in partitions.of(trials):
             forward, backward = (each.graph for each in graphs)
             target = current_target()
             problems = problem_of(forward, target), problem_of(backward, target)

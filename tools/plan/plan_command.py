@@ -202,7 +202,6 @@ def _check_repeat(
         "--compile-blocks": compile_blocks is not None,
         "--backwards-per-step": backwards_per_step > 1,
         "--chunk-loss": chunk_loss,
-        "--mesh auto": isinstance(step.mesh, AutoMesh),
     }
     for name in (name for name, is_given in given.items() if is_given):
         raise CommandError(

@@ -49,7 +49,8 @@ class PlanRequest:
     memory: str | None = None
     """Budget whose plan is chosen, such as "70GiB"; None chooses the fastest plan."""
     points: int = 8
-    """About how many plans to make. A step of blocks has one for each number of graphs ahead."""
+    """About how many plans to make; of repeated layers, 0 makes only that of `memory`. A step of
+    blocks has one for each number of graphs ahead."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
     shard: Mapping[str, Any] = field(default_factory=dict)

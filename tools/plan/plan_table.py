@@ -172,6 +172,8 @@ class StepTable:
     """The option of this name: forwards from one optimizer step to the next."""
     blocks: str | None = field(default=None, kw_only=True)
     """Names of the modules that are compiled one by one; None if the step is one graph."""
+    repeated: int | None = field(default=None, kw_only=True)
+    """How many layers were captured, of which the others are copies; None if all were."""
 
     def options_of(self, point: PlanPoint) -> dict[str, str | int]:
         """The options of the backend that reproduce a plan."""
@@ -195,6 +197,11 @@ class StepTable:
     def view(self, shown: Table, result: Iterable[str | Text], legend: Sequence[str]) -> View:
         """The page of a table, its result and its legend."""
         title = f"{self.function}, {self.world} ranks, target {self.target}"
+        if self.repeated is not None:
+            legend = (
+                *legend,
+                f"Estimated from {self.repeated} layers, with the same values saved in each.",
+            )
         parts = (shown, *result, Text((*_LEGEND, *legend)))
         return View(title, parts, self.to_json())
 
@@ -230,8 +237,6 @@ class PlanTable(StepTable):
     unsharded model."""
     host_memory: str | None = None
     """The option `host_memory`: what a plan may take of the host."""
-    repeated: int | None = None
-    """How many layers were captured, of which the others are copies; None if all were."""
     device_memory: str | None = None
     """What the whole device may take. The fastest plan that fits it is chosen."""
 
@@ -443,10 +448,6 @@ def plan_view(found: PlanTable) -> View:
         )
     elif found.repeated is None:
         legend.append('For the least time of each budget: pip install "zpasses[plan]"')
-    if found.repeated is not None:
-        legend.append(
-            f"Estimated from {found.repeated} layers, with the same values saved in each."
-        )
     return found.view(shown, result, [*legend, *device])
 
 

@@ -66,8 +66,19 @@ class RestingBytes:
         each = kernels / request.backwards_per_step if name is not None else 0.0
         return cls(Resting(shards, gradients, sum(sizes), name, each), sizes)
 
-    def limits(self, request: PlanRequest) -> list[int]:
-        """Returns the peaks up to which all states stay, and up to which a step fits at all."""
+    def limits(self, request: PlanRequest, device_bytes: int | None = None) -> list[int]:
+        """Returns the peaks up to which all states stay, and up to which a step fits at all.
+
+        Args:
+            device_bytes: memory of a device if none was given, beside the shards and two moments of
+                each if no optimizer was given.
+        """
+        if request.device_memory is None and device_bytes is not None:
+            held = self.resting.shard_bytes * 3
+            if request.optimizer is not None:
+                held = self.resting.shard_bytes + self.resting.gradient_bytes
+                held += self.resting.state_bytes
+            return [int((device_bytes - held) / _ROUNDING)]
         if request.device_memory is None:
             return []
         room = self._room(request.device_memory)

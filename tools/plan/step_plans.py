@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
+from zpasses.backend.equal_layers import EqualPartitions
 from zpasses.backend.partition import too_little_memory
 from zpasses.backend.step_trials import (
     Graphs,
@@ -63,13 +64,18 @@ from zpasses.tools.plan.sweep import sweep
 
 
 def plan_step(
-    request: PlanRequest, progress: Callable[[PlanPoint], object] = lambda point: None
+    request: PlanRequest,
+    progress: Callable[[PlanPoint], object] = lambda point: None,
+    partitions: EqualPartitions | None = None,
+    device_bytes: int | None = None,
 ) -> PlanTable:
     """Capture a step, and make its plans.
 
     Args:
         request: what to plan.
         progress: called with each plan that was made.
+        partitions: of the same step on other meshes, if its layers are repeated.
+        device_bytes: memory of a device. A plan is made for what the rest leaves of it, too.
 
     Raises:
         CaptureError: if the function or the model fails, the step is not one graph and has no
@@ -93,11 +99,13 @@ def plan_step(
         if steps == 1:
             trials.host_bytes = host_bytes
             trials.chunks_loss = "forward" if request.chunk_loss else None
-            also = resting[0].limits(request)
+            also = resting[0].limits(request, device_bytes)
             planner = (
                 _Planner(request, target, trials, probe.seen[-1], also, progress)
                 if request.repeat is None
-                else LayerTable(request, target, trials, also, progress)
+                else LayerTable(
+                    request, target, trials, also, progress, partitions or EqualPartitions()
+                )
             )
             tables.append(planner.run())
 
@@ -142,10 +150,15 @@ def plan_shapes(
     request.check()
     target, given = request.parsed_target(), request.device_memory
     device_bytes = parse_size(given, "--device-memory") if given else target.memory_bytes
-    points = []
+    points, partitions, repeated = [], EqualPartitions(), None
+    room, count = None, _SHAPE_POINTS
+    if request.repeat is not None:  # its plans take longer than its capture
+        room, count = device_bytes, 1 if request.memory is None else 0
     for shape in auto.shapes(request.world):
         gc.collect()  # the graphs of the shape before
-        found = plan_step(replace(request, mesh=shape, points=_SHAPE_POINTS, stages=False))
+        one = replace(request, mesh=shape, points=count, stages=False)
+        found = plan_step(one, partitions=partitions, device_bytes=room)
+        repeated = found.repeated
         point = shape_point(str(shape), found, device_bytes)
         progress(point)
         points.append(point)
@@ -160,6 +173,7 @@ def plan_shapes(
         tuple(points),
         request.optimizer,
         blocks=request.compile_blocks,
+        repeated=repeated,
     )
 
 

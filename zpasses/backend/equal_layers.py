@@ -11,12 +11,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 
-from torch import fx
+from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.backend.partition_marks import mark_as_partitioned
-from zpasses.backend.step_trials import Graphs, StepTrials, Trial
+from zpasses.backend.partition_marks import mark, marks_of
+from zpasses.backend.step_trials import Graphs, StepTrials
 from zpasses.cost.plan.repeated_layers import layer_starts
+from zpasses.graph.queries import value_of
 from zpasses.graph.tags import tag_of
 
 _FRACTIONS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05)
@@ -25,13 +26,48 @@ _SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
 """Of the bytes of a layer, as far as backward can compute them again, that it does."""
 
 
-def equal_partitions(trials: StepTrials) -> Iterator[Graphs]:
-    """Yields forward and backward of each partition that saves the same values in each layer."""
-    layers = _layers(trials.gm.graph)
+class EqualPartitions:
+    """Partitions of the same step on several meshes. What their layers save is found once, for the
+    first joint graph of those that differ only in what they communicate.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[object, list[Mapping[str, bool]]] = {}
+
+    def of(self, trials: StepTrials) -> Iterator[Graphs]:
+        """Yields the graphs of each partition that saves the same values in each layer."""
+        computed = _computed(trials.gm.graph)
+        if computed not in self._marks:
+            self._marks[computed] = list(_equal_marks(trials))
+        for marks in self._marks[computed]:
+            gm = compat.clone_graph_module(trials.gm)
+            mark(gm.graph, marks)
+            yield trials.partition(gm, 1.0)
+
+
+def _computed(joint: fx.Graph) -> tuple[object, ...]:
+    """Returns what a joint graph computes, without what it communicates for its parameters."""
+    return tuple(
+        (node.name, str(node.target), _size(value_of(node)), compat.recompute_policy(node))
+        for node in joint.nodes
+        if node.op == "call_function" and tag_of(node) is None
+    )
+
+
+def _size(value: object) -> object:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_size, value))
+    return (str(value.shape), str(value.dtype)) if isinstance(value, Tensor) else str(value)
+
+
+def _equal_marks(trials: StepTrials) -> Iterator[Mapping[str, bool]]:
+    """Yields the marks of each partition that saves the same values in each layer."""
+    joint = trials.gm.graph
+    layers = _layers(joint)
     handed = _handed_on(layers)
     seen: set[frozenset[str]] = set()
-    for trial in (*map(trials.trial, _FRACTIONS), *_cheapest_again(trials, layers, handed)):
-        graphs = trial.graphs
+    fractions = map(trials.trial_graphs, _FRACTIONS)
+    for graphs in itertools.chain(fractions, _cheapest_again(trials, layers, handed)):
         saved = {node.name for node in graphs[1].graph.find_nodes(op="placeholder")}
         for example in layers[1:-1]:
             twins: dict[str, str] = {}
@@ -40,17 +76,12 @@ def equal_partitions(trials: StepTrials) -> Iterator[Graphs]:
             chosen = handed.union(name for name, twin in twins.items() if twin in saved)
             if chosen not in seen:
                 seen.add(chosen)
-                gm = compat.clone_graph_module(trials.gm)
-                mark_as_partitioned(gm.graph, graphs, twins)
-                for node in gm.graph.nodes:
-                    if node.name in handed:
-                        compat.mark_saved(node)
-                yield trials.partition(gm, 1.0)
+                yield marks_of(joint, graphs, twins) | dict.fromkeys(handed, True)
 
 
 def _cheapest_again(
     trials: StepTrials, layers: Sequence[Sequence[fx.Node]], handed: frozenset[str]
-) -> Iterator[Trial]:
+) -> Iterator[Graphs]:
     """Yields trials in which backward computes again what is cheapest per byte of each layer."""
     example = layers[len(layers) // 2]
     own = {node.name for node in example} - handed
@@ -64,7 +95,7 @@ def _cheapest_again(
                 taken.add(each.name)
                 left -= each.nbytes
         if taken:
-            yield trials.trial(1.0, frozenset(name for name, twin in twins if twin in taken))
+            yield trials.trial_graphs(1.0, frozenset(n for n, twin in twins if twin in taken))
 
 
 def _layers(joint: fx.Graph) -> list[list[fx.Node]]:

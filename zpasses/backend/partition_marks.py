@@ -28,18 +28,38 @@ def mark_as_partitioned(
         graphs: forward and backward of the trial.
         twins: name of a node -> name of the node whose choice in the trial it takes instead.
     """
+    mark(joint, marks_of(joint, graphs, twins))
+
+
+def marks_of(
+    joint: fx.Graph,
+    graphs: tuple[fx.GraphModule, fx.GraphModule],
+    twins: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, bool]:
+    """Returns the marks that `mark_as_partitioned` sets: name of a node of the joint graph ->
+    whether it is saved, and not computed again.
+    """
     forward, backward = (
         {node.name: node for node in each.graph.nodes if node.op != "output"} for each in graphs
     )
+    found = {}
     for node in joint.nodes:
         name = twins.get(node.name, node.name)
         if node.op != "call_function" or name not in forward or name not in backward:
             continue
         if backward[name].op == "placeholder":
             if isinstance(value_of(node), Tensor):
-                compat.mark_saved(node)
+                found[node.name] = True
         elif compat.recompute_policy(node) is None:
-            compat.mark_recompute(node)
+            found[node.name] = False
+    return found
+
+
+def mark(joint: fx.Graph, marks: Mapping[str, bool]) -> None:
+    """Sets the marks that `marks_of` returned."""
+    for node in joint.nodes:
+        if node.name in marks:
+            (compat.mark_saved if marks[node.name] else compat.mark_recompute)(node)
 
 
 def mark_kept(full: fx.Node) -> None:

@@ -249,15 +249,24 @@ class StepTrials:
         """
         key = activations, recomputed, frozenset[str]()
         if key not in self._made:
-            gm, share = compat.clone_graph_module(self.gm), activations
-            if recomputed:
-                share -= self._mark_recomputed(gm.graph, recomputed)
-            graphs = self.partition(gm, activations)
+            graphs, share = self._partitioned(activations, recomputed)
             step = self._step(graphs)
             self._made[key] = Trial(
                 activations, graphs, step, (), recomputed, self._chunks, saved_share=share
             )
         return self._made[key]
+
+    def trial_graphs(self, activations: float, recomputed: frozenset[str] = frozenset()) -> Graphs:
+        """Returns only the graphs of a trial, which it does not keep."""
+        made = self._made.get((activations, recomputed, frozenset()))
+        return made.graphs if made else self._partitioned(activations, recomputed)[0]
+
+    def _partitioned(self, activations: float, recomputed: frozenset[str]) -> tuple[Graphs, float]:
+        """Returns the graphs of a trial, and the share of the activations that it saves."""
+        gm, share = compat.clone_graph_module(self.gm), activations
+        if recomputed:
+            share -= self._mark_recomputed(gm.graph, recomputed)
+        return self.partition(gm, activations), share
 
     def _mark_recomputed(self, joint: fx.Graph, names: frozenset[str]) -> float:
         """Marks values of a joint graph, and what backward needs for them. Returns their share of

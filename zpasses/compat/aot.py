@@ -16,7 +16,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zpasses.compat.fx_graph import lazy_recompiles
+from zpasses.compat.fx_graph import lazy_module, lazy_recompiles, no_recompiles
 
 
 def aot_input_index(desc: object) -> int | None:
@@ -136,7 +136,7 @@ def partition(
         kwargs: passed on to torch's partitioner.
 
     Returns:
-        The forward graph and the backward graph.
+        The forward graph and the backward graph, without Python code until they are called.
     """
     kwargs.setdefault("compiler", "inductor")
     materialized = (
@@ -149,8 +149,9 @@ def partition(
             settings[_SCRIPT_OBJECT_SIZE] = True
     _save_readers_of_changed_inputs(gm.graph)
     materialize_zeros(gm.graph)
-    with functorch_config.patch(cse=False, **settings):
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    with functorch_config.patch(cse=False, **settings), no_recompiles():
+        made = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    forward, backward = map(lazy_module, made)
     save_inputs_of_views(forward, backward, kwargs["num_fwd_outputs"])
     return forward, backward
 

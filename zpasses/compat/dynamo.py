@@ -69,6 +69,14 @@ def is_tracing() -> bool:
     return CompileContext.current_compile_id() is not None
 
 
+def no_collection_after_compiles() -> contextlib.AbstractContextManager[Any]:
+    """Context manager: torch does not collect cyclic garbage at the end of a compile. It visits all
+    objects that the compile has made.
+    """
+    found = torch._dynamo.config.patch(run_gc_after_compile=False)
+    return cast("contextlib.AbstractContextManager[Any]", found)
+
+
 def is_optimized_module(module: object) -> bool:
     """Whether a module is what `torch.compile(module)` returns."""
     from torch._dynamo import OptimizedModule

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -115,6 +118,31 @@ def lazy_recompiles() -> AbstractContextManager[None]:
     they are first called or printed.
     """
     return _use_lazy_graph_module(True)
+
+
+@contextlib.contextmanager
+def no_recompiles() -> Iterator[None]:
+    """Context manager: this thread generates no Python code for the graph modules that it makes or
+    changes. It must not call them before `lazy_module` made others of them.
+    """
+    generate, thread = fx.GraphModule.recompile, threading.get_ident()
+
+    def recompile(gm: fx.GraphModule) -> Any:
+        return generate(gm) if threading.get_ident() != thread else None
+
+    with mock.patch.object(fx.GraphModule, "recompile", recompile):
+        yield
+
+
+def lazy_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """Returns a module with the same graph that generates its Python code when it is first called
+    or printed. The given one is of no use any more.
+    """
+    if isinstance(gm, _LazyGraphModule):
+        return gm
+    made = _LazyGraphModule(gm, gm.graph)
+    made.meta = gm.meta
+    return made
 
 
 def compiled_forward(gm: fx.GraphModule) -> Callable[..., Any]:

@@ -173,7 +173,9 @@ class GraphDescriber:
                 self._numbers[node] = fresh
         self._describer.remember(self._graph, {node.name: self._numbers[node] for node in nodes})
         self._kernels = FusedKernels()
-        memory = liveness(graph) if self._modelled else Liveness(nodes, (0,) * len(nodes), ())
+        memory = Liveness(nodes, (0,) * len(nodes), ())
+        if self._modelled:
+            memory = liveness(graph, kernels=self._kernels)
         buffers = self._buffers(nodes, memory)
         kind, _, part = self._graph.partition(".")
         if self._modelled and kind == "forward" and not part.startswith("block"):
@@ -184,7 +186,10 @@ class GraphDescriber:
     def _spans(self, graph: fx.Graph) -> tuple[tuple[float, float], ...]:
         """Start and end of each node; zeros for a graph that the cost model does not cover."""
         try:
-            spans = Timeline(graph, self._describer.target).spans() if self._modelled else []
+            spans = []
+            if self._modelled:
+                line = Timeline(graph, self._describer.target, kernels=self._kernels)
+                spans = line.spans()
         except (RuntimeError, ValueError, KeyError) as error:
             # This process does not know a group, or a failed pass left a malformed graph.
             log.warning("the dump has no times for a graph: %s: %s", type(error).__name__, error)

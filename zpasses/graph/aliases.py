@@ -103,7 +103,9 @@ def is_view(node: fx.Node, also: Set[Any] = frozenset()) -> bool:
         also: operators that count as views besides those whose schema says so.
     """
     target = node.target
-    return (isinstance(target, compat.OpOverload) and target.is_view) or target in also
+    if isinstance(target, compat.OpOverload) and target.is_view:
+        return True
+    return bool(also) and target in also  # hashes of operators are computed in Python
 
 
 def view_base(node: fx.Node, also: Set[Any] = frozenset()) -> fx.Node:

@@ -51,6 +51,8 @@ def nbytes(value: object) -> int:
         return sum(nbytes(item) for item in value)
     if not isinstance(value, Tensor):
         return 0
+    if compat.has_static_bytes(value):
+        return value.nbytes
     count = 1
     for size in value.shape:
         count *= compat.planned_size(size)

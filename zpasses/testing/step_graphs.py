@@ -182,7 +182,11 @@ def capture_step(
             model, backend="zpasses", fullgraph=fullgraph, dynamic=dynamic, options=given
         )
     ends: list[Tensor] = []
-    with torch.set_grad_enabled(train), own_block_schedule():
+    with (
+        torch.set_grad_enabled(train),
+        own_block_schedule(),
+        compat.no_collection_after_compiles(),
+    ):
         for number in range(steps):
             if number and isinstance(model, nn.Module):
                 model.zero_grad(set_to_none=True)

@@ -34,6 +34,7 @@ _OWNERS = {
     "_get_backend": "torch.distributed.ProcessGroup",
     "_get_backend_stream": "torch.distributed._symmetric_memory",
     "_get_root_mesh": "torch.distributed.device_mesh.DeviceMesh",
+    "_has_symbolic_sizes_strides": "torch.Tensor",
     "_is_view": "torch.Tensor",
     "_local_tensor": "torch.distributed.tensor.DTensor",
     "_metrics": "torch._dynamo.metrics_context.MetricsContext",

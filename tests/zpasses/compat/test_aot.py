@@ -1,7 +1,11 @@
 """What the partitioner leaves to forward and backward."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx
+from torch._functorch import config as functorch_config
 
 from zpasses import compat
 
@@ -71,3 +75,53 @@ def test_zeros_of_derivatives_become_memory_that_may_be_written_to():
     made = _module(graph)(torch.ones(1))[1]
     made.add_(1)
     assert torch.equal(made, torch.ones(3, dtype=torch.float64))
+
+
+def _joint():
+    """A joint graph with its inputs, as AOTAutograd hands it to the partitioner."""
+    found = []
+
+    def keep(gm, inputs, **kwargs):
+        found.append((compat.clone_graph_module(gm), list(inputs), kwargs))
+        return compat.partition(gm, inputs, **kwargs)
+
+    def boxed(gm, inputs):
+        return make_boxed_func(gm.forward)
+
+    def compiled(gm, inputs):
+        return compat.aot_compile(gm, inputs, boxed, boxed, boxed, keep)
+
+    torch.compiler.reset()
+    weight, x = torch.randn(4, requires_grad=True), torch.randn(3, 4)
+    step = torch.compile(lambda x: torch.tanh(x * weight).cos().sum(), backend=compiled)
+    step(x).backward()
+    expected = torch.autograd.grad(torch.tanh(x * weight).cos().sum(), weight)[0]
+    assert torch.allclose(weight.grad, expected)
+    return found[0]
+
+
+def test_the_partitioner_makes_the_same_graphs_and_no_code(monkeypatch):
+    gm, inputs, kwargs = _joint()
+    with functorch_config.patch(cse=False):
+        copied = compat.clone_graph_module(gm)
+        torches = min_cut_rematerialization_partition(copied, inputs, compiler="inductor", **kwargs)
+    written = []
+    generate = fx.Graph.python_code
+    monkeypatch.setattr(
+        fx.Graph, "python_code", lambda *args, **more: written.append(1) or generate(*args, **more)
+    )
+    halves = compat.partition(gm, inputs, **kwargs)
+    assert not written
+    assert [str(each.graph) for each in halves] == [str(each.graph) for each in torches]
+    assert halves[1].code == torches[1].code
+    assert written
+
+
+def test_other_threads_generate_code_beside_a_partition():
+    graph = fx.Graph()
+    graph.output(graph.placeholder("x"))
+    with compat.no_recompiles():
+        assert not hasattr(_module(graph), "_code")
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(_module, graph).result()(3) == 3
+    assert _module(graph)(3) == 3

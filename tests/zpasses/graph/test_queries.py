@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.graphs import Param, joint, rewritten
 from zpasses.graph.queries import (
@@ -85,6 +86,13 @@ def test_dialect_ops_are_recognised(gm):
 
 def test_bytes_are_counted_over_lists_and_nothing_else():
     assert nbytes([torch.zeros(3), (torch.zeros(2, dtype=torch.bfloat16), None)]) == 16
+    assert nbytes(torch.zeros(3, 1).expand(3, 9)) == 108
+    assert nbytes(torch.zeros(3, 3).to_sparse()) == 36
+    dynamic = make_fx(torch.relu, tracing_mode="symbolic")(torch.zeros(5, 7))
+    value = next(iter(dynamic.graph.nodes)).meta["val"]
+    assert isinstance(value.shape[0], torch.SymInt)
+    assert nbytes(value) == 140
+    assert not value.fake_mode.shape_env.guards
     assert nbytes(None) == nbytes(3) == nbytes("x") == 0
 
 

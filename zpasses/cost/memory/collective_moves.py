@@ -15,6 +15,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.cost.memory.liveness import Liveness, liveness, scratch_bytes
+from zpasses.cost.time.fused_kernels import FusedKernels
 from zpasses.graph.dialect import AVERAGE_GRAD
 from zpasses.graph.host_copies import host_copy_of
 from zpasses.graph.queries import collective_of, is_wait, nbytes, started_by, value_of
@@ -175,9 +176,15 @@ def block_bytes(node: fx.Node) -> int:
     return tag.block_bytes if tag is not None else 0
 
 
-def equal_liveness(graph: fx.Graph) -> Liveness:
-    """Returns the live memory of a graph as all ranks count it."""
-    return liveness(graph, bytes_of=_rank_independent_bytes, is_view=_drops_padding)
+def equal_liveness(graph: fx.Graph, kernels: FusedKernels | None = None) -> Liveness:
+    """Returns the live memory of a graph as all ranks count it.
+
+    Args:
+        kernels: those of the graph, if the caller has them.
+    """
+    return liveness(
+        graph, bytes_of=_rank_independent_bytes, is_view=_drops_padding, kernels=kernels
+    )
 
 
 def _rank_independent_bytes(node: fx.Node) -> int | None:

@@ -99,6 +99,7 @@ def liveness(
     *,
     bytes_of: Callable[[fx.Node], int | None] | None = None,
     is_view: Callable[[fx.Node], bool] = lambda node: False,
+    kernels: FusedKernels | None = None,
 ) -> Liveness:
     """Computes the live memory at each node.
 
@@ -107,9 +108,13 @@ def liveness(
         bytes_of: overrides the bytes that a node allocates; if it returns None, the node's value
             decides.
         is_view: nodes to treat as views of their first input, besides actual views.
+        kernels: those of the graph, if the caller has them.
     """
     nodes = tuple(graph.nodes)
-    tracker = _Tracker(saved_inputs(nodes), reinplaceable_all_reduces(graph), bytes_of, is_view)
+    own = (kernels or FusedKernels()) if fuses() else None
+    tracker = _Tracker(
+        saved_inputs(nodes), reinplaceable_all_reduces(graph), bytes_of, is_view, own
+    )
     for index, node in enumerate(nodes):
         tracker.visit(index, node)
     tracker.write_in_place()
@@ -167,6 +172,7 @@ class _Tracker:
         reinplaceable: set[fx.Node],
         bytes_of: Callable[[fx.Node], int | None] | None,
         is_view: Callable[[fx.Node], bool],
+        kernels: FusedKernels | None,
     ) -> None:
         self.buffers: list[Buffer] = []
         self._memory_of: dict[fx.Node, list[Buffer | None]] = {}
@@ -178,7 +184,7 @@ class _Tracker:
         """Full parameters that outlive the call, even if the graph does not return them yet."""
         self._saved_inputs, self._reinplaceable = saved_inputs, reinplaceable
         self._bytes_of, self._is_view = bytes_of, is_view
-        self._kernels = FusedKernels() if fuses() else None
+        self._kernels = kernels
         self._elementwise: list[tuple[fx.Node, Mapping[fx.Node, Load], int]] = []
         """Kernels, their inputs as `FusedKernels.inputs` returns them, and the number of calls
         before that are no such kernels. Those with the same number may be fused."""

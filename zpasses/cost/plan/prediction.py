@@ -12,7 +12,8 @@ from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.schedule_planner import plan_schedule
 from zpasses.cost.plan.schedule_problem import ScheduleProblem
-from zpasses.cost.time.step_time import step_time
+from zpasses.cost.time.fused_kernels import FusedKernels
+from zpasses.cost.time.step_time import Timeline
 from zpasses.cost.time.target import Target
 from zpasses.graph.queries import collective_of
 
@@ -58,7 +59,9 @@ def predict(
         planned: whether the graph follows a plan within this limit already, so that what is
             achieved is what is possible. If not, a plan is made, which takes up to 10 s.
     """
-    time, peak = step_time([graph], target), liveness(graph).peak_bytes
+    kernels = FusedKernels()
+    time = Timeline(graph, target, kernels=kernels).run()
+    peak = liveness(graph, kernels=kernels).peak_bytes
     possible = time.total_us
     if not planned:
         possible = plan_schedule(problem, limit_bytes).cost.total_us

@@ -8,12 +8,13 @@ Memory is at least that of `zpasses.cost.memory` there.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from zpasses.cost.plan.schedule_problem import Job, ScheduleProblem
+from zpasses.cost.plan.schedule_problem import Average, Job, ScheduleProblem
 from zpasses.cost.time.clock import Clock
 
 
@@ -47,13 +48,21 @@ class Cost:
     waited_us: float
     """Time in which no kernel runs because a collective is awaited."""
     peak_bytes: int
+    averages: int = 0
+    """How many launches of averages over replicas are counted."""
 
 
-def evaluate(problem: ScheduleProblem, plan: Plan) -> Cost:
-    """Returns what a plan costs."""
-    clock = _run(problem, plan, 1.0)
-    live = live_bytes(problem, plan)
-    return Cost(clock.now_us, clock.waited_us, int(live.max(initial=0)))
+def evaluate(problem: ScheduleProblem, plan: Plan, *, averages: bool = False) -> Cost:
+    """Returns what a plan costs.
+
+    Args:
+        averages: count averages over replicas, too (`Job.average`), without their results, which
+            the caller holds.
+    """
+    later = _Averages(problem) if averages else None
+    clock = _run(problem, plan, 1.0, later)
+    live, launches = live_bytes(problem, plan), later.launches if later is not None else 0
+    return Cost(clock.now_us, clock.waited_us, int(live.max(initial=0)), launches)
 
 
 def duration_us(problem: ScheduleProblem, plan: Plan, factor: float) -> float:
@@ -117,13 +126,31 @@ def cost_of(problem: ScheduleProblem, plan: Plan, number: int) -> LaunchCost:
     return launch_cost(problem, plan.launches[number], number in plan.engines)
 
 
-def _run(problem: ScheduleProblem, plan: Plan, factor: float) -> Clock:
+def _run(
+    problem: ScheduleProblem, plan: Plan, factor: float, later: _Averages | None = None
+) -> Clock:
     clock = Clock()
     here, fixed, reloaded_us = 0, 0, 0.0
+
+    def run_until(slot: int) -> None:
+        """Runs what does not move until a slot: kernels, and events of `problem.fixed`."""
+        nonlocal here, fixed
+        before = problem.work_before_us
+        if later is not None and slot > here:
+            later.start(clock)
+        while fixed < len(problem.fixed) and problem.fixed[fixed].slot < slot:
+            there = problem.fixed[fixed].slot
+            clock.work(before[there] - before[here])
+            here, fixed = there, run_fixed_events(clock, problem, there, fixed)
+        clock.work(before[slot] - before[here])
+        here = slot
+
     for action in plan.actions:
-        here, fixed = _run_until(clock, problem, action.slot, here, fixed)
+        run_until(action.slot)
         cost = cost_of(problem, plan, action.launch)
         if action.kind == "start":
+            if later is not None:
+                later.start(clock)
             if cost.reload_us:
                 reloaded_us += factor * cost.reload_us
                 clock.idle_until(reloaded_us)
@@ -133,23 +160,40 @@ def _run(problem: ScheduleProblem, plan: Plan, factor: float) -> Clock:
         else:
             clock.wait(action.launch)
             clock.work(cost.wait_work_us)
-    _run_until(clock, problem, len(problem.work_us), here, fixed)
+            if later is not None:
+                later.add(cost.members)
+    run_until(len(problem.work_us))
+    if later is not None:
+        later.wait(clock)
     return clock
 
 
-def _run_until(
-    clock: Clock, problem: ScheduleProblem, slot: int, here: int, fixed: int
-) -> tuple[int, int]:
-    """Runs what does not move between two slots: kernels, and events from `problem.fixed[fixed]`
-    on. Returns the slot, and the index of the first event from there on.
-    """
-    before = problem.work_before_us
-    while fixed < len(problem.fixed) and problem.fixed[fixed].slot < slot:
-        there = problem.fixed[fixed].slot
-        clock.work(before[there] - before[here])
-        here, fixed = there, run_fixed_events(clock, problem, there, fixed)
-    clock.work(before[slot] - before[here])
-    return slot, fixed
+class _Averages:
+    """Averages over replicas: those of reductions that are awaited together share a launch."""
+
+    def __init__(self, problem: ScheduleProblem) -> None:
+        self._first = min((event.number for event in problem.fixed), default=0) - 1
+        self.launches = 0
+        self._ready: dict[str, list[Average]] = {}
+
+    def add(self, reductions: Iterable[Job]) -> None:
+        for job in reductions:
+            if job.average is not None:
+                self._ready.setdefault(job.average.group, []).append(job.average)
+
+    def start(self, clock: Clock) -> None:
+        for members in self._ready.values():
+            timing, latency = members[0].timing, members[0].latency_us
+            moved = sum(max(0.0, each.timing.duration_us - latency) for each in members)
+            clock.work(timing.issue_us)
+            clock.enqueue(self._first - self.launches, latency + moved, timing)
+            self.launches += 1
+        self._ready.clear()
+
+    def wait(self, clock: Clock) -> None:
+        self.start(clock)
+        for number in range(self.launches):
+            clock.wait(self._first - number)
 
 
 def run_fixed_events(clock: Clock, problem: ScheduleProblem, slot: int, at: int) -> int:

@@ -29,6 +29,7 @@ from zpasses.cost.memory.collective_moves import (
 from zpasses.cost.memory.liveness import reinplaceable_all_reduces, scratch_bytes
 from zpasses.cost.plan.bucket_keys import BucketKey, bucket_key, member_packing_bytes
 from zpasses.cost.time.clock import Channel, CollectiveTiming
+from zpasses.cost.time.fused_kernels import FusedKernels
 from zpasses.cost.time.roofline import (
     collective_on_route_us,
     compute_us,
@@ -40,13 +41,14 @@ from zpasses.cost.time.route_figures import engine_obstacle, engine_route, route
 from zpasses.cost.time.step_time import (
     GraphTimings,
     Transfer,
+    collective_timing,
     host_copy_timing,
     latency_of,
     transfer_of,
 )
 from zpasses.cost.time.target import Target
 from zpasses.graph.aliases import buffer_readers, memory_root, root_output
-from zpasses.graph.dialect import TO_HOST
+from zpasses.graph.dialect import AVERAGE_GRAD, TO_HOST
 from zpasses.graph.host_copies import FROM_HOST, HostCopy, is_host_wait
 from zpasses.graph.queries import (
     Collective,
@@ -59,6 +61,19 @@ from zpasses.graph.queries import (
 )
 from zpasses.graph.reduction_groups import reducing_groups
 from zpasses.graph.tags import is_resident
+
+
+@dataclass(frozen=True)
+class Average:
+    """The average of a reduced gradient over replicas, which starts when the reduction is awaited,
+    and is awaited at the end of the graph. No plan moves it.
+    """
+
+    group: str
+    """Process group of the replicas. Averages that start together share a launch."""
+    timing: CollectiveTiming
+    latency_us: float
+    """The part of its duration that does not depend on its bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +120,9 @@ class Job:
     """Whether the figures are those of a copy engine."""
     reload_us: float = 0.0
     """Duration of the copy of its shard from the host, which ends before it starts."""
+    average: Average | None = None
+    """For reductions within a replica: what follows. Schedulers leave it out, as the pass that
+    starts averages runs later; `evaluate` counts it if it is asked to."""
 
     def numbered(self, number: int) -> Job:
         """Returns the job with another number."""
@@ -269,7 +287,8 @@ class _Reader:
         self._engine = None if route is None else route_figures(target)[route]
         self._regrouped = reducing_groups(item.started for item in items) if second_group else ()
         self._timings = GraphTimings(graph, target, self._regrouped)
-        self._memory = equal_liveness(graph)
+        self._kernels = FusedKernels()
+        self._memory = equal_liveness(graph, self._kernels)
         self._index = {node: at for at, node in enumerate(self._memory.nodes)}
         self._in_place = reinplaceable_all_reduces(graph)
         self._moving: set[fx.Node] = set()
@@ -289,7 +308,7 @@ class _Reader:
         bounds = {first, len(self._nodes) - 1, *uses.values(), *ready.values()}
         fixed = self._fixed_events()
         bounds.update(at for at, _, _ in fixed)
-        work = durations_us(self._nodes, self._target)
+        work = durations_us(self._nodes, self._target, self._kernels)
         slots = _segments(work, {max(first, each) for each in bounds}, first, len(self._items))
         slot_of = {at: slot for slot, at in enumerate(slots)}
         gathers = sorted(uses, key=lambda item: (uses[item], self._index[item.started]))
@@ -387,9 +406,19 @@ class _Reader:
                 resident=gather and is_resident(item.wait),
                 ranks=_ranks_of(transfer),
                 reload_us=sum(each.duration_us for each in copies),
+                average=self._average(item),
             )
             jobs.append(replace(job, by_engine=self._on_engine(item, job)))
         return tuple(jobs)
+
+    def _average(self, item: SchedulableCollective) -> Average | None:
+        node = next((each for each in item.results if each.target is AVERAGE_GRAD), None)
+        found = None if node is None else collective_of(node)
+        if node is None or found is None or len(compat.group_ranks(found.group)) < 2:
+            return None
+        lowered = replace(found, op="all_reduce")
+        latency = collective_timing(node, lowered, self._target, full_bytes=0).duration_us
+        return Average(found.group, collective_timing(node, lowered, self._target), latency)
 
     def _on_engine(self, item: SchedulableCollective, job: Job) -> Job | None:
         """Returns a gather as a copy engine runs it; None if none can."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -130,11 +131,18 @@ class FusedKernels:
         self._fuses = fuses()
         self._leaves: dict[fx.Node, Mapping[fx.Node, Load]] = {}
         """Node -> the values that a kernel loads which reads this one."""
+        self._inputs: dict[fx.Node, Mapping[fx.Node, Load]] = {}
+        self._moved: dict[fx.Node, int | None] = {}
 
     def moved_bytes(self, node: fx.Node) -> int | None:
         """Returns the bytes that the kernel of a call reads and writes; None if it has none of its
         own.
         """
+        if node not in self._moved:
+            self._moved[node] = self._bytes_of(node)
+        return self._moved[node]
+
+    def _bytes_of(self, node: fx.Node) -> int | None:
         if self.is_inlined(node):
             return None
         written = nbytes(value_of(node))
@@ -154,6 +162,11 @@ class FusedKernels:
 
     def inputs(self, node: fx.Node) -> Mapping[fx.Node, Load]:
         """Returns the values that a call loads, through those that are inlined in it."""
+        if node not in self._inputs:
+            self._inputs[node] = self._read_by(node)
+        return self._inputs[node]
+
+    def _read_by(self, node: fx.Node) -> Mapping[fx.Node, Load]:
         found: dict[fx.Node, Load] = {}
         for source in node.all_input_nodes:
             in_place = node.target not in _ELSEWHERE
@@ -166,6 +179,9 @@ class FusedKernels:
         return found
 
     def _leaves_of(self, node: fx.Node) -> Mapping[fx.Node, Load]:
+        known = self._leaves.get(node)
+        if known is not None:
+            return known
         pending = [node]  # no recursion, because chains may be long
         while pending:
             each = pending[-1]
@@ -238,14 +254,20 @@ def _nodes_in(arguments: object) -> list[fx.Node]:
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    return node.target in _REDUCTIONS or _is_elementwise(node)
+    return _kind_of(node.target) == "reduction" or _is_elementwise(node)
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    call = node.target
-    if not isinstance(call, compat.OpOverload):
-        return False
-    if call is aten.scatter.value:  # Inductor compares positions, if it writes into a constant
+    if node.target is aten.scatter.value:  # Inductor compares positions, if it writes to a constant
         base = node.args[0]
         return isinstance(base, fx.Node) and base.target is aten.full.default
-    return torch.Tag.pointwise in call.tags or call in _ELEMENTWISE
+    return _kind_of(node.target) == "elementwise"
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _kind_of(call: object) -> str | None:
+    if not isinstance(call, compat.OpOverload):
+        return None
+    if torch.Tag.pointwise in call.tags or call in _ELEMENTWISE:
+        return "elementwise"
+    return "reduction" if call in _REDUCTIONS else None

@@ -181,22 +181,36 @@ def _kernel_us(node: fx.Node, moved: int, target: Target) -> float:
     )
 
 
-def durations_us(nodes: Iterable[fx.Node], target: Target) -> list[float]:
-    """Returns the duration of each call. Calls of equal shapes are computed once."""
+def durations_us(
+    nodes: Iterable[fx.Node], target: Target, kernels: FusedKernels | None = None
+) -> list[float]:
+    """Returns the duration of each call. Calls of equal shapes are computed once.
+
+    Args:
+        nodes: of one graph.
+        target: hardware that the graph runs on.
+        kernels: those of the graph, if the caller has them.
+    """
     known: dict[Any, float] = {}
-    kernels = FusedKernels() if fuses() else None
+    shapes: dict[fx.Node, object] = {}
+    kernels = (kernels or FusedKernels()) if fuses() else None
+
+    def shape_of(node: fx.Node) -> object:
+        if node not in shapes:
+            shapes[node] = _shape(value_of(node))
+        return shapes[node]
+
     found = []
     for node in nodes:
         if node.op != "call_function":
             found.append(0.0)
             continue
-        values = [value_of(each) for each in (node, *node.all_input_nodes)]
         constants = [each for each in node.args if not isinstance(each, fx.Node)]
         key = (
             node.target,
-            repr(constants),
+            repr(constants) if constants else "",
             kernels and kernels.moved_bytes(node),
-            *map(_shape, values),
+            *map(shape_of, (node, *node.all_input_nodes)),
         )
         if key not in known:
             known[key] = compute_us(node, target, kernels)

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost.time.clock import Channel, Clock, CollectiveTiming, Queue
+from zpasses.cost.time.fused_kernels import FusedKernels
 from zpasses.cost.time.roofline import (
     collective_on_route_us,
     copy_engine_launch_us,
@@ -93,6 +94,7 @@ class Timeline:
         target: hardware that the graph runs on. Copy engines use the target's preferred route.
         regrouped: process groups whose gradient reductions will run on a second group.
         left_out: operators that count as taking no time.
+        kernels: those of the graph, if the caller has them.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Timeline:
         *,
         regrouped: Collection[str] = (),
         left_out: Collection[object] = (),
+        kernels: FusedKernels | None = None,
     ) -> None:
         self._of_graph = GraphTimings(graph, target, regrouped)
         self._events: dict[fx.Node, _Event] = {}
@@ -109,7 +112,7 @@ class Timeline:
         self._transfers: dict[fx.Node, Transfer] = {}
         self._timings: dict[tuple[fx.Node, bool], CollectiveTiming] = {}
         self._nodes = tuple(graph.nodes)
-        for node, work in zip(self._nodes, durations_us(self._nodes, target), strict=True):
+        for node, work in zip(self._nodes, durations_us(self._nodes, target, kernels), strict=True):
             if node.target not in left_out:
                 self._add(node, work)
 

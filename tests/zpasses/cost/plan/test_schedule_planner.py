@@ -14,8 +14,9 @@ from zpasses.cost.memory.collective_moves import equal_liveness
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.schedule_evaluation import Action, Plan, evaluate, live_bytes
 from zpasses.cost.plan.schedule_planner import memory_limit, plan_schedule
-from zpasses.cost.plan.schedule_problem import problem_of
+from zpasses.cost.plan.schedule_problem import Average, problem_of
 from zpasses.cost.plan.simple_plans import one_ahead_plan, single_plan
+from zpasses.cost.time.clock import Channel, CollectiveTiming
 from zpasses.cost.time.step_time import step_time
 from zpasses.cost.time.target import TARGETS, Target, use_target
 from zpasses.graph.tags import Tag, add_tag
@@ -228,3 +229,28 @@ def test_the_log_says_how_the_chosen_plan_was_made(caplog):
         plan_schedule(problem, memory_limit(problem, MemoryBudget()))
     (said,) = (each.getMessage() for each in caplog.records if "plans, the one" in each.message)
     assert "changes of" in said or "no search" in said or "gather_latencies=" in said
+
+
+def test_averages_over_replicas_follow_what_is_awaited_together():
+    with fake_world(RANKS):
+        problem = problem_of(step(3, 1), H100)
+    timing = CollectiveTiming(1000.0, channel=Channel("network"))
+    jobs = [
+        job if job.is_gather else replace(job, average=Average("1", timing, 400.0))
+        for job in problem.jobs
+    ]
+    averaged, plan = replace(problem, jobs=tuple(jobs)), single_plan(problem)
+    before = evaluate(problem, plan)
+    assert evaluate(averaged, plan) == evaluate(problem, plan, averages=True) == before
+    found = evaluate(averaged, plan, averages=True)
+    assert found.averages == 3
+    # The network is idle until the first of them, and nothing else runs after the last kernel.
+    assert 3000.0 < found.total_us < before.total_us + 3000.0
+    reductions = tuple(job.number for job in problem.jobs if not job.is_gather)
+    last, number = problem.end, len(plan.launches)
+    gathers = [each for each in plan.actions if plan.launches[each.launch][0] not in reductions]
+    ends = Action(last, "start", number), Action(last, "wait", number)
+    together = Plan((*plan.launches, reductions), (*gathers, *ends))
+    before, found = evaluate(averaged, together), evaluate(averaged, together, averages=True)
+    assert found.averages == 1
+    assert found.total_us == pytest.approx(before.total_us + 400.0 + 3 * 600.0)

@@ -162,3 +162,21 @@ def test_decomposed_operators_take_about_as_long_as_whole_ones(function):
         )
     )
     assert parts == pytest.approx(whole, rel=0.45)  # each of them alone: 2.5 and more
+
+
+def test_memory_and_time_are_the_same_with_kernels_that_a_caller_has():
+    def function(x, y):
+        z = torch.relu(x) * 2
+        return torch.softmax(z @ y, -1).sum() + z.t().contiguous().cos().sum()
+
+    graph = traced(function, (64, 32), (32, 16))
+    kernels = FusedKernels()
+    shared, own = liveness(graph, kernels=kernels), liveness(graph)
+    assert shared.live_bytes == own.live_bytes
+    assert [vars(each) for each in shared.buffers] == [vars(each) for each in own.buffers]
+    assert durations_us(graph.nodes, T, kernels) == durations_us(graph.nodes, T)
+    assert {name: kernels.moved_bytes(n) for name, n in named(graph)} == moved(graph)
+
+
+def named(graph):
+    return [(node.name, node) for node in graph.nodes if node.op == "call_function"]
