@@ -29,7 +29,7 @@ from zpasses.passes import GatherParams
 from zpasses.pipeline.runner import run_passes
 from zpasses.testing import (
     assert_equal_bits,
-    capture_ranks,
+    capture_graphs,
     fake_world,
     listing,
     random_inputs,
@@ -185,7 +185,7 @@ def test_the_codes_stay_in_memory_and_not_the_full_parameters():
     for tail in ("reshard-after-forward,schedule", "cache-params,schedule"):
         text = f"gather-params{{encode=int8,exact_below_kib=0}},reduce-grads,{tail}"
         linear = nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False))
-        (step, _) = capture_ranks(linear, x, world_size=2, pipeline=text)
+        step = capture_graphs(linear, x, world_size=2, pipeline=text)
         given = step.after.backward.graph.find_nodes(op="placeholder")
         kept = [node for node in given if value_of(node).dtype == torch.uint8]
         assert kept, tail

@@ -74,7 +74,7 @@ class Layers(nn.Module):
         return self.last(F.relu(self.first(x))) @ self.frozen
 
 
-def outcome(options, steps=3, backwards=1, mesh=None):
+def outcome(options, steps=2, backwards=1, mesh=None):
     """Outputs, gradients and parameters of some steps."""
     torch._dynamo.reset()
     torch.manual_seed(0)
