@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.graphs import drawn_examples, few_examples
-from tests.zpasses.backend.test_drawn_budgets import TARGETS, steps
+from tests.zpasses.backend.test_drawn_budgets import TARGETS, Stack, steps
 from tests.zpasses.backend.test_memory_budget import Blocks
 from tests.zpasses.backend.test_step_trials import within_compile
 from tests.zpasses.cost.plan.test_repeated_layers import ROWS, WIDTH, Net
@@ -49,7 +49,7 @@ def drawn_choice(draw, trials):
 
 
 @pytest.mark.slow(quick="test_less_memory_takes_longer_until_nothing_fits")
-@settings(few_examples, max_examples=drawn_examples(5))
+@settings(few_examples, max_examples=drawn_examples(3))
 @given(steps(), TARGETS, st.sampled_from([1, 3]), HOSTS, st.booleans(), st.data())
 def test_no_choice_is_faster_than_the_least_time_at_its_peak(
     step, target, repeats, host, fake, data
@@ -82,7 +82,7 @@ def test_no_choice_is_faster_than_the_least_time_at_its_peak(
 
 
 @pytest.mark.slow(quick="test_less_memory_takes_longer_until_nothing_fits")
-@settings(few_examples, max_examples=drawn_examples(4))
+@settings(few_examples, max_examples=drawn_examples(2))
 @given(steps(), TARGETS, st.floats(0, 1), st.booleans())
 def test_no_plan_is_faster_than_the_least_time_of_its_budget(step, target, share, fake):
     model, batch = step
@@ -106,6 +106,14 @@ def test_less_memory_takes_longer_until_nothing_fits():
         assert none is None
 
     within_compile(check, Blocks(), memory_budget="1GiB")
+
+
+def test_a_step_of_a_few_bytes_has_a_least_limit():
+    def check(trials):
+        assert 0 < trials.least_bytes() <= trials.most_bytes() < 200
+
+    options = {"memory_budget": "1GiB", "host_memory": "1MiB"}
+    within_compile(check, Stack([1, 1, 1], ()), x=torch.ones(2, 1), **options)
 
 
 SLOW = "h100,tflops=0.1,launch_us=0.1,hop_us=0.1,kernel_us=0.1,host_out_gb_s=0.2,host_in_gb_s=0.2"
