@@ -49,7 +49,7 @@ def drawn_choice(draw, trials):
 
 
 @pytest.mark.slow(quick="test_less_memory_takes_longer_until_nothing_fits")
-@settings(few_examples, max_examples=drawn_examples(3))
+@settings(few_examples, max_examples=drawn_examples(6))
 @given(steps(), TARGETS, st.sampled_from([1, 3]), HOSTS, st.booleans(), st.data())
 def test_no_choice_is_faster_than_the_least_time_at_its_peak(
     step, target, repeats, host, fake, data
@@ -82,7 +82,7 @@ def test_no_choice_is_faster_than_the_least_time_at_its_peak(
 
 
 @pytest.mark.slow(quick="test_less_memory_takes_longer_until_nothing_fits")
-@settings(few_examples, max_examples=drawn_examples(2))
+@settings(few_examples, max_examples=drawn_examples(5))
 @given(steps(), TARGETS, st.floats(0, 1), st.booleans())
 def test_no_plan_is_faster_than_the_least_time_of_its_budget(step, target, share, fake):
     model, batch = step
