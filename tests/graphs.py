@@ -18,16 +18,6 @@ Param, joint = ParamSpec, joint_graph
 
 WORLD_SIZES = (1, 2, 3, 4, 7)
 
-for_each_world_size = pytest.mark.parametrize(
-    "world_size",
-    [
-        each
-        if each in (1, 3)  # no communication, and an odd number, of which some have no rows
-        else pytest.param(each, marks=pytest.mark.slow(quick="the other world sizes"))
-        for each in WORLD_SIZES
-    ],
-)
-
 
 def drawn_examples(count):
     """Number of examples of a property test: `count`, or a fifth of it in `make test`."""

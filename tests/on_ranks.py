@@ -5,6 +5,7 @@ import importlib.util
 
 import pytest
 
+import tests.dynamo  # noqa: F401  # on the ranks, too
 from zpasses.testing import run_on_ranks
 
 

@@ -8,7 +8,6 @@ from torch import nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -83,11 +82,6 @@ def _loop(decay, inputs):
     return torch.stack(states, 1)
 
 
-def _cumulative(decay, inputs):
-    total = decay.log().cumsum(1)
-    return total.exp() * (inputs * (-total).exp()).cumsum(1)
-
-
 def _associative(decay, inputs):
     def combine(left, right):
         return left[0] * right[0], left[1] * right[0] + right[1]
@@ -106,13 +100,6 @@ class Experts(nn.Module):
     def forward(self, x):
         weights, chosen = self.route(x).softmax(-1).topk(2)
         return self.mix(self, x, weights, chosen)
-
-
-def _dense(self, x, weights, chosen):
-    out = torch.zeros_like(x)
-    for number, expert in enumerate(self.experts):
-        out = out + expert(x) * (weights * (chosen == number)).sum(-1, keepdim=True)
-    return out
 
 
 def _indexed(self, x, weights, chosen):
@@ -151,15 +138,6 @@ sdpa = F.scaled_dot_product_attention
 
 def _masked(q, k, v):
     return sdpa(q, k, v, attn_mask=torch.ones(5, 5, dtype=torch.bool).tril())
-
-
-def _biased(q, k, v):
-    distance = torch.arange(5).unsqueeze(1) - torch.arange(5)
-    return sdpa(q, k, v, attn_mask=-0.5 * distance.abs().float())
-
-
-def _lower_right(q, k, v):
-    return sdpa(q[:, :, 2:], k, v, attn_mask=causal_lower_right(3, 5))
 
 
 def _by_products(q, k, v):
@@ -293,13 +271,9 @@ def _solved(call, x):
 
 
 FAMILIES = {
-    "conv1d": _chain(LINE, lambda: [nn.Conv1d(3, 4, 3), nn.ReLU(), nn.Conv1d(4, 2, 3)]),
     "conv2d": _chain(
         IMAGE,
         lambda: [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3), *_classifier(3)],
-    ),
-    "conv2d channels last": _chain(
-        IMAGE, lambda: [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)], torch.channels_last
     ),
     "channels last weights": _chain(
         IMAGE,
@@ -307,16 +281,9 @@ FAMILIES = {
         torch.channels_last,
     ),
     "conv3d": _chain((2, 2, 4, 4, 4), lambda: [nn.Conv3d(2, 3, 2), nn.ReLU(), nn.Conv3d(3, 2, 2)]),
-    "transposed conv1d": _chain(
-        (2, 3, 6), lambda: [nn.ConvTranspose1d(3, 4, 3), nn.ReLU(), nn.Conv1d(4, 2, 3)]
-    ),
     "transposed conv2d": _chain(
         IMAGE,
         lambda: [nn.ConvTranspose2d(3, 4, 2, stride=2), nn.ReLU(), nn.Conv2d(4, 2, 3, stride=2)],
-    ),
-    "depthwise conv": _chain(
-        IMAGE,
-        lambda: [nn.Conv2d(3, 6, 3, groups=3, dilation=2), nn.SiLU(), nn.Conv2d(6, 4, 1)],
     ),
     "u-net": Family(
         lambda: Calls(_unet, down=nn.Conv2d(3, 4, 3, padding=1), up=nn.Conv2d(8, 2, 3)),
@@ -324,12 +291,6 @@ FAMILIES = {
     ),
     "batch norm": _chain(
         (4, 5), lambda: [nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3)]
-    ),
-    "batch norm of images": _chain(
-        IMAGE, lambda: [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)]
-    ),
-    "group norm": _chain(
-        IMAGE, lambda: [nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 2, 3)]
     ),
     "instance norm": _chain(
         LINE,
@@ -344,15 +305,11 @@ FAMILIES = {
     "weight norm": _normed(nn.utils.parametrizations.weight_norm),
     "spectral norm": _normed(nn.utils.parametrizations.spectral_norm),
     "embedding bag sum": _bag("sum"),
-    "embedding bag mean": _bag("mean"),
-    "embedding bag max": _bag("max"),
     "weighted embedding bag": Family(
         lambda: Calls(_weighted_bags, bag=nn.EmbeddingBag(7, 5, mode="sum")),
         lambda: (torch.randint(7, (9,)), torch.tensor([0, 2, 5]), torch.rand(9)),
     ),
     "lstm cell": _cells(nn.LSTMCell, lambda state: state[0], rounding=1e-6),
-    "gru cell": _cells(nn.GRUCell),
-    "rnn cell": _cells(nn.RNNCell, rounding=1e-6),
     "multihead attention": Family(
         lambda: Calls(_padding, inner=nn.MultiheadAttention(8, 2, batch_first=True)),
         lambda: randn(2, 5, 8),
@@ -361,24 +318,16 @@ FAMILIES = {
         lambda: nn.Transformer(8, 2, 1, 1, 12, batch_first=True),
         lambda: (randn(2, 5, 8), randn(2, 5, 8)),
     ),
-    "transformer encoder": _chain(
-        (2, 5, 8),
-        lambda: [nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True, norm_first=True)],
-    ),
     "attention": _attention(),
     "causal attention": _attention(is_causal=True),
     "masked attention": _attention(_masked),
-    "biased attention": _attention(_biased),
-    "attention causal at the lower right": _attention(_lower_right),
     "attention by matrix products": _attention(_by_products),
     "grouped-query attention": _attention(groups=1, enable_gqa=True),
     "attention with dropout": _attention(dropout_p=0.2),
     "state space loop": Family(lambda: StateSpace(_loop), lambda: randn(2, 3, 4)),
-    "state space cumulative": Family(lambda: StateSpace(_cumulative), lambda: randn(2, 3, 4)),
     "state space associative scan": Family(
         lambda: StateSpace(_associative), lambda: randn(2, 4, 4)
     ),
-    "dense experts": Family(lambda: Experts(_dense), lambda: randn(6, 4)),
     "indexed experts": Family(lambda: Experts(_indexed), lambda: randn(12, 4)),
     "complex buffer": Family(
         lambda: Calls(_rotated, inner=nn.Linear(4, 4), turn=torch.exp(torch.tensor([0.1j, 2j]))),

@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import zpasses
 from tests.models.families import of_transformers
 from tests.on_ranks import on_ranks
-from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import world_mesh
 
 pytest.importorskip("transformers")
@@ -110,22 +109,6 @@ def _compare_gradients(model, plain):
         )
 
 
-def _compiled(model):
-    options = {"zero_stage": 3, "codegen": "eager"}
-    return torch.compile(model, backend="zpasses", options=options)
-
-
-@pytest.mark.slow(quick="test_eager_training_equals_the_unsharded_one")
-@on_ranks(2)
-def test_llama_is_captured_as_one_graph_and_compiled_once():
-    plain = _build("llama")
-    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
-    kinds = []
-    with observe_graphs(lambda logged: kinds.append(logged.kind)):
-        _train(plain, _compiled(model), model)
-    assert kinds == ["captured", "joint", "forward", "backward"]
-
-
 @pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
 def test_eager_training_equals_the_unsharded_one(name, tmp_path):
@@ -146,28 +129,3 @@ def test_eager_training_equals_the_unsharded_one(name, tmp_path):
     for each in (plain, model):
         each.train()
     _train(plain, model, model, steps=2)
-
-
-@pytest.mark.slow(quick="test_eager_training_equals_the_unsharded_one")
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@on_ranks(2)
-def test_llama_with_gradient_checkpointing_equals_the_one_without(compiled):
-    plain = _build("llama")
-    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _train(plain, _compiled(model) if compiled else model, model, steps=2)
-
-
-@on_ranks(2)
-def test_llama_is_built_on_meta_and_filled_after_sharding():
-    plain = _build("llama")
-    with torch.device("meta"):
-        model = MODELS["llama"]()
-    zpasses.shard(model, mesh=world_mesh())
-    model.to_empty(device="cpu")
-    model.load_state_dict(plain.state_dict())
-    for module, reference in zip(model.modules(), plain.modules(), strict=True):
-        for buffer, value in reference.named_buffers(recurse=False):
-            module._buffers[buffer] = value.clone()  # not part of the state dict
-    model.train()
-    _train(plain, model, model, steps=1)

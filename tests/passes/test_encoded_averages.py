@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 from tests.graphs import few_examples
-from zpasses import OptionError, Pipeline
+from zpasses import Pipeline
 from zpasses.graph.dialect import AVERAGE_GRAD
 from zpasses.graph.queries import calls, collectives
 from zpasses.graph.tags import tagged
@@ -97,38 +97,6 @@ def test_ranks_with_fewer_rows_make_the_same_choice():
     assert {tuple(launches(gm)) for gm in graphs} == {
         ("all_to_all_single", "all_gather_into_tensor")
     }
-
-
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0.27), (BF16, 0.53)])
-def test_bytes_on_the_wire(dtype, most):
-    params = [ParamSpec(shape, param_dtype=dtype) for shape in ((512, 256), (1000, 96))]
-    recipe = JointRecipe(tuple(params), 8, replicas=4)
-
-    def sent(text):
-        gm = recipe.run_pipeline(f"reduce-grads,{text}")[1][0]
-        found = {}
-        for _, tag in tagged(gm.graph, "reduce"):
-            if tag.origin == "average-replicas":
-                found[tag.encoding] = found.get(tag.encoding, 0) + tag.nbytes
-        return found
-
-    (exact,) = sent("average-replicas").values()
-    (codes,) = sent("average-replicas{encode=int8}").values()
-    # Of 4 replicas, an all-reduce sends 2 * 3/4 of its input. The exchange sends 3/4 of the
-    # records, and the gather 3 times its input, which is 1/4 of them: tags have 5/4.
-    assert codes * 2 * (3 / 4) / (5 / 4) <= most * exact * 2 * (3 / 4)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("encode=mxfp8", "got 'mxfp8' .*'int8' or 'fp8' or none"),
-        ("block=64", "block=64 without 'encode' has no effect. Give a format"),
-    ],
-)
-def test_wrong_options_are_refused(options, said):
-    with pytest.raises(OptionError, match=said):
-        Pipeline.parse(f"average-replicas{{{options}}}")
 
 
 # --- the same bits --------------------------------------------------------------------------------

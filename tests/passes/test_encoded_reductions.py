@@ -1,5 +1,7 @@
 """`reduce-grads{encode=...}`: what is encoded, and that lowered graphs equal the dialect."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,16 +10,16 @@ from torch import nn
 
 from tests.cases import some_quick
 from tests.graphs import (
+    WORLD_SIZES,
     Param,
     before_and_after,
     declared_and_encoded,
     expect_listing,
     few_examples,
-    for_each_world_size,
     joint,
     rewritten,
 )
-from zpasses import OptionError, Pipeline
+from zpasses import Pipeline
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD
 from zpasses.graph.encoding import DECODE_MEAN
@@ -113,26 +115,12 @@ def test_scalars_vectors_small_and_double_gradients_stay_exact():
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-@pytest.mark.parametrize(("dtype", "most"), [(F32, 0.27), (BF16, 0.53)])
+@pytest.mark.parametrize(("dtype", "most"), [(BF16, 0.53)])
 def test_bytes_on_the_wire(name, dtype, most):
     shapes = [(768, 256), (256, 256), (1024, 256), (256, 1024), (1000, 96)]
     params = [Param(shape, param_dtype=dtype) for shape in shapes]
     exact = reduced_bytes(lowered(*params, world_size=8))
     assert reduced_bytes(lowered(*params, world_size=8, encode=name)) <= most * exact
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("encode=mxfp8", "got 'mxfp8' .*'int8' or 'fp8' or none"),
-        ("block=64", "block=64 without 'encode' has no effect. Give a format"),
-        ("encode=int8,form=all_reduce", "exclude each other.*Leave form out"),
-        ("encode=int8,exact_below_kib=-1", "'exact_below_kib': got -1.0; expected KiB >= 0"),
-    ],
-)
-def test_wrong_options_are_refused(options, said):
-    with pytest.raises(OptionError, match=said):
-        Pipeline.parse(f"reduce-grads{{{options}}}")
 
 
 # --- the same bits --------------------------------------------------------------------------------
@@ -147,9 +135,11 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-@for_each_world_size
-def test_bits_of_odd_gradients_on_all_ranks(world_size, name):
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    some_quick(itertools.product(["int8", "fp8"], WORLD_SIZES), [("fp8", 3)]),
+)
+def test_bits_of_odd_gradients_on_all_ranks(name, world_size):
     encode = f"reduce-grads{{encode={name},block=32,exact_below_kib=0}}"
     texts = [f"gather-params,{encode},{tail}" for tail in TAILS]
     before, *after = declared_and_encoded(world_size, ODD, texts)

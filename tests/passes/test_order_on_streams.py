@@ -10,6 +10,7 @@ import torch
 import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
 from torch import nn
 
+from tests.cases import some_quick
 from tests.flattening import on_host, rewritten
 from tests.graphs import drawn_examples
 from tests.passes.test_flatten_on_device import TIERS, two_tensors
@@ -69,7 +70,7 @@ def test_pipelines_hold_every_pass_of_the_catalogue():
     assert passes - used == ELSEWHERE
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("pipeline", some_quick(PIPELINES, ["zero2", "zero3", PIPELINES[-1]]))
 def test_pipelines_of_the_catalogue_have_no_race(pipeline):
     if pipeline in ("zero3", PIPELINES[-1]):
         captures = capture_ranks(Model(), (X,), world_size=2, pipeline=pipeline)

@@ -91,7 +91,7 @@ def test_gathers_into_given_memory_are_swapped():
 @pytest.mark.parametrize(
     ("shard", "swapped"),
     [
-        ({}, [False, False]),
+        pytest.param({}, [False, False], marks=pytest.mark.slow(quick="the other cases")),
         ({"reshard_after_forward": 2}, [False, True]),
         (replicated, [True, True]),
     ],

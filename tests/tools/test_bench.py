@@ -342,6 +342,7 @@ def test_options_of_a_peer_may_contain_commas():
 
 
 # --- device ---------------------------------------------------------------------------------------
+@pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
 def test_device_measures_one_rank_of_a_larger_group(measured):
     size = ["--width", "16", "--layers", "1", "--heads", "2", "--seq", "8", "--batch", "1"]
     steps = ["--steps", "2", "--warmup", "1", "--rounds", "2"]

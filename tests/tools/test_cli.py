@@ -357,18 +357,6 @@ def test_tables_fit_a_terminal_of_80_columns_and_are_whole_in_a_pipe(dump):
             assert each.text(width=1000) == each.text()
 
 
-@pytest.mark.parametrize("more", [False, True])
-def test_narrow_tables_still_tell_collectives_apart(dump, more):
-    view = open_dump(dump).collectives("backward", 0, CollectiveRows(source=more, module=more))
-    table = next(part for part in view.parts if isinstance(part, Table))
-    lines = table.text(width=80).partition("----")[2].splitlines()[1:]
-    shown = [line.split()[0] for line in lines if line.startswith(("all_", "reduce_"))]
-    assert len(shown) == len(set(shown)) == len(table.rows) > 3
-    hint = "Not shown at this width:"
-    assert hint in table.text(width=80)
-    assert hint not in table.text()
-
-
 def completions(*words):
     from click.shell_completion import ShellComplete
 

@@ -22,7 +22,6 @@ from zpasses.graph.queries import collective_of
 from zpasses.graph.tags import tagged
 from zpasses.inspect.escape import one_line
 from zpasses.inspect.units import bytes_text
-from zpasses.inspect.view import Table
 from zpasses.pipeline.events import listen, observe_graphs
 from zpasses.testing import fake_world
 from zpasses.tools.capture.captured_step import CaptureRequest, run_capture
@@ -350,14 +349,6 @@ def table_of(points, stages, memory=None, function="train.py:step"):
     )
 
 
-def test_small_sizes_have_a_unit_that_fits():
-    found = table_of([(10, 3.0)], [(30, 4.0), (9, 6.0)])
-    plan = dataclasses.replace(found.plans[0], kept_bytes=3 << 10, host_bytes=5 << 30)
-    text = plan_view(dataclasses.replace(found, plans=(plan,), chosen=plan)).text()
-    assert "3 KiB" in text
-    assert "5 GiB" in text
-
-
 def test_without_scipy_the_least_time_is_left_out_and_the_legend_says_what_to_install():
     found = table_of([(10, 3.0), (20, 2.0)], [(30, 4.0), (9, 6.0)])
     text = plan_view(found).text()
@@ -375,17 +366,6 @@ def test_a_smaller_budget_with_a_faster_plan_is_named():
     assert "A smaller one, memory_budget='10B', leads to a faster plan: 3" in found.reason
     found = table_of([(10, 5.0), (20, 3.0)], [(30, 4.0), (9, 6.0)], memory=20)
     assert found.reason.startswith("It is the fastest within 20B.")
-
-
-@pytest.mark.parametrize("width", [80, 100, 160])
-def test_the_table_of_plans_fits_a_terminal(width):
-    points = [(123 << 30, 1234567.0), (234 << 30, 1134567.0)]
-    found = plan_view(table_of(points, [(345 << 30, 999999.0), (1 << 30, 2e6)]))
-    table = next(part for part in found.parts if isinstance(part, Table))
-    shown = table.text(width=width)
-    assert max(map(len, shown.splitlines())) <= width
-    assert "2 chosen" in shown
-    assert {"step", "exposed", "peak"} <= set(shown.splitlines()[0].split())
 
 
 HOSTILE = "</title><script>alert(1)</script>\u202e\x1b[31m.py:step"

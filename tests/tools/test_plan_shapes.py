@@ -7,7 +7,6 @@ import pytest
 from click.testing import CliRunner
 
 from zpasses.errors import OptionError
-from zpasses.inspect.view import Table
 from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
 from zpasses.tools.cli.main import cli
 from zpasses.tools.plan.plan_table import DeviceUse, GraphFigures, PlanPoint, PlanTable, Resting
@@ -106,18 +105,6 @@ def test_nothing_fits():
     none = shapes_of(ShapePoint("shard=8", None, "It needs 3 GiB more.", GIB), memory="1GiB")
     assert "None is chosen. It needs 3 GiB more." in str(shape_view(none))
     assert none.to_json()["shapes"][0]["total_bytes"] is None
-
-
-def test_the_table_of_shapes_fits_a_terminal():
-    large = ShapePoint("replicate=64,shard=64", plan_of(300.0, 90 * GIB), None, GIB)
-    none = ShapePoint("replicate=128,shard=32", None, "It needs 3 GiB more.", GIB)
-    table = next(
-        part for part in shape_view(shapes_of(large, none)).parts if isinstance(part, Table)
-    )
-    for width in (80, 100, 160):
-        shown = table.text(width=width)
-        assert max(map(len, shown.splitlines())) <= width
-        assert "no plan fits the budget" in shown
 
 
 def plans_of(*plans, memory=None, chosen=None):

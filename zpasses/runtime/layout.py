@@ -13,11 +13,13 @@ neither the exchange of the dimensions nor the collective costs a copy.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -58,6 +60,8 @@ class ParamLayout:
     group_names: tuple[str, ...] = field(init=False)
     """Process groups of the dimensions of `whole_mesh`. Two meshes over the same ranks compare
     equal, but may have different groups."""
+    groups: tuple[weakref.ref[dist.ProcessGroup], ...] = field(init=False, repr=False)
+    """The same groups. Those of a new world have the names of the groups that were destroyed."""
     cuts: tuple[tuple[int, int, int], ...] = field(init=False)
     """For each dimension of `inner_mesh` that cuts the parameter: the dimension of the parameter,
     the number of pieces, and the number of this rank's piece."""
@@ -79,6 +83,8 @@ class ParamLayout:
         for at in range(self.inner_mesh.ndim if self.inner_mesh is not None else 0):
             names.append(compat.group_name(cast(DeviceMesh, self.inner_mesh).get_group(at)))
         object.__setattr__(self, "group_names", tuple(names))
+        groups = tuple(weakref.ref(compat.process_group(name)) for name in names)
+        object.__setattr__(self, "groups", groups)
         # Kept, because Dynamo traces reads.
         coordinate = self.inner_mesh.get_coordinate() if self.inner_mesh is not None else None
         cuts = tuple(

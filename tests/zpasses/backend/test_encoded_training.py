@@ -74,7 +74,7 @@ class Layers(nn.Module):
         return self.last(F.relu(self.first(x))) @ self.frozen
 
 
-def outcome(options, steps=3, backwards=1, mesh=None):
+def outcome(options, steps=2, backwards=1, mesh=None):
     """Outputs, gradients and parameters of some steps."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -111,7 +111,7 @@ def test_training_equals_the_dialect_bit_for_bit(options, backwards):
 @pytest.mark.inductor
 @pytest.mark.parametrize(
     ("pipeline", "backwards"),
-    [REPLICAS[0], *(pytest.param(*each, marks=SLOW) for each in REPLICAS[1:])],
+    [REPLICAS[3], *(pytest.param(*each, marks=SLOW) for each in REPLICAS[:3])],
 )
 @on_ranks(2, timeout_s=240)
 def test_averages_over_replicas_equal_the_dialect_bit_for_bit(pipeline, backwards):

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zpasses
+from tests.cases import some_quick
 from tests.frozen_training import assert_same
 from tests.on_ranks import on_ranks
-from tests.zpasses.backend.cache.test_warm_start import COLD, on_fresh_ranks, said_by_cache, words
 from tests.zpasses.backend.test_memory_budget import Blocks, peak
 from tests.zpasses.backend.test_step_trials import within_compile
 from tests.zpasses.cost.memory.test_liveness import allocated
@@ -155,24 +154,6 @@ def test_too_small_a_budget_names_values_that_come_back_by_their_shape():
     assert "[1] " not in text
 
 
-@pytest.mark.slow(quick="test_options_that_differ_are_named")
-@on_ranks(2)
-def test_ranks_of_which_one_has_host_memory_are_told_which_option_differs():
-    torch._dynamo.reset()
-    net = nn.Linear(8, 8)
-    zpasses.shard(net, mesh=world_mesh())
-    options = {"memory_budget": "1GiB", "codegen": "eager"}
-    if dist.get_rank() == 1:
-        options["host_memory"] = "1GiB"
-    step = torch.compile(net, backend="zpasses", options=options)
-    with pytest.raises(BackendCompilerFailed) as caught:
-        step(torch.ones(2, 8))
-    assert isinstance(caught.value.inner_exception, AgreementError)
-    assert "options differ: host_memory is not given on rank 0 and '1GiB' on rank 1" in str(
-        caught.value
-    )
-
-
 @on_ranks(2)
 def test_what_is_free_on_the_host_does_not_depend_on_what_was_asked_before():
     group = compat.group_name(dist.group.WORLD)
@@ -254,10 +235,7 @@ def counted(graphs):
 
 
 SHARES = (0.85, 0.7, 0.55)
-
-
-_SLOW = pytest.mark.slow(quick="the same test of stage 3")
-STAGES = [pytest.param(1, marks=_SLOW), pytest.param(2, marks=_SLOW), 3]
+STAGES = [(3, (0.7,)), *((stage, SHARES) for stage in (1, 2, 3))]
 
 
 def assert_falls_as_planned(stage, shares, expected, graphs, rich, **options):
@@ -286,31 +264,22 @@ def assert_falls_as_planned(stage, shares, expected, graphs, rich, **options):
     assert moved > 0
 
 
-@pytest.mark.slow(quick="test_generated_code_has_the_same_bits_and_holds_less")
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "shares"), some_quick(STAGES, STAGES[:1]))
 @on_ranks(2, timeout_s=400)
-def test_measured_bytes_of_the_device_fall_by_what_the_plan_says(stage):
-    expected, graphs, held, rich = trained(stage, codegen="eager")
+def test_measured_bytes_of_the_device_fall_by_what_the_plan_says(stage, shares):
+    expected, graphs, held, rich = trained(stage, codegen="eager", layers=3)
     assert held == [0, 0]
     assert rich == pytest.approx(modelled(graphs), rel=0.02)
-    assert_falls_as_planned(stage, SHARES, expected, graphs, rich, codegen="eager")
+    assert_falls_as_planned(stage, shares, expected, graphs, rich, codegen="eager", layers=3)
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.slow(quick="test_measured_bytes_of_the_device_fall_by_what_the_plan_says")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2, timeout_s=400)
 def test_generated_code_has_the_same_bits_and_holds_less(stage):
     expected, graphs, _, rich = trained(stage, layers=3, cache=False)
     assert_falls_as_planned(stage, (0.7,), expected, graphs, rich, layers=3)
-
-
-@pytest.mark.slow(quick="test_generated_code_has_the_same_bits_and_holds_less")
-@pytest.mark.inductor
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@on_ranks(2, timeout_s=900)
-def test_generated_code_holds_less_by_what_the_plan_says_at_every_budget(stage):
-    expected, graphs, _, rich = trained(stage, cache=False)
-    assert_falls_as_planned(stage, (0.9, 0.8, 0.65, 0.6), expected, graphs, rich)
 
 
 # --- dynamic shapes -------------------------------------------------------------------------------
@@ -336,7 +305,7 @@ def trained_lengths(lengths, most, **options):
     return results, held, graphs
 
 
-@pytest.mark.slow(quick="test_generated_code_has_the_same_bits_and_holds_less")
+@pytest.mark.slow(quick="test_measured_bytes_of_the_device_fall_by_what_the_plan_says")
 @pytest.mark.parametrize("most", [None, 2048])
 @on_ranks(2, timeout_s=300)
 def test_values_of_dynamic_sizes_leave_and_each_length_takes_what_it_needs(most):
@@ -368,34 +337,6 @@ def test_a_longer_batch_than_the_host_has_room_for_is_refused_on_all_ranks():
     wrong = MemoryBudgetError if rank == 0 else AgreementError
     with pytest.raises(wrong, match=r"host_memory=.*this forward puts .* on the host.* Raise"):
         trained_lengths((512, 2048 if rank == 0 else 512), None, **options)
-
-
-def _started(folder):
-    """A program that starts: one step. Returns what it computed, the bytes on the host in between,
-    and what the compile cache did.
-    """
-    said, net = said_by_cache(folder), model()
-    zpasses.shard(net, mesh=world_mesh())
-    options = {"target": TARGET, "memory_budget": "6MiB", "host_memory": "1GiB"}
-    step = torch.compile(net, backend="zpasses", options=options)
-    loss = step(X.chunk(2)[dist.get_rank()].clone())
-    held = host.live
-    loss.backward()
-    grads = [param.grad.to_local().tolist() for param in net.parameters()]
-    return [loss.item(), *grads], held, said
-
-
-@pytest.mark.slow(
-    quick="test_generated_code_has_the_same_bits_and_holds_less, and test_warm_start.py"
-)
-@pytest.mark.inductor
-@pytest.mark.processes
-def test_a_warm_start_moves_the_same_values(tmp_path):
-    cold, warm = on_fresh_ranks(_started, tmp_path), on_fresh_ranks(_started, tmp_path)
-    for first, second in zip(cold, warm, strict=True):
-        assert [words(each[2]) for each in (first, second)] == [COLD, ["hit"]]
-        assert first[:2] == second[:2]
-        assert first[1] > 0
 
 
 @pytest.mark.slow(quick="test_the_host_makes_room_and_each_copy_out_comes_back")

@@ -165,7 +165,7 @@ def trained(case, budget=None):
     return results, graphs, held
 
 
-@pytest.mark.slow(quick="test_generated_code_has_the_same_bits_and_holds_less")
+@pytest.mark.slow(quick="test_measured_bytes_of_the_device_fall_by_what_the_plan_says")
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(2, timeout_s=600)

@@ -21,9 +21,7 @@ from zpasses.pipeline.options import Options
 from zpasses.runtime.free_memory import agreed_free_bytes
 from zpasses.runtime.gloo import STARTED
 from zpasses.testing import (
-    assert_step_equals_reference,
     capture_graphs,
-    capture_ranks,
     fake_world,
     run_in_fresh_ranks,
     world_mesh,
@@ -89,37 +87,6 @@ def test_peak_stays_within_every_budget_and_more_memory_gathers_less(lean_peak):
     assert gathered == sorted(gathered, reverse=True)
     assert gathered[0] > 0
     assert gathered[-1] == 0
-
-
-@pytest.mark.slow(quick="test_auto_trains")
-def test_little_memory_recomputes_activations(lean_peak):
-    def operations(capture):
-        nodes = capture.after.backward.graph.nodes
-        return sum(node.target == torch.ops.aten.addmm.default for node in nodes)
-
-    assert operations(captured(f"{int(lean_peak * 0.85)}B")) > operations(captured("100MiB"))
-
-
-@pytest.mark.slow(quick="test_auto_trains")
-def test_a_step_below_the_lean_peak_equals_the_dialect(lean_peak):
-    captures = capture_ranks(
-        Blocks(),
-        (X,),
-        world_size=3,  # rows are uneven, so ranks would decide differently without a vote
-        pipeline=SCHEDULED,
-        options={**TARGET, "memory_budget": f"{int(lean_peak * 0.75)}B"},
-    )
-    assert_step_equals_reference(captures)
-
-
-@pytest.mark.slow(quick="test_kept_parameters_are_noted_in_the_graph_and_the_log")
-def test_keep_nothing_gathers_everything_again():
-    pipeline = "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=%s}"
-    found = [
-        regathered(capture_graphs(Blocks(), (X,), world_size=2, pipeline=pipeline % keep))
-        for keep in ("fitting", "nothing")
-    ]
-    assert found[0] < found[1]
 
 
 def test_too_small_budget_says_what_is_missing_and_what_holds_the_memory():

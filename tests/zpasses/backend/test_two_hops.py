@@ -13,12 +13,10 @@ from torch import nn
 
 import zpasses
 from tests.on_ranks import on_ranks
-from tests.zpasses.backend.cache.test_warm_start import COLD, start, starts, words
+from tests.zpasses.backend.cache.test_warm_start import COLD, starts, words
 from zpasses import AgreementError, compat
-from zpasses.dumps import read
 from zpasses.graph.encoding import Encoding, decode, encode
 from zpasses.graph.queries import collectives
-from zpasses.inspect.rank_agreement import rank_agreements
 from zpasses.pipeline.events import observe_graphs
 from zpasses.runtime.windows import grad_state_of
 from zpasses.testing import run_in_fresh_ranks, world_mesh
@@ -198,22 +196,6 @@ def test_a_warm_start_makes_the_groups_before_the_graph_runs(tmp_path):
     assert without == cold
 
 
-def start_without_entry(folder, rank):
-    if dist.get_rank() == rank:
-        folder = folder / "empty"
-    return start(folder, WARM)
-
-
-@pytest.mark.inductor
-@pytest.mark.slow(quick="test_the_second_start_takes_the_graph_from_the_cache")
-def test_all_ranks_compile_if_one_has_no_entry(tmp_path):
-    cold, _ = starts(tmp_path, WARM, ranks=4)
-    outcomes = run_in_fresh_ranks(start_without_entry, tmp_path, 2, ranks=4, timeout_s=200)
-    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
-    assert [words(each.result[2])[0] for each in outcomes] == ["miss"] * 4
-    assert all(each.result[1] == cold[1] for each in outcomes)
-
-
 # --- ranks that differ ----------------------------------------------------------------------------
 def train_with_other_hops(target):
     """The last rank takes one hop, or has other nodes."""
@@ -251,17 +233,3 @@ def test_ranks_with_other_hops_get_an_error_before_they_communicate(target, said
 
 
 # --- dumps ----------------------------------------------------------------------------------------
-def dump_a_step(folder):
-    options = {"pipeline": STAGE3, "codegen": "eager", "target": TARGET}
-    options |= {"dump": folder, "dump_ranks": "all"}
-    model = zpasses.shard(nn.Linear(24, 16, bias=False), mesh=world_mesh())
-    torch.compile(model, backend="zpasses", options=options)(torch.ones(2, 24)).sum().backward()
-
-
-@pytest.mark.slow(quick="test_groups_of_nodes_are_called_alike_on_all_ranks")
-def test_ranks_of_different_nodes_are_found_to_agree(tmp_path):
-    outcomes = run_in_fresh_ranks(dump_a_step, tmp_path, ranks=4, timeout_s=100)
-    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
-    found = rank_agreements(read(tmp_path))
-    assert "backward" in {each.graph for each in found}
-    assert all(each.alike == ((0, 1, 2, 3),) for each in found)

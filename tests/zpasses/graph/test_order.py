@@ -54,18 +54,6 @@ def freed_source():
     return build.returns(full, other)
 
 
-@race("copy__default", "clone_default", r"writes to the input")
-def buffer_reused_by_the_next_bucket():
-    """A bucket's buffer is filled again while the reduction of the bucket before is running."""
-    build = GraphBuilder("x", "y")
-    x, y = build.inputs
-    buffer = build.call(aten.clone.default, x)
-    first = build.call(SCATTER, buffer, "sum", 2, "0")
-    again = build.call(aten.copy_.default, buffer, y)
-    second = build.call(SCATTER, again, "sum", 2, "0")
-    return build.returns(build.call(WAIT, first), build.call(WAIT, second))
-
-
 @race(
     "all_gather_into_tensor_out_default_1",
     "empty_memory_format",
@@ -90,21 +78,6 @@ def output_read_early():
     return build.returns(started)
 
 
-@race(
-    "add_tensor",
-    "all_gather_into_tensor_default_1",
-    r"wait_tensor\(all_gather_into_tensor_default_1\) must come first",
-)
-def wait_for_another_handle():
-    """The wait is for another gather than the one whose output is read."""
-    build = GraphBuilder("x", "y")
-    x, y = build.inputs
-    first = build.call(GATHER, x, 2, "0")
-    second = build.call(GATHER, y, 2, "0")
-    arrived = build.call(WAIT, first)
-    return build.returns(build.call(aten.add.Tensor, arrived, second))
-
-
 @race("output", "grad", r"reads the buffer of grad")
 def source_overwritten_by_the_next_micro_batch():
     """A gather that reads what the caller writes to in its next call is never awaited."""
@@ -112,26 +85,6 @@ def source_overwritten_by_the_next_micro_batch():
     grad, total = build.inputs
     build.call(sdma.sdma_all_gather_out.default, grad, 2, "0", out=total)
     return build.returns(build.call(aten.mul.Tensor, grad, 2))
-
-
-@race("mul__tensor", "clone_default", r"on stream copies of 0 \(sdma_all_gather_default\)")
-def source_updated_in_flight():
-    """The optimizer writes to a shard that a gather is reading."""
-    build = GraphBuilder("x")
-    shard = build.call(aten.clone.default, build.inputs[0])
-    started = build.call(SDMA_GATHER, shard, 2, "0")
-    build.call(aten.mul_.Tensor, shard, 0.5)
-    return build.returns(build.call(WAIT, started))
-
-
-@race("neg_default", "clone_default", r"reads or writes what")
-def wait_after_the_reader():
-    """The wait is there, but a view of the output is read before it."""
-    build = GraphBuilder("x")
-    started = build.call(REDUCE_, build.call(aten.clone.default, build.inputs[0]), "sum", "0")
-    view = build.call(aten.view.default, started, [8])
-    early = build.call(aten.neg.default, view)
-    return build.returns(early, build.call(WAIT, started))
 
 
 @race("copy__default", "zeros_default", r"writes to the input")
@@ -158,16 +111,6 @@ def output_freed_in_flight():
     x, y = build.inputs
     build.call(SYMM_GATHER, x, "0")
     return build.returns(build.call(aten.mul.Tensor, y, 2))
-
-
-@race("reduce_scatter_tensor_default", "sdma_all_gather_default", r"is writing")
-def chained_without_a_wait():
-    """A reduction starts on what a gather by copy engines is writing."""
-    build = GraphBuilder("x")
-    started = build.call(SDMA_GATHER, build.inputs[0], 2, "0")
-    reduced = build.call(SCATTER, started, "sum", 2, "0")
-    build.call(WAIT, started)
-    return build.returns(build.call(WAIT, reduced))
 
 
 NOT_RETURNED = {source_overwritten_by_the_next_micro_batch}

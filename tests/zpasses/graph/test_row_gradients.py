@@ -246,39 +246,36 @@ def test_gradients_that_are_not_linear(function, reason):
     assert_late(of_loss, reason)
 
 
-def test_two_losses():
-    def losses(hidden, head, labels):
-        logits = (hidden @ head.t()).float()
-        return F.cross_entropy(logits, labels), logits.logsumexp(-1).square().mean()
-
-    assert_late(losses, "they depend on the gradients of 2 results: tangents_1, tangents_2")
+def two_losses(hidden, head, labels):
+    logits = (hidden @ head.t()).float()
+    return F.cross_entropy(logits, labels), logits.logsumexp(-1).square().mean()
 
 
-def test_a_loss_per_token():
-    assert_late(
-        lambda hidden, head, labels: F.cross_entropy(hidden @ head.t(), labels, reduction="none"),
-        "the loss is no single value: tangents_1 has the shape [6]",
-    )
+def loss_per_token(hidden, head, labels):
+    return F.cross_entropy(hidden @ head.t(), labels, reduction="none")
 
 
-def test_float16():
-    reason = "is float16, whose small values are lost without the scale of the loss"
-    assert_late(cross_entropy, reason, torch.float16)
+def of_all_tokens(hidden, head, labels):
+    logits = hidden @ head.t()
+    return logits.logsumexp(-1).mean() * F.cross_entropy(logits, labels)
 
 
-def test_a_value_of_all_tokens_that_gradients_need():
-    def loss(hidden, head, labels):
-        logits = hidden @ head.t()
-        return logits.logsumexp(-1).mean() * F.cross_entropy(logits, labels)
-
-    assert_late(loss, "needs a value of all tokens before, so nothing would be saved")
+def through_large_values(hidden, head, labels):
+    return (torch.softmax(hidden @ head.t(), -1) @ head).sin().sum()
 
 
-def test_a_product_whose_gradient_comes_through_large_values():
-    def loss(hidden, head, labels):
-        return (torch.softmax(hidden @ head.t(), -1) @ head).sin().sum()
-
-    assert_late(loss, "expand, which they need, is more than a value per token")
+@pytest.mark.parametrize(
+    ("loss", "reason", "dtype"),
+    [
+        (two_losses, "they depend on the gradients of 2 results: tangents_1, tangents_2", F32),
+        (loss_per_token, "the loss is no single value: tangents_1 has the shape [6]", F32),
+        (cross_entropy, "is float16, whose small values are lost without", torch.float16),
+        (of_all_tokens, "needs a value of all tokens before, so nothing would be saved", F32),
+        (through_large_values, "expand, which they need, is more than a value per token", F32),
+    ],
+)
+def test_losses_whose_gradients_stay_in_backward(loss, reason, dtype):
+    assert_late(loss, reason, dtype)
 
 
 def test_gradients_in_backward_on_demand():

@@ -161,11 +161,6 @@ def test_columns_have_the_names_of_the_dumps_or_of_the_ranks():
     assert _sides(ranks[0], ranks[0]) == ("first", "second")
 
 
-def test_equal_graphs_have_no_summary():
-    first, _ = two_dumps()
-    assert str(first.diff_to(first)) == "0/0 forward, before the first pass: no change"
-
-
 # --- the page -------------------------------------------------------------------------------------
 @needs_browser
 def test_the_page_counts_changes_as_the_command_does(page):

@@ -1,7 +1,5 @@
 """Tests of differences: they name exactly the changes."""
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,13 +19,6 @@ from zpasses.inspect import compare, pair_nodes
 
 def changes(difference):
     return {(change.kind, change.node.name) for change in difference.changes}
-
-
-def test_equal_graphs_have_no_difference():
-    difference = compare(two_gathers(), two_gathers())
-    assert not difference
-    assert difference.summary == "no change"
-    assert difference.changes == ()
 
 
 def test_moved_collective_is_named_and_not_the_compute_it_passed():
@@ -226,24 +217,6 @@ def test_graphs_of_two_compiles_are_paired_by_what_they_compute():
     assert changes_of(two_gathers(), after) == {("renamed", "product")}
 
 
-def test_node_inserted_early_does_not_make_the_rest_different():
-    before = two_gathers()
-    nodes = list(before.nodes)
-    nodes.insert(5, node(50, "cast", "aten._to_copy.default", (Ref(0),)))
-    nodes[6] = replace(nodes[6], args=(Ref(50), Ref(4)))
-    after = renumbered(snapshot(*nodes))
-    assert changes_of(before, after) == {("inserted", "cast"), ("rewired", "mm")}
-
-
-def test_renamed_node_after_a_change_is_paired_by_its_inputs():
-    before = two_gathers()
-    other = {"mm": {"target": "aten.bmm.default"}, "mm_1": {"name": "mm_9"}}
-    nodes = (replace(each, **other.get(each.name, {})) for each in before.nodes)
-    after = renumbered(snapshot(*nodes))
-    expected = {("inserted", "mm"), ("removed", "mm"), ("rewired", "mm_9")}
-    assert changes_of(before, after) == expected
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_every_node_of_an_equal_graph_is_paired(seed):
     before, after = chain(40, seed), renumbered(chain(40, seed))
@@ -287,18 +260,3 @@ def test_a_node_with_several_kinds_of_changes_counts_once():
     assert found.summary == "1 moved, 1 retagged (~1 node)"
     plain = compare(before, two_gathers(early=True))
     assert (plain.changed_nodes, plain.summary) == (1, "1 moved")
-
-
-def test_pairing_of_two_dumps_takes_no_square_of_the_nodes():
-    def hub(prefix, count=20_000):
-        users = (
-            node(at, f"{prefix}{at}", f"t{prefix}{at % 7}", (Ref(0), prefix))
-            for at in range(1, count)
-        )
-        return snapshot(node(0, "x", "x", op="placeholder"), *users)
-
-    before, after = hub("a"), hub("b")
-    started = time.process_time()
-    assert pair_nodes(before, after) == {0: 0}  # other ops
-    assert len(pair_nodes(before, hub("a"))) == 20_000
-    assert time.process_time() - started < 60

@@ -216,12 +216,6 @@ def test_the_rank_with_the_least_decides_and_results_have_the_same_bits():
     assert_the_rank_with_the_least_decides("eager")
 
 
-@pytest.mark.slow(quick="test_the_rank_with_the_least_decides_and_results_have_the_same_bits")
-@on_ranks(2)
-def test_under_inductor_the_rank_with_the_least_decides():
-    assert_the_rank_with_the_least_decides("inductor")
-
-
 @on_ranks(2)
 def test_the_states_of_sharded_parameters_fill_what_is_free():
     peak, half = 3 * ONE, ONE // 2

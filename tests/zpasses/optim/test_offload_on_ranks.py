@@ -133,7 +133,7 @@ def _train_compiled(model, optimizer, stage, steps):
 
 def _compare_compiled(stage, cls, **arguments):
     results = []
-    for options in (None, {}, {"bucket_bytes": "512B", "device_bytes": "300B"}):
+    for options in (None, {"bucket_bytes": "512B", "device_bytes": "300B"}):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 31), nn.Linear(31, 3))
         zpasses.shard(model, mesh=world_mesh())
@@ -143,23 +143,13 @@ def _compare_compiled(stage, cls, **arguments):
             assert state_plan(optimizer).host_bytes > 0
         losses = _train_compiled(model, optimizer, stage, 4)
         results.append((losses, rows(optimizer)))
-    assert_bits(results[1], results[0])
-    assert_bits(results[2], results[0])
+    assert_bits(*results)
 
 
 @pytest.mark.inductor
 @on_ranks(2)
 def test_compiled_stage_3_with_accumulation_has_the_same_bits():
     _compare_compiled(3, torch.optim.AdamW, lr=0.01)
-
-
-@pytest.mark.inductor
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.slow(quick="test_compiled_stage_3_with_accumulation_has_the_same_bits")
-@on_ranks(2)
-def test_compiled_stages_1_and_2_have_the_same_bits(stage):
-    _compare_compiled(stage, torch.optim.AdamW, lr=0.01, fused=True)
-    _compare_compiled(stage, zpasses.optim.Adafactor)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

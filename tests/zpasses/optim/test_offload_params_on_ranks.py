@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import zpasses
 from tests import frozen_training
+from tests.cases import some_quick
 from tests.frozen_training import (
     BF16,
     WIDTH,
@@ -24,7 +25,7 @@ from tests.frozen_training import (
     started,
     train,
 )
-from tests.on_ranks import needs, on_ranks
+from tests.on_ranks import on_ranks
 from tests.zpasses.backend.cache.test_warm_start import COLD, on_fresh_ranks
 from zpasses.cost.memory import device_memory
 from zpasses.errors import AgreementError, MemoryBudgetError, ZpassesError
@@ -79,20 +80,12 @@ QUICK = "test_generated_code_has_the_same_bits"
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_quick(KINDS, ["trained"]))
 @on_ranks(2, timeout_s=400)
 def test_generated_code_has_the_same_bits(kind):
     one = functools.partial(KINDS[kind][0], layers=1)
     reloads = compare(kind, steps=2, net=one, codegen="inductor", cache=False)
     assert reloads["forward"] >= 2
-
-
-@pytest.mark.slow(quick=QUICK)
-@on_ranks(2, timeout_s=400)
-def test_generated_code_of_all_layers_has_the_same_bits():
-    reloads = compare(codegen="inductor", cache=False)
-    assert reloads["forward"] == 7  # the tied one once
-    assert reloads["backward"] >= 1
 
 
 CASES = {
@@ -137,18 +130,6 @@ def test_replicas_and_parts_of_a_mesh_have_the_same_bits(kind):
     ):
         compare(kind, mesh=mesh, **how)
     compare(kind, shard={"reshard_after_forward": 2})
-
-
-@needs("peft")
-@pytest.mark.slow(quick=QUICK)
-@on_ranks(2, timeout_s=400)
-def test_adapters_on_a_frozen_base_have_the_same_bits():
-    from peft import LoraConfig, inject_adapter_in_model
-
-    def adapted():
-        return inject_adapter_in_model(LoraConfig(target_modules=["frozen"], r=4), Net())
-
-    compare(net=adapted)
 
 
 @pytest.mark.slow(quick=QUICK)

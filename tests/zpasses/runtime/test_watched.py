@@ -63,13 +63,14 @@ def edited(*ways):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.slow(quick="test_edits_are_seen_by_the_defaults")
+@pytest.mark.slow(quick="test_edits_of_all_kinds_are_seen_by_one_model")
 def test_edits_are_seen(stage):
     for way in EDITS:
         check(edited(way), zero_stage=stage)
 
 
 @pytest.mark.inductor
+@pytest.mark.slow(quick="test_edits_of_all_kinds_are_seen_by_one_model")
 def test_edits_are_seen_by_the_defaults():
     ways = "data =", "foreach_lerp", "swapped and restored"
     check(edited(*ways), zero_stage=2, codegen="inductor")

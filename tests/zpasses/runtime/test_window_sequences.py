@@ -257,10 +257,10 @@ def run_programs(examples, **options):
 
 
 def test_any_program_gives_the_gradients_of_a_plain_model(one_rank):
-    run_programs(drawn_examples(100), zero_stage=2)
+    run_programs(drawn_examples(60), zero_stage=2)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("stage", some_quick([2, 3], [3]))
 def test_any_program_gives_the_mean_of_the_gradients_on_two_ranks(stage):
-    run_on_ranks(run_programs, drawn_examples(20), zero_stage=stage, timeout_s=240)
+    run_on_ranks(run_programs, drawn_examples(10), zero_stage=stage, timeout_s=240)

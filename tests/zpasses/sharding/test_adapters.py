@@ -231,15 +231,6 @@ def test_second_call_of_shard_finds_late_adapters(which, stage):
     torch.testing.assert_close(model(TOKENS), plain(TOKENS))
 
 
-@on_ranks(2)
-def test_adapters_may_be_ignored():
-    model = _late()
-    adapters = [param for name, param in model.named_parameters() if "lora" in name]
-    zpasses.shard(nn.Linear(2, 2), mesh=world_mesh(), ignored_params=adapters)
-    model(TOKENS).sum().backward()
-    assert all(type(param.grad) is torch.Tensor for param in adapters)
-
-
 # --- edits by `.data` -----------------------------------------------------------------------------
 @on_ranks(2)
 def test_assignment_to_data_inside_local_shards_is_seen():

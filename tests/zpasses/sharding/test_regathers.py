@@ -102,7 +102,7 @@ SHARDED = {
             ("even", KEEPING),
             *((how, text) for how in SHARDED for text in (LEAN, ENCODED)),
         ],
-        [("columns", LEAN), ("even", ENCODED)],
+        [("columns", LEAN)],
     ),
 )
 def test_simulated_ranks_compute_the_same_step(how, pipeline):

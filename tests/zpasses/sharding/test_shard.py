@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -420,21 +419,6 @@ def test_full_state_dict_of_torch_equals_the_unsharded_one():
         assert counted.reads == 0
         cut = [value for value in model.state_dict().values() if isinstance(value, DTensor)]
         assert len(counted.calls) <= sum(value.dim() > 0 for value in cut)
-
-
-@on_ranks(2)
-def test_set_model_state_dict_loads_into_the_shards():
-    plain = Odd()
-    with torch.no_grad():
-        for param in plain.parameters():
-            param.add_(1)
-    expected = {name: param.detach() for name, param in plain.named_parameters()}
-    for full in (False, True):
-        model = zpasses.shard(Odd(), mesh=world_mesh())
-        source = plain if full else zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
-        options = StateDictOptions(full_state_dict=full)
-        set_model_state_dict(model, source.state_dict(), options=options)
-        assert_same({name: each.full_tensor() for name, each in model.named_parameters()}, expected)
 
 
 # --- invalidation of cached parameters ------------------------------------------------------------

@@ -119,7 +119,7 @@ def least_limit(step: StepProblem, values: Sequence[SavedValue]) -> int:
     """
     peaks = _PeaksWithout(step)
     least, most = 0, peaks.peak_bytes
-    while most - least > most // 100:
+    while most - least > max(1, most // 100):
         middle = (least + most) // 2
         peaks = _PeaksWithout(step)
         for each in idle_at_peaks(step, values, middle):

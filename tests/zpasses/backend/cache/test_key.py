@@ -181,6 +181,7 @@ OTHER = {
     "another size": lambda: captured(inputs=(torch.ones(5, 6),)),
     "other strides": lambda: captured(inputs=(torch.ones(6, 4).t(),)),
     "a gradient": lambda: captured(inputs=(torch.ones(4, 6, requires_grad=True),)),
+    "dtype of reductions": lambda: captured(shard={"reduce_dtype": torch.float64}),
     "a dynamic size": lambda: captured(dynamic=True),
     **{name: lambda name=name: captured(**{name: CHANGES[name]}) for name in CHANGES},
 }

@@ -300,36 +300,6 @@ def start_with_lengths(folder, lengths):
     return start(folder, lengths=lengths[dist.get_rank()], dynamic=False)
 
 
-def two_threads():
-    torch.set_num_threads(2)
-
-
-def other_activation():
-    Net.activation = staticmethod(torch.sigmoid)
-
-
-CHANGED = {
-    "stage": ({"options": {"zero_stage": 3}}, {"options": {"zero_stage": 2}}),
-    "activation": ({}, {"patch": other_activation}),
-    "threads": ({}, {"patch": two_threads}),
-    "dtype of reductions": ({}, {"reduce_dtype": torch.float64}),
-    "smaller world": ({"ranks": 4}, {}),
-    "replicas": ({"ranks": 4}, {"ranks": 4, "mesh": hybrid_mesh}),
-}
-"""Two programs that differ in one thing. The second finds the cache of the first."""
-
-
-@pytest.mark.slow(quick="test_keys_are_equal_for_equal_programs")
-@pytest.mark.parametrize("name", CHANGED)
-def test_another_program_is_compiled(tmp_path, name):
-    before, after = CHANGED[name]
-    starts(tmp_path, **before)
-    found, said = starts(tmp_path, **after)
-    assert [words(each) for each in said] == [COLD] * len(said)
-    without = {**after, "options": {**after.get("options", {}), "cache": False}}
-    assert found == starts(tmp_path, **without)[0]
-
-
 # --- damage ---------------------------------------------------------------------------------------
 def damage(path, draw):
     data, kind = path.read_bytes(), draw.randrange(4)
