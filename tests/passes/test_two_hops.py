@@ -429,7 +429,7 @@ def test_two_hops_are_predicted_to_take_less_time_than_one():
             gm = joint_graph(params)
             run_passes(gm.graph, Pipeline.parse(text))
             times.append(step_time([gm.graph], target(8)).total_us)
-    assert times[1] < 0.75 * times[0]
+    assert times[1] < 0.8 * times[0]
 
 
 @pytest.mark.slow(quick="test_replicas_reduce_in_one_hop")

@@ -165,7 +165,7 @@ def inductor_compile_packed(
             cast(Any, inputs),
             inner_compile=wrapped,
             config_patches=patches,
-            decompositions=dict(inductor_decompositions()),
+            decompositions=inductor_decompositions(),
         )
     serialize = getattr(compiled, "serialize", None)
     entry = serialize() if serialize is not None else None

@@ -35,7 +35,14 @@ _CONFIG_PATCHES = {
 }
 
 
-def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
+class _Decompositions(dict[Any, Callable[..., Any]]):
+    """Pickled by name, since Inductor's caches pickle it and some of its functions cannot be."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return inductor_decompositions, ()
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """Returns the decompositions that Inductor expects to be done in the graphs that it lowers,
     except those of products of matrices.
 
@@ -51,7 +58,8 @@ def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
         for packet in (aten.mm, aten.addmm, aten.bmm)
         for name in packet.overloads()
     }
-    return {op: how for op, how in select_decomp_table().items() if op not in products}
+    kept = {op: how for op, how in select_decomp_table().items() if op not in products}
+    return _Decompositions(kept)
 
 
 def inductor_config_patches(
@@ -90,7 +98,7 @@ def inductor_compile(
             cast(Any, inputs),
             inner_compile=inner,
             config_patches=patches,
-            decompositions=dict(inductor_decompositions()),
+            decompositions=inductor_decompositions(),
         )
 
 

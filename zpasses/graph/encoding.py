@@ -560,7 +560,7 @@ def _expand(node: fx.Node) -> None:
     reference: Callable[..., Tensor] = _REFERENCES[node.target]  # type: ignore[index]
     run = functools.partial(_apply, reference, node.args[len(sources) :])
     with compat.fake_mode_of(fakes) or contextlib.nullcontext():
-        traced = make_fx(run, dict(compat.inductor_decompositions()))(*fakes).graph
+        traced = make_fx(run, compat.inductor_decompositions())(*fakes).graph
     given = iter(sources)
     made: dict[fx.Node, fx.Node] = {}
     for each in traced.nodes:

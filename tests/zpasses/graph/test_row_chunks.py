@@ -72,7 +72,7 @@ def step(loss, dtype=F32, biased=False, tied=False, *, batch=2, seq=6, vocab=10)
 def decomposed(joint):
     """The graph as Inductor's decompositions make it."""
     old = joint.graph.find_nodes(op="placeholder")
-    trace = make_fx(joint, decomposition_table=dict(compat.inductor_decompositions()))
+    trace = make_fx(joint, decomposition_table=compat.inductor_decompositions())
     with compat.fake_mode_of([value_of(old[0])]):
         gm = trace(*map(value_of, old))
     for node, before in zip(gm.graph.find_nodes(op="placeholder"), old, strict=True):

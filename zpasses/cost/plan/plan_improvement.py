@@ -163,8 +163,9 @@ class _LocalSearch:
     def _move_members(self, number: int) -> dict[int, _Launch] | None:
         """Moves the first or the last members of a launch, or all of them, to another launch."""
         giver, to = self._launches[number], self._random.randrange(len(self._launches))
-        taker, jobs = self._launches[to], self._problem.jobs
-        if to == number or not can_share(jobs[giver.members[0]], jobs[taker.members[0]]):
+        taker = self._launches[to]
+        first, other = (self._problem.jobs[each.members[0]] for each in (giver, taker))
+        if to == number or first.key.mode == "single" or not can_share(first, other):
             return None
         kept, moved = self._cut(giver, self._random.randint(1, len(giver.members)))
         taker = replace(taker, members=tuple(sorted((*taker.members, *moved))))

@@ -290,7 +290,7 @@ def test_modelled_peaks_are_what_a_step_allocates(last):
 
 # --- what Inductor's code allocates -------------------------------------------------------------
 def decomposed(function, *shapes):
-    table = dict(compat.inductor_decompositions())
+    table = compat.inductor_decompositions()
     with compat.FakeTensorMode():
         return make_fx(function, table)(*(torch.empty(shape) for shape in shapes)).graph
 

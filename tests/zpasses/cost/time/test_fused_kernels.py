@@ -25,7 +25,7 @@ def fusion():
 
 
 def traced(function, *shapes, dtype=torch.float32, decomposed=True):
-    table = dict(compat.inductor_decompositions()) if decomposed else {}
+    table = compat.inductor_decompositions() if decomposed else {}
     with compat.FakeTensorMode():
         given = [torch.empty(shape, dtype=dtype) for shape in shapes]
         return make_fx(function, table, tracing_mode="fake")(*given).graph
