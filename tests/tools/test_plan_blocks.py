@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import zpasses
-from zpasses.errors import MemoryBudgetError
+from zpasses.errors import MemoryBudgetError, OptionError
 from zpasses.runtime.block_schedule import BlockSchedule, block_schedule, own_block_schedule
 from zpasses.testing import run_on_ranks, world_mesh
 from zpasses.tools.capture.captured_step import CaptureRequest, run_capture
@@ -62,6 +62,23 @@ def table():
 
 
 # --- plans ---------------------------------------------------------------------------------------
+def test_steps_in_backward_hold_the_gradients_of_two_blocks():
+    asked = request(optimizer="adamw", stages=False)
+    whole, freed = (plan_step(replace(asked, step_in_backward=each)) for each in (False, True))
+    block = 2 * 2 * WIDTH * WIDTH + 3 * WIDTH
+    head = 8 * WIDTH + 8
+    assert whole.resting.gradient_bytes == (6 * block + head) * 4 // 2
+    assert freed.resting.gradient_bytes == (2 * block + head) * 4 // 2
+    less = whole.resting.gradient_bytes - freed.resting.gradient_bytes
+    for one, other in zip(whole.plans, freed.plans, strict=True):
+        assert one.device.total_bytes - other.device.total_bytes == less
+    assert "zpasses.step_in_backward(optimizer)" in str(plan_view(freed))
+    assert "step_in_backward" not in str(plan_view(whole))
+    for wrong in ({"optimizer": None}, {"device_memory": "1GiB"}, {"compile_blocks": None}):
+        with pytest.raises(OptionError, match="--step-in-backward"):
+            replace(asked, step_in_backward=True, **wrong).check()
+
+
 def test_each_number_of_graphs_ahead_that_gains_time_is_a_plan(table):
     assert [each.ahead for each in table.plans] == [0, 1, 2]
     for lean, fast in itertools.pairwise(table.plans):

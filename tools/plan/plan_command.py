@@ -46,6 +46,12 @@ from zpasses.tools.plan.shape_table import shape_view
     "host, and the fastest plan that fits is chosen.",
 )
 @click.option(
+    "--step-in-backward",
+    is_flag=True,
+    help="Parameters of blocks step in backward, which frees their gradients, as with "
+    "zpasses.step_in_backward. With --compile-blocks and --optimizer.",
+)
+@click.option(
     "--chunk-loss",
     is_flag=True,
     help="A plan may compute the head and its loss in chunks of tokens, as with the pass.",
@@ -93,6 +99,7 @@ def plan(
     host_memory: str | None,
     optimizer: str | None,
     device_memory: str | None,
+    step_in_backward: bool,
     chunk_loss: bool,
     points: int,
     backwards_per_step: int,
@@ -157,6 +164,7 @@ def plan(
         repeat,
         optimizer=optimizer,
         device_memory=device_memory,
+        step_in_backward=step_in_backward,
     )
     if auto is not None:
         if picture is not None:

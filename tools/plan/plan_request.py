@@ -77,6 +77,8 @@ class PlanRequest:
     device_memory: str | None = None
     """What shards, gradients, states and step may take together, such as "80GiB". The states that
     do not fit rest on the host, and the fastest plan is chosen; None has no such limit."""
+    step_in_backward: bool = False
+    """Whether parameters of blocks step in backward, so that their gradients are freed there."""
 
     def check(self) -> None:
         """Raises OptionError for sizes that are none, options that do not go together, or too few
@@ -98,6 +100,18 @@ class PlanRequest:
                 raise OptionError(
                     "--device-memory divides the memory of a device between a step and the states "
                     "of --optimizer NAME, which must be given, and --memory must not."
+                )
+        if self.step_in_backward:
+            if self.optimizer is None or self.compile_blocks is None:
+                raise OptionError(
+                    "--step-in-backward plans parameters of blocks that step in backward; give "
+                    "--compile-blocks NAMES and --optimizer NAME, too."
+                )
+            if self.device_memory is not None:
+                raise OptionError(
+                    "--device-memory does not go together with --step-in-backward, with which no "
+                    "states rest on the host; leave it out. The column 'total' has what the "
+                    "device holds."
                 )
         if self.world < 2:
             raise OptionError(

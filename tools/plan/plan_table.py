@@ -38,11 +38,14 @@ class Resting:
     """Whose states these are; None if they are not known."""
     optimizer_us: float = 0.0
     """Duration of its step, by micro-batch, if all states stay."""
+    step_in_backward: bool = False
+    """Whether gradients of blocks are freed in backward, so that those of two blocks count."""
 
     def __str__(self) -> str:
+        freed = " at a time, which backward frees," if self.step_in_backward else ""
         return (
             f"{bytes_text(self.shard_bytes)} of shards, {bytes_text(self.gradient_bytes)} of "
-            f"gradients and {bytes_text(self.state_bytes)} of states of {self.optimizer}"
+            f"gradients{freed} and {bytes_text(self.state_bytes)} of states of {self.optimizer}"
         )
 
 
@@ -264,6 +267,11 @@ class PlanTable(StepTable):
         return None if self.chosen is None else self.chosen.offload_call
 
     @property
+    def early_call(self) -> str | None:
+        """The call with which parameters step in backward; None if they do not."""
+        return "zpasses.step_in_backward(optimizer)" if self.resting.step_in_backward else None
+
+    @property
     def reason(self) -> str:
         """Why the chosen plan is chosen, or why there is none."""
         if self.chosen is None:
@@ -424,10 +432,11 @@ def plan_view(found: PlanTable) -> View:
     )
     result: list[str | Text] = [text_of(f"No plan fits. {found.reason}")]
     if found.chosen is not None:
+        calls = found.call_of(found.chosen), found.offload_call, found.early_call
         result = [
             f"Chosen: memory_budget={found.chosen.budget!r}. {found.reason}",
             Text(tuple(_graph_line(*each) for each in found.chosen.graphs.items())),
-            Text(tuple(filter(None, (found.call_of(found.chosen), found.offload_call)))),
+            Text(tuple(filter(None, calls))),
         ]
     if found.routes:
         result.append(_routes_text(found.routes))

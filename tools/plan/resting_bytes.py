@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
+from zpasses.backend.per_block import find_blocks
 from zpasses.cost.plan.repeated_layers import FEWEST_LAYERS, layer_starts
 from zpasses.cost.time.step_time import optimizer_kernels_us, streamed_states_us
 from zpasses.cost.time.target import Target
@@ -64,7 +67,11 @@ class RestingBytes:
         # A shard has the bytes of its gradient.
         kernels = optimizer_kernels_us(gradients, gradients, sum(sizes), request.parsed_target())
         each = kernels / request.backwards_per_step if name is not None else 0.0
-        return cls(Resting(shards, gradients, sum(sizes), name, each), sizes)
+        if request.step_in_backward:
+            assert request.compile_blocks is not None
+            gradients = _most_gradient_bytes(model, request.compile_blocks)
+        early = request.step_in_backward
+        return cls(Resting(shards, gradients, sum(sizes), name, each, early), sizes)
 
     def limits(self, request: PlanRequest, device_bytes: int | None = None) -> list[int]:
         """Returns the peaks up to which all states stay, and up to which a step fits at all.
@@ -156,6 +163,26 @@ class RestingBytes:
             f"{bytes_text(leanest.device.states_on_host)} of states on the host. Train on more "
             "ranks or with smaller batches, or give --host-memory."
         )
+
+
+def _most_gradient_bytes(model: nn.Module, blocks: str) -> int:
+    """Returns the most bytes of gradients that a rank holds if parameters of blocks step in
+    backward: those outside of blocks, and of two neighbouring blocks, one of which steps while the
+    other is reduced. Gradients of parameters that several blocks share stay.
+    """
+
+    def trained(module: nn.Module) -> set[nn.Parameter]:
+        return {each for each in module.parameters() if each.requires_grad}
+
+    def held(params: Iterable[nn.Parameter]) -> int:
+        return sum(nbytes(compat.local_of(e) if isinstance(e, DTensor) else e) for e in params)
+
+    own = [trained(block) for block in find_blocks(model, blocks).values()]
+    times = Counter(itertools.chain(*own))
+    own = [{param for param in each if times[param] == 1} for each in own]
+    rest = trained(model).difference(*own)
+    sizes = [*map(held, own), 0]
+    return held(rest) + max(one + other for one, other in itertools.pairwise(sizes))
 
 
 _ROUNDING = 1.001
