@@ -74,6 +74,8 @@ def test_steps_in_backward_hold_the_gradients_of_two_blocks():
         assert one.device.total_bytes - other.device.total_bytes == less
     assert "zpasses.step_in_backward(optimizer)" in str(plan_view(freed))
     assert "step_in_backward" not in str(plan_view(whole))
+    assert freed.to_json()["step_in_backward"] == "zpasses.step_in_backward(optimizer)"
+    assert whole.to_json()["step_in_backward"] is None
     for wrong in ({"optimizer": None}, {"device_memory": "1GiB"}, {"compile_blocks": None}):
         with pytest.raises(OptionError, match="--step-in-backward"):
             replace(asked, step_in_backward=True, **wrong).check()

@@ -97,6 +97,7 @@ def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -
         uncompiled=uncompiled,
         host_memory=request.host_memory,
         blocks=request.compile_blocks,
+        step_in_backward=request.step_in_backward,
     )
     return resting.in_table(table, request, target)
 

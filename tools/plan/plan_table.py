@@ -175,6 +175,8 @@ class StepTable:
     """The option of this name: forwards from one optimizer step to the next."""
     blocks: str | None = field(default=None, kw_only=True)
     """Names of the modules that are compiled one by one; None if the step is one graph."""
+    step_in_backward: bool = field(default=False, kw_only=True)
+    """Whether parameters of blocks step in backward."""
     repeated: int | None = field(default=None, kw_only=True)
     """How many layers were captured, of which the others are copies; None if all were."""
 
@@ -196,6 +198,16 @@ class StepTable:
             return f"options={json.dumps(options)}"
         given = "".join(f", {name}={json.dumps(value)}" for name, value in options.items())
         return f"zpasses.compile_blocks(model, {json.dumps(self.blocks)}{given})"
+
+    @property
+    def early_call(self) -> str | None:
+        """The call with which parameters step in backward; None if they do not."""
+        return "zpasses.step_in_backward(optimizer)" if self.step_in_backward else None
+
+    def calls_of(self, point: PlanPoint) -> Text:
+        """All that a program gives and calls for a plan."""
+        calls = self.call_of(point), point.offload_call, self.early_call
+        return Text(tuple(filter(None, calls)))
 
     def view(self, shown: Table, result: Iterable[str | Text], legend: Sequence[str]) -> View:
         """The page of a table, its result and its legend."""
@@ -265,11 +277,6 @@ class PlanTable(StepTable):
     def offload_call(self) -> str | None:
         """The call that brings the states to where the chosen plan has them; None if all stay."""
         return None if self.chosen is None else self.chosen.offload_call
-
-    @property
-    def early_call(self) -> str | None:
-        """The call with which parameters step in backward; None if they do not."""
-        return "zpasses.step_in_backward(optimizer)" if self.resting.step_in_backward else None
 
     @property
     def reason(self) -> str:
@@ -346,6 +353,7 @@ class PlanTable(StepTable):
             "resting": dataclasses.asdict(self.resting),
             "device_memory": self.device_memory,
             "offload_optimizer": self.offload_call,
+            "step_in_backward": self.early_call,
         }
 
 
@@ -432,11 +440,10 @@ def plan_view(found: PlanTable) -> View:
     )
     result: list[str | Text] = [text_of(f"No plan fits. {found.reason}")]
     if found.chosen is not None:
-        calls = found.call_of(found.chosen), found.offload_call, found.early_call
         result = [
             f"Chosen: memory_budget={found.chosen.budget!r}. {found.reason}",
             Text(tuple(_graph_line(*each) for each in found.chosen.graphs.items())),
-            Text(tuple(filter(None, calls))),
+            found.calls_of(found.chosen),
         ]
     if found.routes:
         result.append(_routes_text(found.routes))

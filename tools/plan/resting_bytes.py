@@ -167,7 +167,7 @@ class RestingBytes:
 
 def _most_gradient_bytes(model: nn.Module, blocks: str) -> int:
     """Returns the most bytes of gradients that a rank holds if parameters of blocks step in
-    backward: those outside of blocks, and of two neighbouring blocks, one of which steps while the
+    backward: those outside of blocks, and of the two largest blocks, as if one stepped while the
     other is reduced. Gradients of parameters that several blocks share stay.
     """
 
@@ -181,8 +181,7 @@ def _most_gradient_bytes(model: nn.Module, blocks: str) -> int:
     times = Counter(itertools.chain(*own))
     own = [{param for param in each if times[param] == 1} for each in own]
     rest = trained(model).difference(*own)
-    sizes = [*map(held, own), 0]
-    return held(rest) + max(one + other for one, other in itertools.pairwise(sizes))
+    return held(rest) + sum(sorted(map(held, own))[-2:])
 
 
 _ROUNDING = 1.001

@@ -147,7 +147,11 @@ class ShapeTable(StepTable):
             return {}
         plan = self.chosen.plan if self.chosen is not None else None
         call = None if plan is None else plan.offload_call
-        return {"optimizer": self.optimizer, "offload_optimizer": call}
+        return {
+            "optimizer": self.optimizer,
+            "offload_optimizer": call,
+            "step_in_backward": self.early_call,
+        }
 
 
 _TOO_LARGE = (
@@ -182,8 +186,7 @@ def shape_view(found: ShapeTable) -> View:
     if found.chosen is not None:
         plan = found.chosen.plan
         assert plan is not None
-        calls = tuple(filter(None, (found.call_of(plan), plan.offload_call)))
-        result = [f"Chosen: {found.chosen.mesh}. {found.reason}", Text(calls)]
+        result = [f"Chosen: {found.chosen.mesh}. {found.reason}", found.calls_of(plan)]
     return found.view(shown, result, _LEGEND if found.optimizer is None else _STATES_LEGEND)
 
 

@@ -173,6 +173,7 @@ def plan_shapes(
         tuple(points),
         request.optimizer,
         blocks=request.compile_blocks,
+        step_in_backward=request.step_in_backward,
         repeated=repeated,
     )
 

@@ -16,7 +16,6 @@ from zpasses.graph.tags import GATHER_ROLES, retag, tag_of
 def mark_as_partitioned(
     joint: fx.Graph,
     graphs: tuple[fx.GraphModule, fx.GraphModule],
-    twins: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Have the partitioner save and recompute the same values as in a trial.
 
@@ -26,9 +25,8 @@ def mark_as_partitioned(
     Args:
         joint: the graph to mark.
         graphs: forward and backward of the trial.
-        twins: name of a node -> name of the node whose choice in the trial it takes instead.
     """
-    mark(joint, marks_of(joint, graphs, twins))
+    mark(joint, marks_of(joint, graphs))
 
 
 def marks_of(
@@ -38,6 +36,11 @@ def marks_of(
 ) -> dict[str, bool]:
     """Returns the marks that `mark_as_partitioned` sets: name of a node of the joint graph ->
     whether it is saved, and not computed again.
+
+    Args:
+        joint: the graph to mark.
+        graphs: forward and backward of the trial.
+        twins: name of a node -> name of the node whose choice in the trial it takes instead.
     """
     forward, backward = (
         {node.name: node for node in each.graph.nodes if node.op != "output"} for each in graphs

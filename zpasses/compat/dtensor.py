@@ -185,7 +185,8 @@ def check_items(check: Callable[[DTensor], None]) -> None:
 
 
 def look_for_nan_in_own_rows() -> None:
-    """Let autograd's anomaly mode look for NaN in gradients that are DTensors: in this rank's part.
+    """Let autograd's anomaly mode look for NaN in gradients that are DTensors: in this rank's part,
+    so only the ranks raise that have one.
 
     It calls `isnan(grad)._is_any_true().item()`, for which DTensor has no strategy.
     """

@@ -125,13 +125,18 @@ def no_recompiles() -> Iterator[None]:
     """Context manager: this thread generates no Python code for the graph modules that it makes or
     changes. It must not call them before `lazy_module` made others of them.
     """
-    generate, thread = fx.GraphModule.recompile, threading.get_ident()
+    thread = threading.get_ident()
+    with _NO_RECOMPILES:  # or a thread would restore what another one has replaced
+        generate = fx.GraphModule.recompile
 
-    def recompile(gm: fx.GraphModule) -> Any:
-        return generate(gm) if threading.get_ident() != thread else None
+        def recompile(gm: fx.GraphModule) -> Any:
+            return generate(gm) if threading.get_ident() != thread else None
 
-    with mock.patch.object(fx.GraphModule, "recompile", recompile):
-        yield
+        with mock.patch.object(fx.GraphModule, "recompile", recompile):
+            yield
+
+
+_NO_RECOMPILES = threading.RLock()
 
 
 def lazy_module(gm: fx.GraphModule) -> fx.GraphModule:

@@ -537,8 +537,9 @@ def expand_encodings(gm: fx.GraphModule) -> fx.GraphModule:
     if not any(_is_expandable(node) for node in gm.graph.nodes):
         return gm
     gm = compat.clone_graph_module(gm)  # listeners and variants use the original graph
+    table = compat.inductor_decompositions()
     for node in list(filter(_is_expandable, gm.graph.nodes)):
-        _expand(node)
+        _expand(node, table)
     gm.recompile()
     return gm
 
@@ -554,13 +555,13 @@ def _parts_of(decode_mean: fx.Node) -> int:
     return int(parts)
 
 
-def _expand(node: fx.Node) -> None:
+def _expand(node: fx.Node, table: dict[Any, Callable[..., Any]]) -> None:
     sources = [each for each in node.args if isinstance(each, fx.Node)]
     fakes = [each.meta["val"] for each in sources]
     reference: Callable[..., Tensor] = _REFERENCES[node.target]  # type: ignore[index]
     run = functools.partial(_apply, reference, node.args[len(sources) :])
     with compat.fake_mode_of(fakes) or contextlib.nullcontext():
-        traced = make_fx(run, compat.inductor_decompositions())(*fakes).graph
+        traced = make_fx(run, table)(*fakes).graph
     given = iter(sources)
     made: dict[fx.Node, fx.Node] = {}
     for each in traced.nodes:

@@ -23,6 +23,7 @@ from zpasses.checkpoint.model_tensors import (
 from zpasses.errors import ZpassesError
 from zpasses.integrations.joint_states import limit_s
 from zpasses.sharding.module import unsharded_class
+from zpasses.sharding.rnn import drop_weights
 
 
 class CheckpointState(dict[str, Any]):
@@ -80,10 +81,14 @@ def unsharded(model: nn.Module, state: dict[str, Any]) -> Iterator[None]:
                 assert param is not None
                 full.setdefault(param, nn.Parameter(state[known], param.requires_grad))
                 module._parameters[name] = full[param]
+            if isinstance(module, nn.RNNBase):
+                module._init_flat_weights()
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module, kind, params in before:
+            if isinstance(module, nn.RNNBase):
+                drop_weights(module)
             module.__class__ = kind
             module._parameters.update(params)
 

@@ -13,6 +13,8 @@ import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
 from tests.zpasses.models import full_gradients, reference_gradients
+from zpasses.integrations.full_states import unsharded
+from zpasses.sharding.rnn import LIST_OF_WEIGHTS
 from zpasses.testing import fake_world, world_mesh
 
 
@@ -137,3 +139,15 @@ def test_an_rnn_may_be_ignored_in_part():
         assert rnn._flat_weights[3] is kept
         with torch.no_grad():
             assert rnn(torch.ones(2, 1, 3))[0].shape == (2, 1, 5)
+
+
+def test_a_block_with_full_parameters_runs_an_rnn():
+    with fake_world(2):
+        model = nn.Sequential(nn.LSTM(3, 5))
+        full = {name: param.detach().clone() for name, param in model.named_parameters()}
+        x = torch.randn(4, 2, 3)
+        expected = model(x)[0]
+        zpasses.shard(model, mesh=world_mesh())
+        with unsharded(model, full):
+            assert torch.equal(model(x)[0], expected)
+        assert vars(model[0])[LIST_OF_WEIGHTS] == [None] * 4

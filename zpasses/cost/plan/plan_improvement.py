@@ -1,4 +1,4 @@
-"""Improve a plan by small changes, each of which is kept if the plan gets better."""
+"""Improve a plan by small changes of its launches, and by their routes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def improve_plan(
         plan: the plan to improve.
         rank: how good a plan is; lower is better. First come the bytes above the limit, then the
             duration.
-        most: how many changes to draw. Those that are not possible cost little.
+        most: how many changes to draw. Those that are not possible cost little. A plan without
+            launches takes none.
 
     Returns:
         Plans of which each is better than those before it; none if the given one is best.
@@ -99,7 +100,7 @@ class _LocalSearch:
     def run(self, rank: Callable[[Plan], Rank], most: int) -> list[Plan]:
         best = current = rank(_plan_of(self._launches))
         better = []
-        for drawn in range(most):
+        for drawn in range(most if self._launches else 0):
             launches = self._changed()
             if launches is None:
                 continue

@@ -104,11 +104,10 @@ class _Search:
         """Policies often lead to the same plan."""
         self._made_by: dict[Plan, str] = {}
         size = len(problem.slots) + 8 * len(problem.jobs)
-        if most is None:
-            self._most = max(_FEWEST_PLANS, _MOST_WORK // max(1, size))
-            self._most_changes = _most_changes(len(problem.jobs))
-        else:
-            self._most, self._most_changes = most, _CHANGES_PER_PLAN * most
+        self._most = max(_FEWEST_PLANS, _MOST_WORK // max(1, size)) if most is None else most
+        self._most_changes = _most_changes(len(problem.jobs))
+        if most is not None:
+            self._most_changes = min(self._most_changes, _CHANGES_PER_PLAN * most)
 
     def run(self) -> Planned:
         simple = list(simple_plans(self._problem, "one-ahead", CAP_BYTES))

@@ -141,6 +141,18 @@ def test_frozen_parameters_are_never_gathered_again():
     assert seen == [len(step.backward.jobs) - 1, len(step.forward.jobs) - 1]
 
 
+@pytest.mark.parametrize("backwards", [None, 4])
+def test_all_that_a_graph_gathers_can_be_kept(backwards):
+    """Kept, nothing is left to gather in the backward of frozen layers; cached, in a forward."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    model.requires_grad_(backwards is not None)
+    x = torch.zeros(8, 64, requires_grad=True)
+    graphs = capture_graphs(model, (x,), world_size=4, pipeline=LOWER % "nothing").after
+    step = step_of(graphs, 4, repetition=None if backwards is None else Repetition(backwards))
+    choice = choose_kept(step, keepable_params(step), 1 << 30, caches=True)
+    assert len(choice.kept) + len(choice.cached) == 3
+
+
 @pytest.mark.slow(quick="test_more_memory_keeps_more_and_is_never_slower")
 def test_memory_is_given_to_caching_where_it_saves_time():
     with use_target(Target.parse("h100")):
