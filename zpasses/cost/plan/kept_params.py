@@ -355,9 +355,9 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _FEWEST_PLANS, _MOST_PLANS, _MOST_WORK = 4, 24, 20_000
 """Schedules to compare for each choice, which is only an estimate of what `schedule` will find; and
 segments and collectives that all of them have together, for small graphs."""
-_SMALL, _FINALISTS = 2_000, 3
-"""Segments and collectives up to which a graph is small, and choices that are then compared again.
-"""
+_SMALL, _FINALISTS, _THOROUGH_PLANS = 2_000, 3, 60
+"""Segments and collectives up to which a graph is small, and choices that are then compared again,
+by so many schedules each."""
 
 
 def _size(problem: ScheduleProblem) -> int:
@@ -376,7 +376,8 @@ def _cost(
 
     def planned_us(problem: ScheduleProblem) -> float:
         plans = min(max(_FEWEST_PLANS, _MOST_WORK // _size(problem)), _MOST_PLANS)
-        cost = plan_schedule(problem, limit_bytes, most=None if thorough else plans).cost
+        plans = _THOROUGH_PLANS if thorough else plans
+        cost = plan_schedule(problem, limit_bytes, most=plans).cost
         peaks.append(cost.peak_bytes)
         return cost.total_us
 
