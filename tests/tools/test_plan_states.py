@@ -190,6 +190,7 @@ def test_the_call_that_is_printed_puts_the_states_where_the_plan_has_them():
         (["--device-memory", "1GiB"], "the states of --optimizer NAME, which must be given"),
         (["--optimizer", "sgd", "--device-memory", "1GiB", "--memory", "1GiB"], "must not"),
         (["--optimizer", "sgd", "--device-memory", "much"], "--device-memory: got 'much'"),
+        (["--mesh", "auto", "--points", "3"], "--points counts the plans of one mesh"),
         (["--mesh", "auto", "--device-memory", "1GiB"], "--optimizer NAME, which must be given"),
     ],
 )

@@ -144,6 +144,8 @@ def plan(
                 "folder that exists with --html."
             )
     auto = step.mesh if isinstance(step.mesh, AutoMesh) else None
+    if auto is not None and _is_given(ctx, "points"):
+        raise CommandError("--points counts the plans of one mesh; give one instead of auto.")
     if auto is not None and "reshard_after_forward" in step.shard:
         raise CommandError(
             "--reshard-after-forward divides the ranks of one mesh; give one instead of auto."
@@ -182,9 +184,13 @@ def plan(
         ctx.exit(1)
 
 
+def _is_given(ctx: click.Context, option: str) -> bool:
+    return ctx.get_parameter_source(option) is not click.core.ParameterSource.DEFAULT
+
+
 def _check_blocks(ctx: click.Context, backwards_per_step: int, chunk_loss: bool) -> None:
     """Refuses options that change nothing in a step of blocks."""
-    if ctx.get_parameter_source("points") is not click.core.ParameterSource.DEFAULT:
+    if _is_given(ctx, "points"):
         raise CommandError(
             "--points does not go together with --compile-blocks, which makes one plan for each "
             "number of graphs ahead; leave it out."

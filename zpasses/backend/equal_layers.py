@@ -48,7 +48,13 @@ class EqualPartitions:
 def _computed(joint: fx.Graph) -> tuple[object, ...]:
     """Returns what a joint graph computes, without what it communicates for its parameters."""
     return tuple(
-        (node.name, str(node.target), _size(value_of(node)), compat.recompute_policy(node))
+        (
+            node.name,
+            str(node.target),
+            tuple(each.name for each in node.all_input_nodes if tag_of(each) is None),
+            _size(value_of(node)),
+            compat.recompute_policy(node),
+        )
         for node in joint.nodes
         if node.op == "call_function" and tag_of(node) is None
     )

@@ -45,10 +45,6 @@ class Policy:
     collect_until: float = math.inf
     """Ready gradients wait until a launch of full size is together, as long as the kernels left
     take more than this many times as long as their reduction; infinity never waits."""
-    cover: float = 1.25
-    """How much longer than the next kernels a link should have to do. More than 1, since kernels
-    beside collectives take longer; much more tolerates collectives that take longer than predicted.
-    """
 
 
 def list_schedule(problem: ScheduleProblem, limit_bytes: int, policy: Policy) -> Plan:
@@ -134,7 +130,7 @@ class _ListScheduler:
         for link, left in self._left.items():
             while left or self._pending_on[link]:
                 busy = (
-                    self._left_after(link, before) >= self._policy.cover * work
+                    self._left_after(link, before) >= _COVER * work
                     if work
                     else self._clock.on_link(link)
                 )
@@ -412,6 +408,9 @@ class _LaunchBytes:
 
 
 _MOST_MEMBERS = 256
+_COVER = 1.25
+"""How much longer than the next kernels a link should have to do. More than 1, since kernels beside
+collectives take longer."""
 
 
 def can_share(first: Job, job: Job) -> bool:

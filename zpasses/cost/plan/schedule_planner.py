@@ -123,7 +123,7 @@ class _Search:
         best = self._found[0][1]
         for plan in improve_plan(self._problem, best, self._rank, self._most_changes):
             self._offer(plan, "changes of other plans")
-        plan, cost = self._most_tolerant(values)
+        plan, cost = self._most_tolerant()
         _log.debug("schedule: of %d plans, the one by %s", len(self._costs), self._made_by[plan])
         return Planned(
             plan,
@@ -180,13 +180,10 @@ class _Search:
         priced = round(cost.total_us * (1 + _PRICE * more), 3)
         return excess, priced, len(plan.launches), cost.peak_bytes
 
-    def _most_tolerant(self, values: _Values) -> tuple[Plan, Cost]:
+    def _most_tolerant(self) -> tuple[Plan, Cost]:
         """Returns the plan that loses least if collectives take longer than predicted, of those
         that are nearly as fast as the fastest.
         """
-        for cover in _COVERS:
-            self._try({**values, "cover": cover})
-            self._try({**values, "cover": cover, "horizon": math.inf})
         self._found.sort(key=lambda found: found[0])
         (excess, total, *_), *_ = (rank for rank, _, _ in self._found)
         simple = min((rank[1] for rank in self._simple if rank[0] <= excess), default=math.inf)
@@ -205,5 +202,4 @@ _Values = dict[str, Any]
 """Of the fields of `_CHOICES`, and whether copy engines take gathers."""
 _Rank = tuple[int, float, int, int]
 """Bytes above the limit, microseconds with the price of memory, launches, peak; lower is better."""
-_COVERS = (2.5, 6.0)
 _SLOWER, _TOLERANCE, _MOST_NEAR = 1.5, 0.004, 12

@@ -11,6 +11,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.cost.memory.collective_moves import equal_liveness
+from zpasses.cost.plan import schedule_planner
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.schedule_evaluation import Action, Plan, evaluate, live_bytes
 from zpasses.cost.plan.schedule_planner import memory_limit, plan_schedule
@@ -180,6 +181,17 @@ def test_more_memory_is_never_slower():
         ]
     assert all(later <= earlier * 1.005 for earlier, later in itertools.pairwise(times)), times
     assert times[-1] < times[0]
+
+
+def test_memory_is_taken_only_where_it_gains_time(monkeypatch):
+    with fake_world(RANKS), use_target(H100):
+        problem = problem_of(step(8, 4), H100)
+        limit = memory_limit(problem, MemoryBudget(rise=0.5))
+        priced = plan_schedule(problem, limit).cost
+        monkeypatch.setattr(schedule_planner, "_PRICE", 0.0)
+        free = plan_schedule(problem, limit).cost
+    assert priced.peak_bytes < free.peak_bytes <= limit
+    assert priced.total_us <= 1.005 * free.total_us
 
 
 def test_urgent_gathers_do_not_wait_for_long_reductions_on_another_group():
