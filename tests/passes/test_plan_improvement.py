@@ -38,7 +38,7 @@ def walked(problem, plan, changes):
         seen.append(plan)
         return 0, -next(numbers)
 
-    improve_plan(problem, plan, rank, changes)
+    improve_plan(problem, plan, rank, changes, 1)
     return seen
 
 
@@ -77,8 +77,8 @@ def test_changes_merge_launches_start_them_early_and_choose_their_routes():
             def rank(plan, problem=problem):
                 return 0, evaluate(problem, plan).total_us
 
-            better = improve_plan(problem, plan, rank, 500)
-            assert better == improve_plan(problem, plan, rank, 500)
+            better = improve_plan(problem, plan, rank, 500, 1)
+            assert better == improve_plan(problem, plan, rank, 500, 1)
             costs = [rank(each) for each in (plan, *better)]
         assert all(later < earlier for earlier, later in itertools.pairwise(costs))
         assert costs[-1][1] < (0.99 if engines else 0.9) * costs[0][1]
@@ -96,8 +96,8 @@ def test_no_change_exceeds_the_limit():
             cost = evaluate(problem, plan)
             return max(0, cost.peak_bytes - limit), cost.total_us
 
-        better = improve_plan(problem, plan, rank, 2000)
+        better = improve_plan(problem, plan, rank, 2000, limit)
         assert better
         assert all(rank(each)[0] == 0 for each in better)
-        free = improve_plan(problem, plan, lambda plan: (0, evaluate(problem, plan).total_us), 2000)
+        free = improve_plan(problem, plan, lambda plan: (0, rank(plan)[1]), 2000, limit)
         assert evaluate(problem, free[-1]).peak_bytes > limit

@@ -261,9 +261,10 @@ SQUARES = [Param((64, 64)) for _ in range(4)]
 def test_links_stay_busy_while_a_kernel_waits_for_them():
     _, moved = scheduled(*SQUARES, target=SLOW_LINKS, memory_budget=ROOMY)
     order = steps(moved)
-    for before, after in (("p0", "p1"), ("p1", "p2"), ("p2", "p3")):
-        # The next gather starts before the kernel that the last one makes possible.
-        assert order.index(f"start gather {after}") < order.index(f"await gather {before}") + 2
+    starts = [step for step in order if step.startswith("start gather")]
+    assert len(starts) > 1
+    # All gathers have started before the kernel that the first one makes possible.
+    assert order.index(starts[-1]) < order.index("mul")
 
 
 def test_the_first_consumer_does_not_wait_for_gathers_that_others_need():

@@ -22,13 +22,13 @@ from zpasses.cost.plan.kept_params import (
     keepable_params,
 )
 from zpasses.cost.plan.linear_program import can_solve
-from zpasses.cost.plan.list_scheduler import Policy, list_schedule
 from zpasses.cost.plan.offloaded_values import (
     SavedValue,
     fewest_that_fit,
     saved_values,
     worthwhile,
 )
+from zpasses.cost.plan.plan_improvement import improve_plan
 from zpasses.cost.plan.repeated_layers import (
     FEWEST_LAYERS,
     RepeatedLayers,
@@ -36,7 +36,7 @@ from zpasses.cost.plan.repeated_layers import (
 )
 from zpasses.cost.plan.schedule_evaluation import Cost, Plan, evaluate
 from zpasses.cost.plan.schedule_problem import ScheduleProblem, problem_of
-from zpasses.cost.plan.simple_plans import one_ahead_plan, single_plan
+from zpasses.cost.plan.simple_plans import one_ahead_plan, single_plan, varied_plans
 from zpasses.cost.time.target import Target, current_target, use_target
 from zpasses.graph.host_copies import offloadable_values
 from zpasses.inspect.units import bytes_text
@@ -51,10 +51,8 @@ from zpasses.tools.plan.plan_table import (
 )
 from zpasses.tools.plan.sweep import sweep
 
-_LONG = 1.02
-"""How much longer a graph takes with its averages, if they take long."""
-_LARGER = (32.0, 128.0)
-"""Sizes of launches of reductions, in latencies, that then are tried."""
+_CHANGES = 100
+"""How many changes of the best simple plan to draw, for each graph and limit."""
 
 
 class _Graph:
@@ -69,33 +67,26 @@ class _Graph:
         return schedule_bound_us(self.problem)
 
     @cached_property
-    def simple(self) -> list[tuple[Cost, Plan]]:
-        """The plans that need no search, with what they cost."""
-        plans = one_ahead_plan(self.problem), single_plan(self.problem)
+    def plans(self) -> list[tuple[Cost, Plan]]:
+        """Plans that need no search, with what they cost."""
+        plans = one_ahead_plan(self.problem), *varied_plans(self.problem)
         return [(self._cost(plan), plan) for plan in plans]
-
-    def _searched(self, limit_bytes: int) -> Iterator[tuple[Cost, Plan]]:
-        """Yields plans of the list scheduler. It knows no averages over replicas, which follow each
-        reduction: where they take long, larger launches are tried as well.
-        """
-        plan = list_schedule(self.problem, limit_bytes, Policy(self.bound_us))
-        cost = self._cost(plan)
-        yield cost, plan
-        if cost.averages and cost.total_us > _LONG * evaluate(self.problem, plan).total_us:
-            for latencies in _LARGER:
-                policy = Policy(self.bound_us, reduction_latencies=latencies, collect_until=1.0)
-                plan = list_schedule(self.problem, limit_bytes, policy)
-                yield self._cost(plan), plan
 
     def _cost(self, plan: Plan) -> Cost:
         return evaluate(self.problem, plan, averages=True)
 
     def figures(self, limit_bytes: int) -> GraphFigures:
         """Returns the figures of the fastest of a few plans within a limit."""
-        cost, plan = min(
-            [*self._searched(limit_bytes), *self.simple],
-            key=lambda each: (max(0, each[0].peak_bytes - limit_bytes), each[0].total_us),
+
+        def rank(cost: Cost) -> tuple[int, float]:
+            return max(0, cost.peak_bytes - limit_bytes), cost.total_us
+
+        cost, plan = min(self.plans, key=lambda each: rank(each[0]))
+        better = improve_plan(
+            self.problem, plan, lambda each: rank(self._cost(each)), _CHANGES, limit_bytes
         )
+        if better:
+            cost, plan = self._cost(better[-1]), better[-1]
         collectives = sum(
             self.problem.jobs[launch[0]].key.compatibility not in ("offload", "reload")
             for launch in plan.launches

@@ -352,12 +352,12 @@ class _KeptSearch:
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the memory above that of one gather and one reduction in flight: the part for kept parameters.
 """
-_FEWEST_PLANS, _MOST_PLANS, _MOST_WORK = 4, 24, 20_000
-"""Schedules to compare for each choice, which is only an estimate of what `schedule` will find; and
-segments and collectives that all of them have together, for small graphs."""
-_SMALL, _FINALISTS, _THOROUGH_PLANS = 2_000, 3, 60
+_FEWEST_CHANGES, _MOST_CHANGES, _MOST_WORK = 40, 240, 200_000
+"""Changes of schedules to draw for each choice, which is only an estimate of what `schedule` will
+find; and segments and collectives that all of them have together, for small graphs."""
+_SMALL, _FINALISTS, _THOROUGH_CHANGES = 2_000, 3, 600
 """Segments and collectives up to which a graph is small, and choices that are then compared again,
-by so many schedules each."""
+by so many changes each."""
 
 
 def _size(problem: ScheduleProblem) -> int:
@@ -375,9 +375,9 @@ def _cost(
     peaks: list[int] = []
 
     def planned_us(problem: ScheduleProblem) -> float:
-        plans = min(max(_FEWEST_PLANS, _MOST_WORK // _size(problem)), _MOST_PLANS)
-        plans = _THOROUGH_PLANS if thorough else plans
-        cost = plan_schedule(problem, limit_bytes, most=plans).cost
+        changes = min(max(_FEWEST_CHANGES, _MOST_WORK // _size(problem)), _MOST_CHANGES)
+        changes = _THOROUGH_CHANGES if thorough else changes
+        cost = plan_schedule(problem, limit_bytes, most=changes).cost
         peaks.append(cost.peak_bytes)
         return cost.total_us
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple
 
-from zpasses.cost.plan.list_scheduler import can_share
 from zpasses.cost.plan.schedule_evaluation import Action, Plan
 from zpasses.cost.plan.schedule_problem import Job, ScheduleProblem
 
@@ -17,13 +16,18 @@ Rank = tuple[Any, ...]
 
 
 def improve_plan(
-    problem: ScheduleProblem, plan: Plan, rank: Callable[[Plan], Rank], most: int
+    problem: ScheduleProblem,
+    plan: Plan,
+    rank: Callable[[Plan], Rank],
+    most: int,
+    limit_bytes: int,
 ) -> list[Plan]:
     """Changes a plan at one place after another, by simulated annealing.
 
-    A start or a wait moves to another slot, a launch takes members of another or all of it, some
-    members get a launch of their own, or a gather takes another route. The changes are drawn with a
-    fixed seed, so the result depends on nothing but the arguments.
+    A start or a wait moves to another slot, a launch takes members of a neighbour or all of it,
+    some members get a launch of their own, or a gather takes another route. On the way to better
+    plans, some may be slower, or exceed the limit, which counts more and more the longer it takes.
+    The changes are drawn with a fixed seed, so the result depends on nothing but the arguments.
 
     Args:
         problem: the graph.
@@ -32,11 +36,12 @@ def improve_plan(
             duration.
         most: how many changes to draw. Those that are not possible cost little. A plan without
             launches takes none.
+        limit_bytes: the limit that `rank` knows.
 
     Returns:
         Plans of which each is better than those before it; none if the given one is best.
     """
-    return _LocalSearch(problem, plan).run(rank, most)
+    return _LocalSearch(problem, plan).run(rank, most, limit_bytes)
 
 
 def choose_routes(
@@ -91,34 +96,36 @@ class _Launch:
 class _LocalSearch:
     def __init__(self, problem: ScheduleProblem, plan: Plan) -> None:
         self._problem, self._random = problem, Random(0)
-        self._launches = _launches_of(plan)
+        self._launches = sorted(_launches_of(plan), key=_members)
         slots = {action.slot for action in plan.actions}
         slots.update(slot for job in problem.jobs for slot in (job.earliest, job.latest))
         self._slots = sorted(slots)
         """Where something can become possible or impossible."""
 
-    def run(self, rank: Callable[[Plan], Rank], most: int) -> list[Plan]:
+    def run(self, rank: Callable[[Plan], Rank], most: int, limit_bytes: int) -> list[Plan]:
         best = current = rank(_plan_of(self._launches))
-        better = []
+        launches_of_best, better = self._launches, []
         for drawn in range(most if self._launches else 0):
+            done = drawn * _CYCLES % most / most
+            if done < _CYCLES / most:
+                current, self._launches = best, launches_of_best
             launches = self._changed()
             if launches is None:
                 continue
             plan = _plan_of(launches)
             found = rank(plan)
-            tolerated = _TOLERATED * best[1] * (1 - drawn / most)
-            if found < current or self._accepts(found, current, tolerated):
+            penalty = _EXCESS * _EXCESS_GROWS**done / max(1, limit_bytes)
+            slower = found[1] * (1 + penalty * found[0]) - current[1] * (1 + penalty * current[0])
+            if found < best or self._accepts(slower, _TOLERATED * (1 - done) * best[1]):
                 current, self._launches = found, launches
-                if found < best:
-                    best = found
-                    better.append(plan)
+            if found < best:
+                best, launches_of_best = found, launches
+                better.append(plan)
         return better
 
-    def _accepts(self, found: Rank, current: Rank, tolerated: float) -> bool:
-        """Whether to go on with a plan that is no better. Some are the way to a better one."""
-        if found[0] > current[0] or not tolerated:
-            return False
-        return self._random.random() < math.exp((current[1] - found[1]) / tolerated)
+    def _accepts(self, slower_us: float, tolerated_us: float) -> bool:
+        """Whether to go on with a plan that takes so much longer than the one before it."""
+        return slower_us < 0 or self._random.random() < math.exp(-slower_us / tolerated_us)
 
     def _changed(self) -> list[_Launch] | None:
         """Returns the launches with one change; None if what was drawn is impossible."""
@@ -128,7 +135,7 @@ class _LocalSearch:
         if changed is None or not all(map(self._is_possible, changed.values())):
             return None
         launches = dict(enumerate(self._launches)) | changed
-        return [launch for launch in launches.values() if launch.members]
+        return sorted((each for each in launches.values() if each.members), key=_members)
 
     def _is_possible(self, launch: _Launch) -> bool:
         jobs = self._jobs(launch)
@@ -162,13 +169,19 @@ class _LocalSearch:
         return _Place(slot, self._random.random())
 
     def _move_members(self, number: int) -> dict[int, _Launch] | None:
-        """Moves the first or the last members of a launch, or all of them, to another launch."""
-        giver, to = self._launches[number], self._random.randrange(len(self._launches))
-        taker = self._launches[to]
-        first, other = (self._problem.jobs[each.members[0]] for each in (giver, taker))
-        if to == number or first.key.mode == "single" or not can_share(first, other):
+        """Moves the first or the last members of a launch, or all of them, to a neighbour."""
+        distance = int(1 + self._random.expovariate(_NEAR_LAUNCHES))
+        to = number + distance * self._random.choice((-1, 1))
+        if not 0 <= to < len(self._launches):
             return None
-        kept, moved = self._cut(giver, self._random.randint(1, len(giver.members)))
+        giver, taker = self._launches[number], self._launches[to]
+        first, other = (self._problem.jobs[each.members[0]] for each in (giver, taker))
+        if first.launch_key != other.launch_key:
+            return None
+        count = len(giver.members)
+        if self._random.random() >= _WHOLE:
+            count = self._random.randint(1, count)
+        kept, moved = self._cut(giver, count)
         taker = replace(taker, members=tuple(sorted((*taker.members, *moved))))
         return {number: replace(giver, members=kept), to: self._settled(taker)}
 
@@ -201,12 +214,16 @@ class _LocalSearch:
     def _settled(self, launch: _Launch) -> _Launch:
         """Returns a launch with new members, which starts and is awaited where these allow it."""
         jobs = self._jobs(launch)
-        first, last = _first_start(jobs), _last_wait(jobs)
-        if launch.start.slot < first:
-            launch = replace(launch, start=self._at(first))
-        if launch.wait.slot > last:
-            launch = replace(launch, wait=self._at(last))
-        return launch
+        start, wait = launch.start, launch.wait
+        if start.slot < _first_start(jobs):
+            start = self._at(_first_start(jobs))
+        if wait.slot > _last_wait(jobs):
+            wait = self._at(_last_wait(jobs))
+        if start >= wait and jobs[0].is_gather:
+            start = _Place(wait.slot, wait.order * self._random.random())
+        elif start >= wait:
+            wait = _Place(start.slot, 1 - (1 - start.order) * self._random.random())
+        return replace(launch, start=start, wait=wait)
 
 
 _MEMBERS = _LocalSearch._move_members, _LocalSearch._move_members, _LocalSearch._split
@@ -216,10 +233,21 @@ _MOVES = {
     True: (*_MEMBERS, *_PLACES, _LocalSearch._change_route),
 }
 """What is drawn, by whether copy engines can run gathers. A wait gains less often than a start."""
-_NEAR = 0.3
-"""Parameter of the exponential distribution of distances, in slots."""
+_NEAR, _NEAR_LAUNCHES = 0.3, 1.0
+"""Parameters of the exponential distributions of distances, in slots and in launches."""
+_WHOLE = 0.3
+"""How often all members of a launch move, besides when the number that is drawn says so."""
 _TOLERATED = 0.001
 """Share of the duration that a change may cost at first and is still accepted by one in e."""
+_EXCESS, _EXCESS_GROWS = 3.0, 100.0
+"""By how many times its duration a plan counts as slower that takes twice the limit; at the end it
+is so many times more."""
+_CYCLES = 3
+"""How often the search begins anew from the best plan."""
+
+
+def _members(launch: _Launch) -> tuple[int, ...]:
+    return launch.members
 
 
 def _first_start(jobs: Iterable[Job]) -> int:

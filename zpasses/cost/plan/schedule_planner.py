@@ -8,11 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zpasses.cost.plan.bound import schedule_bound_us
-from zpasses.cost.plan.list_scheduler import Policy, list_schedule
 from zpasses.cost.plan.plan_improvement import engine_launches, improve_plan
 from zpasses.cost.plan.schedule_evaluation import Cost, Plan, duration_us, evaluate
 from zpasses.cost.plan.schedule_problem import ScheduleProblem
-from zpasses.cost.plan.simple_plans import CAP_BYTES, one_ahead_plan, simple_plans, single_plan
+from zpasses.cost.plan.simple_plans import (
+    CAP_BYTES,
+    one_ahead_plan,
+    simple_plans,
+    single_plan,
+    varied_plans,
+)
 from zpasses.option_values import MemoryBudget
 
 _log = logging.getLogger("zpasses")
@@ -60,107 +65,71 @@ def plan_schedule(
     Args:
         problem: the graph.
         limit_bytes: the largest allowed peak.
-        most: about how many plans to compare, for a quick estimate; None compares as many as the
-            size of the graph allows.
+        most: how many changes of one plan to draw, for a quick estimate; None draws as many of
+            several plans as the size of the graph allows.
     """
     return _Search(problem, limit_bytes, most).run()
 
 
-_CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("gather_latencies", (8.0, 32.0)),
-    ("reduction_latencies", (8.0, 32.0)),
-    ("end_us", (1.0, 1.07)),
-    ("horizon", (1.5, math.inf)),
-    ("collect_until", (math.inf, 1.0)),
-    ("memory_share", (1.0, 0.5)),
-)
-"""Values of the fields of `Policy`, from which the search by changes goes on. `end_us` is given in
-bounds. `memory_share` is no field: it is the share of the memory above that of one gather and one
-reduction in flight, since more in flight is not always faster."""
-_MOST_WORK = 400_000
-"""Segments and collectives that all compared plans have together, for graphs with many."""
-_FEWEST_PLANS, _ROUNDS = 12, 2
-_CHANGES_PER_PLAN = 10
-"""Changes that are drawn in quick estimates, per plan to compare."""
 _PRICE = 0.005
 """Share of its duration by which a plan must be faster to be worth the whole of the memory above
 that of one gather and one reduction in flight."""
 
 
+_ROUTE_PRICE_US = 1.0
+"""What a launch on copy engines must gain: figures of routes are not exact."""
+_STARTS = 3
+"""How many plans to improve. Changes of one may end in a dead end."""
+
+
 def _most_changes(jobs: int) -> int:
-    """How many changes to draw for a graph: about a second of them for 40 collectives and more."""
-    return min(4 * jobs**2, 160 * jobs, 600_000 // max(1, jobs))
+    """How many changes to draw of each plan, for a graph with so many collectives: about a second
+    of them for 40 and more.
+    """
+    return min(4 * jobs**2, 100 * jobs, 400_000 // max(1, jobs))
 
 
 class _Search:
     def __init__(self, problem: ScheduleProblem, limit_bytes: int, most: int | None) -> None:
         self._problem, self._limit = problem, limit_bytes
-        self._bound_us = schedule_bound_us(problem)
         one_ahead = evaluate(problem, one_ahead_plan(problem))
         self._least = min(limit_bytes, one_ahead.peak_bytes)
         """Peak with one gather and one reduction in flight."""
         self._found: list[tuple[_Rank, Plan, Cost]] = []
         self._costs: dict[Plan, Cost] = {}
-        """Policies often lead to the same plan."""
         self._made_by: dict[Plan, str] = {}
-        size = len(problem.slots) + 8 * len(problem.jobs)
-        self._most = max(_FEWEST_PLANS, _MOST_WORK // max(1, size)) if most is None else most
-        self._most_changes = _most_changes(len(problem.jobs))
-        if most is not None:
-            self._most_changes = min(self._most_changes, _CHANGES_PER_PLAN * most)
+        self._most = _most_changes(len(problem.jobs)) if most is None else most
+        self._starts = _STARTS if most is None else 1
 
     def run(self) -> Planned:
-        simple = list(simple_plans(self._problem, "one-ahead", CAP_BYTES))
+        problem = self._problem
+        simple = list(simple_plans(problem, "one-ahead", CAP_BYTES))
         self._simple = [self._offer(plan, "no search") for plan in simple]
-        first = {name: each[0] for name, each in _CHOICES} | {"engines": False}
-        values = self._climb(first, self._most)
-        if self._problem.has_engines:
-            # Second, so that no plan of the first search is missed.
-            most = len(self._found) + self._most
-            engines = self._climb({**values, "engines": True}, most)
-            values = min(values, engines, key=self._try)
-        self._found.sort(key=lambda found: found[0])
-        best = self._found[0][1]
-        for plan in improve_plan(self._problem, best, self._rank, self._most_changes):
-            self._offer(plan, "changes of other plans")
+        for plan in varied_plans(problem):
+            self._offer(plan, "no search")
+            if problem.has_engines:
+                engines = frozenset(engine_launches(problem, plan))
+                self._offer(replace(plan, engines=engines), "no search")
+        for start in self._best_starts():
+            better = improve_plan(problem, start, self._rank, self._most, self._limit)
+            for plan in better:
+                self._offer(plan, "changes of other plans")
         plan, cost = self._most_tolerant()
         _log.debug("schedule: of %d plans, the one by %s", len(self._costs), self._made_by[plan])
         return Planned(
             plan,
             cost,
-            self._bound_us,
+            schedule_bound_us(problem),
             self._limit,
             tuple((each, self._costs[each]) for each in simple),
         )
 
-    def _climb(self, values: _Values, most: int) -> _Values:
-        """Varies one value after another until there are `most` plans. Returns the best values."""
-        best = self._try(values)
-        for _ in range(_ROUNDS):
-            before = best
-            for name, choices in _CHOICES:
-                for choice in choices:
-                    if choice == values[name] or len(self._found) >= most:
-                        continue
-                    rank = self._try({**values, name: choice})
-                    if rank < best:
-                        best, values = rank, {**values, name: choice}
-            if best == before:
-                break
-        return values
-
-    def _try(self, values: _Values) -> _Rank:
-        fields = dict(values)
-        on_engines = fields.pop("engines")
-        share = fields.pop("memory_share")
-        limit = self._least + int(share * (self._limit - self._least))
-        fields["end_us"] *= self._bound_us
-        problem = self._problem.on_engines if on_engines else self._problem
-        plan = list_schedule(problem, limit, Policy(**fields))
-        if on_engines:
-            plan = replace(plan, engines=frozenset(engine_launches(self._problem, plan)))
-        made_by = ", ".join(f"{name}={value:g}" for name, value in values.items())
-        return self._offer(plan, made_by)
+    def _best_starts(self) -> list[Plan]:
+        """Returns the best plans so far, of which no two have the same launches."""
+        best: dict[Any, Plan] = {}
+        for _, plan, _ in sorted(self._found, key=lambda found: found[0]):
+            best.setdefault(plan.launches, plan)
+        return list(best.values())[: self._starts]
 
     def _offer(self, plan: Plan, made_by: str) -> _Rank:
         self._made_by.setdefault(plan, made_by)
@@ -177,7 +146,7 @@ class _Search:
     def _rank_of(self, plan: Plan, cost: Cost) -> _Rank:
         excess = max(0, cost.peak_bytes - self._limit)
         more = max(0, cost.peak_bytes - excess - self._least) / max(1, self._limit - self._least)
-        priced = round(cost.total_us * (1 + _PRICE * more), 3)
+        priced = round(cost.total_us * (1 + _PRICE * more) + _ROUTE_PRICE_US * len(plan.engines), 3)
         return excess, priced, len(plan.launches), cost.peak_bytes
 
     def _most_tolerant(self) -> tuple[Plan, Cost]:
@@ -198,8 +167,7 @@ class _Search:
         return plan, cost
 
 
-_Values = dict[str, Any]
-"""Of the fields of `_CHOICES`, and whether copy engines take gathers."""
 _Rank = tuple[int, float, int, int]
-"""Bytes above the limit, microseconds with the price of memory, launches, peak; lower is better."""
+"""Bytes above the limit, microseconds with what memory and routes must gain, launches, peak; lower
+is better."""
 _SLOWER, _TOLERANCE, _MOST_NEAR = 1.5, 0.004, 12

@@ -12,7 +12,7 @@ slot `s` is the place right before segment `s`. Figures of memory are equal on a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -169,6 +169,13 @@ class Job:
     @property
     def channel(self) -> Channel:
         return self.timing.channel
+
+    @cached_property
+    def launch_key(self) -> Hashable:
+        """Equal for jobs that may share a launch."""
+        alone = self.number if self.key.mode == "single" else None
+        # Calls that find parameters cached leave out the launches that gather no others.
+        return self.is_gather, self.resident, self.key.mode, self.key.compatibility, alone
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
-"""Plans that need no search: every collective where it is needed, or one launch ahead of that.
+"""Plans that need no search: every collective where it is needed, or some launches ahead of that.
 
-Both can merge neighbours into launches under a cap.
+All can merge neighbours into launches up to a size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from itertools import pairwise
 
 from zpasses.cost.plan.schedule_evaluation import Action, Plan
 from zpasses.cost.plan.schedule_problem import Job, ScheduleProblem
@@ -18,23 +17,29 @@ CAP_BYTES = 25 << 20
 """Usual cap of a launch, as the bucket size of torch's DistributedDataParallel."""
 
 
-def merged_neighbours(problem: ScheduleProblem, cap_bytes: float) -> Launches:
+def _full_bytes(job: Job) -> float:
+    return job.full_bytes
+
+
+def merged_neighbours(
+    problem: ScheduleProblem, most: float, size: Callable[[Job], float] = _full_bytes
+) -> Launches:
     """Merges collectives that follow each other and can share a launch.
 
     Args:
         problem: the graph.
-        cap_bytes: largest size of the full tensors of a merged launch.
+        most: largest size of a merged launch.
+        size: the size of a member: by default the bytes of the full tensor.
     """
     launches: list[list[int]] = []
-    open_launches: dict[Hashable, tuple[list[int], int]] = {}
+    open_launches: dict[Hashable, tuple[list[int], float]] = {}
     for job in problem.jobs:
-        key = job.is_gather, job.resident, job.key.mode, job.key.compatibility
-        members, nbytes = open_launches.get(key, ([], 0))
-        if not members or job.key.mode == "single" or nbytes + job.full_bytes > cap_bytes:
-            members, nbytes = [], 0
+        members, total = open_launches.get(job.launch_key, ([], 0.0))
+        if not members or total + size(job) > most:
+            members, total = [], 0.0
             launches.append(members)
         members.append(job.number)
-        open_launches[key] = members, nbytes + job.full_bytes
+        open_launches[job.launch_key] = members, total + size(job)
     return tuple(map(tuple, launches))
 
 
@@ -54,36 +59,40 @@ def single_plan(problem: ScheduleProblem, launches: Launches | None = None) -> P
 
 
 def one_ahead_plan(problem: ScheduleProblem, launches: Launches | None = None) -> Plan:
-    """Returns the plan with one more gather and reduction in flight than is awaited: each gather
-    starts where the previous one was awaited, and each reduction is awaited where the next one has
-    started.
+    """Returns `ahead_plan` with one more gather and reduction in flight than is awaited."""
+    return ahead_plan(problem, _launches(problem, launches), 1)
+
+
+def ahead_plan(problem: ScheduleProblem, launches: Launches, ahead: int) -> Plan:
+    """Returns the plan with so many more gathers and reductions in flight than are awaited: each
+    gather starts where the one before these was awaited, and each reduction is awaited where the
+    one after these has started.
 
     Args:
         problem: the graph.
-        launches: None gives every collective a launch of its own.
+        launches: the collectives that start together.
+        ahead: at least 1; the plan with 0 is `single_plan`.
     """
 
     def of_kind(gathers: bool) -> list[tuple[int, ...]]:
-        found = [each for each in given if problem.jobs[each[0]].is_gather == gathers]
+        found = [each for each in launches if problem.jobs[each[0]].is_gather == gathers]
         return sorted(found, key=lambda launch: _place(problem, launch))
 
-    given = _launches(problem, launches)
     gathers, reductions = of_kind(True), of_kind(False)
     events: list[tuple[int, int, Action]] = []
-    for number, (before, launch) in enumerate(pairwise([None, *gathers])):
-        assert launch is not None
-        start = _place(problem, before) if before is not None else 0
-        # A gather starts after the wait of the one before it.
-        events.append((start, 2 * number, Action(start, "start", number)))
-        wait = _place(problem, launch)
+    places = [_place(problem, launch) for launch in gathers]
+    for number, wait in enumerate(places):
+        start = places[number - ahead] if number >= ahead else 0
+        # A gather starts after the wait of the other one.
+        events.append((start, 2 * (number - ahead) + 2, Action(start, "start", number)))
         events.append((wait, 2 * number + 1, Action(wait, "wait", number)))
-    rank = 2 * len(given)
-    for number, (launch, after) in enumerate(pairwise([*reductions, None]), len(gathers)):
-        assert launch is not None
-        start = _place(problem, launch)
-        wait = _place(problem, after) if after is not None else problem.end
-        events.append((start, rank + 2 * number, Action(start, "start", number)))
-        events.append((wait, rank + 2 * number + 3, Action(wait, "wait", number)))
+    rank = 2 * len(launches)
+    places = [_place(problem, launch) for launch in reductions]
+    for at, start in enumerate(places):
+        number = len(gathers) + at
+        wait = places[at + ahead] if at + ahead < len(places) else problem.end
+        events.append((start, rank + 2 * at, Action(start, "start", number)))
+        events.append((wait, rank + 2 * (at + ahead) + 1, Action(wait, "wait", number)))
     events.sort(key=lambda event: event[:2])
     return Plan((*gathers, *reductions), tuple(event[2] for event in events))
 
@@ -116,6 +125,29 @@ def simple_plans(problem: ScheduleProblem, name: str, cap_bytes: float) -> Itera
         cap_bytes = min(cap_bytes, sum(job.full_bytes for job in problem.jobs)) / 2
     if name != "single":
         yield single_plan(problem)
+
+
+def varied_plans(problem: ScheduleProblem) -> Iterator[Plan]:
+    """Yields plans with launches of many sizes, awaited where they start or some launches later.
+
+    Sizes are in latencies: a launch that takes many of them hardly loses time by its own.
+    """
+    seen = set[Launches]()
+    for most in _LATENCIES:
+        launches = merged_neighbours(problem, most, _latencies)
+        if launches not in seen:
+            seen.add(launches)
+            yield single_plan(problem, launches)
+            yield from (ahead_plan(problem, launches, ahead) for ahead in _AHEAD)
+
+
+_LATENCIES = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
+_AHEAD = (1, 2, 4, 8, 16)
+
+
+def _latencies(job: Job) -> float:
+    """Time that a job adds to a launch, by what the launch costs besides its bytes."""
+    return job.transfer_us / max(job.per_launch_us, 1e-9)
 
 
 def _launches(problem: ScheduleProblem, launches: Launches | None) -> Launches:

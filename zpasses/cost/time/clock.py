@@ -60,22 +60,6 @@ class Clock:
         entry = [duration_us, timing.compute_slowdown, timing.collective_slowdown, number]
         self.busy.setdefault(timing.channel, deque()).append(entry)
 
-    def on_link(self, link: str) -> dict[Channel, deque[list[float]]]:
-        """Returns the channels of a link that have transfers in flight."""
-        return {channel: queue for channel, queue in self.busy.items() if channel.link == link}
-
-    def left_us(self, channel: Channel) -> tuple[float, float]:
-        """Returns what a channel still has to do, and what others of its link have, each as if
-        nothing ran beside it.
-        """
-        own = others = 0.0
-        for each, queue in self.busy.items():
-            if each == channel:
-                own = sum(entry[0] for entry in queue)
-            elif each.link == channel.link:
-                others += sum(entry[0] for entry in queue)
-        return own, others
-
     def work(self, left: float) -> None:
         """Runs a kernel that takes `left` microseconds with nothing beside it."""
         while left > _EPSILON_US:

@@ -185,7 +185,7 @@ def test_more_memory_is_never_slower():
 
 def test_memory_is_taken_only_where_it_gains_time(monkeypatch):
     with fake_world(RANKS), use_target(H100):
-        problem = problem_of(step(8, 4), H100)
+        problem = problem_of(step(8, 6), H100)
         limit = memory_limit(problem, MemoryBudget(rise=0.5))
         priced = plan_schedule(problem, limit).cost
         monkeypatch.setattr(schedule_planner, "_PRICE", 0.0)
@@ -224,14 +224,14 @@ def reductions_awaited_last(problem):
 
 
 def test_a_plan_for_little_memory_gains_by_a_second_group():
-    slow = Target.parse("mi300x,link_gb_s=100")
+    slow = Target.parse("mi300x,link_gb_s=200")
     times = []
     with fake_world(RANKS), use_target(slow):
-        graph = step(4, 20)
+        graph = step(6, 10, copies=2)
         for second_group in (False, True):
             problem = problem_of(graph, slow, second_group=second_group)
             times.append(plan_schedule(problem, memory_limit(problem, MemoryBudget())).cost)
-    assert times[1].total_us < 0.995 * times[0].total_us
+    assert times[1].total_us < 0.997 * times[0].total_us
 
 
 def test_the_log_says_how_the_chosen_plan_was_made(caplog):
@@ -240,7 +240,7 @@ def test_the_log_says_how_the_chosen_plan_was_made(caplog):
         problem = problem_of(step(4, kernels=4), H100)
         plan_schedule(problem, memory_limit(problem, MemoryBudget()))
     (said,) = (each.getMessage() for each in caplog.records if "plans, the one" in each.message)
-    assert "changes of" in said or "no search" in said or "gather_latencies=" in said
+    assert "changes of" in said or "no search" in said
 
 
 def test_averages_over_replicas_follow_what_is_awaited_together():
