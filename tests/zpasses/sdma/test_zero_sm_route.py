@@ -3,7 +3,6 @@ route has not run on a device.
 """
 
 import re
-import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
@@ -175,8 +174,7 @@ def test_gathers_of_the_route_give_up_when_those_of_the_group_do():
     made = f"{world}.zero_sm-test"
     compat.make_group(world, made, [0, 1], "zero", timedelta(seconds=100))
     zero = compat.process_group(made)
-    groups = {compat.process_group(world): weakref.ref(zero)}
-    with mock.patch.dict(compat.c10d._zero_sm_groups, groups):
+    with mock.patch.dict(compat.c10d._made, {compat.process_group(world): {made: None}}):
         with compat.limited_timeouts([world], 3.0):
             assert compat.collective_timeout(zero) == timedelta(seconds=3)
         assert compat.collective_timeout(zero) > timedelta(seconds=3)
