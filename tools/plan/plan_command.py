@@ -178,7 +178,7 @@ def plan(
     with tqdm(desc="plans", unit="plan", disable=None, leave=False) as bar:
         found = plan_step(request, lambda point: bar.update())
     if picture is not None:
-        write_output(picture, [plan_page(found)])
+        write_output(picture, plan_page(found))
     print_view(plan_view(found), as_json)
     if found.chosen is None:
         ctx.exit(1)

@@ -124,22 +124,15 @@ class Code:
     lines: tuple[str, ...]
 
     def text(self, color: bool = False, width: int | None = None) -> str:
-        return "".join(self.pieces(color, width))
-
-    def pieces(self, color: bool, width: int | None = None) -> Iterator[str]:
-        """The text in pieces."""
-        lines = (part for line in self.lines for part in code_lines(one_line(line), width))
+        body = "\n".join(part for line in self.lines for part in code_lines(one_line(line), width))
         if not color or not self._is_short():
-            for at, line in enumerate(lines):
-                yield f"\n{line}" if at else line
-            return
+            return body
         from pygments import highlight
         from pygments.formatters.terminal import TerminalFormatter
         from pygments.lexers.python import PythonLexer
 
         # TerminalFormatter uses the terminal's own palette, which its user has chosen.
-        body = "\n".join(lines)
-        yield highlight(body, PythonLexer(stripnl=False), TerminalFormatter()).rstrip("\n")
+        return highlight(body, PythonLexer(stripnl=False), TerminalFormatter()).rstrip("\n")
 
     def _is_short(self) -> bool:
         return sum(map(len, self.lines)) <= _HIGHLIGHTED_CHARS
@@ -210,30 +203,15 @@ class View:
     """A part that is a str is one sentence or more, which a terminal's width may wrap."""
     data: Any
 
-    def text(self, color: bool = False) -> str:
-        return "".join(self.pieces(color))
-
-    def pieces(self, color: bool = False, width: int | None = None) -> Iterator[str]:
-        """The text in pieces. Empty parts are left out. Tables and lines fit `width` characters."""
-        started = False
-        for pieces in self._parts(color, width):
-            first = True
-            for piece in pieces:
-                if first and not piece:
-                    continue
-                yield f"\n\n{piece}" if first and started else piece
-                first, started = False, True
-
-    def _parts(self, color: bool, width: int | None) -> Iterator[Iterable[str]]:
-        if self.title:
-            yield [_bold(one_line(self.title), color)]
+    def text(self, color: bool = False, width: int | None = None) -> str:
+        """The page as text. Empty parts are left out. Tables and lines fit `width` characters."""
+        texts = [_bold(one_line(self.title), color)] if self.title else []
         for part in self.parts:
-            if isinstance(part, Code):
-                yield part.pieces(color, width)
-            elif isinstance(part, str):
-                yield [_wrapped(one_line(part), width)]
+            if isinstance(part, str):
+                texts.append(_wrapped(one_line(part), width))
             else:
-                yield [part.text(color, width)]
+                texts.append(part.text(color, width))
+        return "\n\n".join(filter(None, texts))
 
     def __str__(self) -> str:
         return self.text()
