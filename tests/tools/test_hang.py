@@ -15,8 +15,8 @@ from tests.tools.limited import run_limited
 from tests.zpasses.inspect.graphs import dump_of, gather, graph_of, node, replace, snapshot, wait
 from tests.zpasses.inspect.real import dump_training_step
 from zpasses.dumps.dump_errors import DumpError
-from zpasses.dumps.format import Ref
 from zpasses.dumps.limits import Limits
+from zpasses.dumps.nodes import Ref
 from zpasses.inspect import Inspection
 from zpasses.inspect.flight_recorder import read_recorder
 from zpasses.inspect.plain_pickle import load_plain_pickle

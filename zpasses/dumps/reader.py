@@ -31,11 +31,11 @@ from zpasses.dumps.format import (
     NoteEvent,
     Prediction,
     Rank,
-    Record,
     Step,
     StepEvent,
 )
 from zpasses.dumps.limits import Limits
+from zpasses.dumps.nodes import Record
 from zpasses.dumps.snapshots import SnapshotFiles
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from zpasses.dumps.format import Buffer, Node, Snapshot
+from zpasses.dumps.nodes import Buffer, Node, Snapshot
 from zpasses.inspect.difference import Difference
 from zpasses.inspect.memory import memory
 from zpasses.inspect.node_spans import schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zpasses.dumps.format import Node, Snapshot
+from zpasses.dumps.nodes import Node, Snapshot
 from zpasses.inspect.find import SelectedGraph, failure_text, snapshot_of, step_title, steps_after
 from zpasses.inspect.listing import MAX_ITEMS, NodeFilter, lines
 from zpasses.inspect.shared import about_step, to_json_value

@@ -27,7 +27,8 @@ from tests.zpasses.inspect.graphs import (
 from tests.zpasses.inspect.real import real_dump
 from tests.zpasses.inspect.test_measured import gloo_run
 from tests.zpasses.inspect.traces import memory, write
-from zpasses.dumps.format import Buffer, Failure, Param, Prediction, Ref, Source, Tag
+from zpasses.dumps.format import Failure, Param, Prediction
+from zpasses.dumps.nodes import Buffer, Ref, Source, Tag
 from zpasses.inspect import Inspection
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.modules import template

@@ -6,7 +6,7 @@ import re
 
 from tests.zpasses.inspect.browsing import all_of, needs_browser, one, wait_for
 from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, node, snapshot
-from zpasses.dumps.format import Buffer, Ref
+from zpasses.dumps.nodes import Buffer, Ref
 from zpasses.inspect import Inspection
 
 MOST_BYTES = 2_500_000

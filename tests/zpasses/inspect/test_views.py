@@ -18,7 +18,8 @@ from tests.zpasses.inspect.graphs import (
     two_groups,
     wait,
 )
-from zpasses.dumps.format import Buffer, Collective, Counts, Failure, Prediction, Source
+from zpasses.dumps.format import Counts, Failure, Prediction
+from zpasses.dumps.nodes import Buffer, Collective, Source
 from zpasses.inspect import (
     Inspection,
     NodeFilter,

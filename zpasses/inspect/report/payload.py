@@ -11,18 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zpasses.dumps.format import (
-    Buffer,
-    Compile,
-    Dump,
-    Failure,
-    Node,
-    PassRun,
-    Snapshot,
-    Source,
-    Step,
-    Tag,
-)
+from zpasses.dumps.format import Compile, Dump, Failure, PassRun, Step
+from zpasses.dumps.nodes import Buffer, Node, Snapshot, Source, Tag
 from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.escape import one_line, one_line_values, printable
 from zpasses.inspect.find import SelectedGraph, select_graphs, select_rank
