@@ -19,9 +19,6 @@ Cell = str | tuple[str, ...]
 
 _CELL_CHARS = 200
 _CELL_LINES = 20
-_TABLE_CHARS = 1 << 24
-"""Characters of a table, including its padding, beyond which its cells become narrow."""
-_NARROW_CHARS, _NARROW_LINES = 32, 4
 _HIGHLIGHTED_CHARS = 1 << 20
 """Characters of a listing beyond which it has no colors: pygments takes a second for each of them.
 """
@@ -80,10 +77,8 @@ class Table:
         return title + self._render("html")
 
     def _cells(self) -> list[list[Lines]]:
-        rows = _shown_cells(self.rows, _CELL_CHARS, _CELL_LINES)
-        if _table_chars(rows) > _TABLE_CHARS:
-            rows = _shown_cells(self.rows, _NARROW_CHARS, _NARROW_LINES)
-        return rows
+        """Rows of cells of lines, escaped and cut."""
+        return [[_shown(cell) for cell in row] for row in self.rows]
 
     def _render(self, style: str) -> str:
         from tabulate import tabulate
@@ -98,23 +93,10 @@ class Table:
         )
 
 
-def _shown_cells(rows: Iterable[Sequence[Cell]], chars: int, lines: int) -> list[list[Lines]]:
-    """Rows of cells of lines, escaped and cut."""
-
-    def shown(cell: Cell) -> tuple[str, ...]:
-        given = (cell,) if isinstance(cell, str) else cell
-        kept = given if len(given) <= lines else (*given[: lines - 1], "...")
-        return tuple(cut(one_line(line[: chars + 1]), chars) for line in kept)
-
-    return [[shown(cell) for cell in row] for row in rows]
-
-
-def _table_chars(rows: Sequence[Sequence[Lines]]) -> int:
-    width = sum(
-        max((len(line) for cell in column for line in cell), default=0)
-        for column in zip(*rows, strict=True)
-    )
-    return width * sum(max((len(cell) for cell in row), default=0) for row in rows)
+def _shown(cell: Cell) -> Lines:
+    given = (cell,) if isinstance(cell, str) else cell
+    kept = given if len(given) <= _CELL_LINES else (*given[: _CELL_LINES - 1], "...")
+    return tuple(cut(one_line(line[: _CELL_CHARS + 1]), _CELL_CHARS) for line in kept)
 
 
 @dataclass(frozen=True)
