@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from zpasses.cost.time.target import TARGETS, Target
-from zpasses.dumps.format import Node, Snapshot
+from zpasses.dumps.nodes import Node, Snapshot
 from zpasses.inspect import Limits
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.measured import Measured

@@ -1,6 +1,4 @@
-"""Damaged and hostile dumps: every command shows them or refuses them, without a traceback, in
-little time.
-"""
+"""Damaged and hostile dumps: every command shows them or refuses them, without a traceback."""
 
 import contextlib
 import gzip
@@ -11,7 +9,7 @@ import shutil
 import pytest
 from click.testing import CliRunner
 
-from tests.tools.limited import run_limited
+from tests.tools.damaged import run_all
 from tests.zpasses.inspect.real import dump_training_step
 from tests.zpasses.inspect.traces import graph_run, memory, span, write
 from zpasses.inspect import open as open_dump
@@ -84,10 +82,10 @@ def commands(damaged, whole):
     return *plain, *diffs, collectives, *memory, *pages
 
 
-def check(two_ranks, tmp_path, seed, dumps):
+def check(two_ranks, tmp_path, dumps):
     given = []
     for number in range(dumps):
-        draw = random.Random(f"{seed} {number}")
+        draw = random.Random(number)
         folder = tmp_path / f"dump-{number}"
         shutil.copytree(two_ranks, folder)
         files = sorted(path for path in folder.rglob("*") if path.suffix in (".json", ".jsonl"))
@@ -95,7 +93,7 @@ def check(two_ranks, tmp_path, seed, dumps):
             with contextlib.suppress(ValueError):  # an earlier change left no JSON
                 damage(path, draw)
         given += commands(str(folder), str(two_ranks))
-    run_limited(given)
+    run_all(given)
 
 
 def collectives_of(dump):
@@ -132,13 +130,13 @@ def a_trace(path, dump):
     return write(path, events, distributedInfo={"rank": 0, "world_size": 2})
 
 
-def check_traces(two_ranks, tmp_path, seed, count):
+def check_traces(two_ranks, tmp_path, count):
     whole = a_trace(tmp_path / "whole.json", two_ranks)
     done = CliRunner().invoke(cli, ["collectives", str(two_ranks), "--trace", str(whole)])
     assert "100.0% of the measured time" in done.stdout
     commands = []
     for number in range(count):
-        draw = random.Random(f"{seed} {number}")
+        draw = random.Random(number)
         damaged = tmp_path / f"trace-{number}.json"
         shutil.copy(whole, damaged)
         for _ in range(draw.choice([1, 1, 3])):
@@ -148,7 +146,7 @@ def check_traces(two_ranks, tmp_path, seed, count):
             data = gzip.compress(damaged.read_bytes())
             damaged.write_bytes(data[: draw.randrange(len(data) + 1)])
         commands += trace_commands(two_ranks, damaged)
-    return run_limited(commands)
+    run_all(commands)
 
 
 def trace_commands(dump, trace):
@@ -160,41 +158,17 @@ def trace_commands(dump, trace):
 
 
 def test_damaged_traces_are_shown_or_refused(two_ranks, tmp_path):
-    check_traces(two_ranks, tmp_path, "quick", 30)
+    check_traces(two_ranks, tmp_path, 30)
 
 
-@pytest.mark.slow(quick="test_damaged_traces_are_shown_or_refused")
-def test_a_thousand_damaged_traces_are_shown_or_refused(two_ranks, tmp_path):
-    check_traces(two_ranks, tmp_path, "slow", 1000)
-
-
-GROWTH = {
-    "zeros": b"\0",
-    "blanks": b" ",
-    "brackets": b"[",
-    "events": b",{}" * 2,
-    "text": b"x",
-    "number": b"9",
-}
-
-
-@pytest.mark.parametrize("shape", GROWTH)
-@pytest.mark.slow(quick="test_damaged_traces_are_shown_or_refused")
-def test_traces_that_grow_are_refused(two_ranks, tmp_path, shape):
+def test_a_trace_that_grows_is_refused(two_ranks, tmp_path):
     trace = tmp_path / "trace.json.gz"
     with gzip.open(trace, "wb", compresslevel=1) as file:
-        file.write({"events": b'{"traceEvents": [{}', "text": b'"'}.get(shape, b""))
-        for _ in range(600):
-            file.write(GROWTH[shape] * (1 << 20))
-    figures = run_limited(trace_commands(two_ranks, trace))
-    assert figures["refused"] == figures["count"]
+        for _ in range(100):
+            file.write(b" " * (1 << 20))
+    commands = trace_commands(two_ranks, trace)
+    assert run_all(commands) == len(commands)
 
 
 def test_damaged_dumps_are_shown_or_refused_by_every_command(two_ranks, tmp_path):
-    check(two_ranks, tmp_path, "quick", 12)
-
-
-@pytest.mark.slow(quick="test_damaged_dumps_are_shown_or_refused_by_every_command")
-@pytest.mark.parametrize("seed", range(10))
-def test_a_thousand_damaged_dumps_are_shown_or_refused(two_ranks, tmp_path, seed):
-    check(two_ranks, tmp_path, f"slow {seed}", 100)
+    check(two_ranks, tmp_path, 12)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.zpasses.models import Blocks
 from zpasses import MemoryBudgetError, compat
 from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.memory.liveness import liveness
@@ -42,23 +43,8 @@ HERE = "tests.tools.test_plan"
 WORLD = 4
 
 
-class Blocks(nn.Module):
-    """Activations and parameters are of similar size."""
-
-    def __init__(self, width=256, layers=4):
-        super().__init__()
-        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
-        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
-        self.head = nn.Linear(width, 512)
-
-    def forward(self, x):
-        for up, down in zip(self.up, self.down, strict=True):
-            x = x + down(nn.functional.gelu(up(x)))
-        return self.head(x).logsumexp(-1).sum()
-
-
 def blocks(rows=1024, layers=4):
-    return Blocks(layers=layers), torch.ones(rows, 256)
+    return Blocks(256, layers, 512), torch.ones(rows, 256)
 
 
 @pytest.mark.slow(quick="test_the_dry_run_says_which_gathers_would_be_swapped_and_what_that_gains")

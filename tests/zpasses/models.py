@@ -57,6 +57,21 @@ class Odd(nn.Module):
         )
 
 
+class Blocks(nn.Module):
+    """Residual blocks of two linear layers, and a head."""
+
+    def __init__(self, width=32, layers=3, outputs=50):
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+        self.head = nn.Linear(width, outputs)
+
+    def forward(self, x):
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(nn.functional.gelu(up(x)))
+        return self.head(x).logsumexp(-1).sum()
+
+
 def reference_gradients(model, batches):
     """Gradients by name of an unsharded copy of `model`. The loss is the mean over `batches` (one
     per rank) of the summed output.

@@ -8,8 +8,8 @@ import ast
 import functools
 import json
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,14 +62,16 @@ class StepOptions:
 
     function: str
     """`MODULE:FUNCTION` or `FILE.py:FUNCTION`."""
-    world: int
+    world: int = 8
     """Number of ranks."""
-    mesh: MeshShape | AutoMesh | None
-    target: str | None
-    arguments: dict[str, Any]
+    target: str | None = None
+    """The hardware; None is this machine."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
-    shard: dict[str, Any]
-    """Keyword arguments of `zpasses.shard`."""
+    shard: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype, reshard_after_forward."""
+    mesh: MeshShape | None = None
+    """Device mesh of the ranks. None is one dimension, over which the model is sharded."""
 
 
 def step_options(command: Command) -> Command:
@@ -107,7 +109,11 @@ def step_options(command: Command) -> Command:
         }
         if reshard_size is not None:
             shard["reshard_after_forward"] = reshard_size
-        return command(StepOptions(function, ranks, mesh, target, arguments, shard), **given)
+        own = None if isinstance(mesh, AutoMesh) else mesh
+        step = StepOptions(function, ranks, target, arguments, shard, own)
+        if isinstance(mesh, AutoMesh):
+            given["auto"] = mesh  # of `zpasses plan`
+        return command(step, **given)
 
     for option in (
         click.option(
@@ -242,7 +248,6 @@ def capture(
         raise CommandError("--zero-stage and --pipeline exclude each other; give only one of them.")
     _check_new(out)
     given = {"zero_stage": zero_stage, "pipeline": pipeline, "target": step.target}
-    assert not isinstance(step.mesh, AutoMesh)
     options = {key: value for key, value in given.items() if value is not None}
     about = (step.function, out, step.world, ranks, step.arguments, train, step.shard, options)
     report = run_capture(CaptureRequest(*about, compile_blocks=compile_blocks, mesh=step.mesh))

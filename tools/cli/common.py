@@ -7,7 +7,7 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from zpasses.errors import OptionError, ZpassesError, suggestion
 from zpasses.inspect import Inspection, Limits
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.escape import printable
-from zpasses.inspect.json_text import batched, json_pieces
+from zpasses.inspect.json_text import json_text
 from zpasses.inspect.view import View
 from zpasses.tools.cli.completion import complete_compile, complete_graph
 
@@ -189,14 +189,9 @@ def dump_command(
 
 def print_view(view: View, as_json: bool) -> None:
     """Print a page as text, or its values as JSON."""
-    pieces = (
-        json_pieces(versioned(view.data), _JSON_LEVELS + 1, 1)
-        if as_json
-        else view.pieces(_colored(), _width())
-    )
-    for text in batched(pieces):
-        click.echo(text, color=True, nl=False)
-    click.echo()
+    values = versioned(view.data) if as_json else None
+    text = json_text(values, _JSON_LEVELS + 1) if as_json else view.text(_colored(), _width())
+    click.echo(text, color=True)
 
 
 JSON_SCHEMA = 2
@@ -227,20 +222,17 @@ def _colored() -> bool:
     )
 
 
-def write_output(path: Path, pieces: Iterable[str]) -> None:
-    """Write pieces of text to a file, or to standard output for "-".
+def write_output(path: Path, text: str) -> None:
+    """Write text to a file, or to standard output for "-".
 
     Raises:
         CommandError: if the file cannot be written.
     """
     if str(path) == "-":
-        for text in pieces:
-            click.echo(text, nl=False)
-        click.echo()
+        click.echo(text)
         return
     try:
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(pieces)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         if is_full(error) and path.is_file():
             path.unlink()  # half a page is none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,6 @@ import click
 
 from zpasses.inspect import CollectiveRows, Inspection, NodeFilter
 from zpasses.inspect.collectives_page import SORTS
-from zpasses.inspect.json_text import batched, json_pieces
 from zpasses.inspect.rank_agreement import ranks_that_differ
 from zpasses.inspect.view import View
 from zpasses.tools.cli.common import (
@@ -235,7 +235,7 @@ def timeline(given: DumpArguments, graph: str | None, after: str | None, output:
     """Write the estimated streams of compute and of each process group as a trace for Perfetto
     (ui.perfetto.dev).
     """
-    write_output(output, batched(json_pieces(given.open().timeline(graph, after), 2)))
+    write_output(output, json.dumps(given.open().timeline(graph, after)))
 
 
 @dump_command(picks=())
@@ -270,6 +270,6 @@ def html(
     first, *others = _opened(given, other, ranks)
     if not others and given.rank is None and (differ := ranks_that_differ(first.dump)):
         others = [Inspection(first.dump, differ[1], given.compile_name)]
-    write_output(output, first.html_pieces(*others, trace=trace))
+    write_output(output, first.html(*others, trace=trace))
     if str(output) != "-":
         click.echo(f"wrote {output}; open it in a browser", err=True)

@@ -82,22 +82,16 @@ def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -
             add(_point("zero3", None, None, step.runs, plan_prefetch(step.runs, None))),
         )
     table = PlanTable(
-        request.function,
-        request.world,
-        target.name,
-        request.target,
-        1,
-        tuple(plans),
-        stages,
-        memory,
-        limit_bytes,
-        chosen if memory is not None else plans[-1],
-        missing,
-        time.perf_counter() - started,
+        **request.about(target),
+        plans=tuple(plans),
+        stages=stages,
+        memory=memory,
+        memory_bytes=limit_bytes,
+        chosen=chosen if memory is not None else plans[-1],
+        missing=missing,
+        seconds=time.perf_counter() - started,
         uncompiled=uncompiled,
         host_memory=request.host_memory,
-        blocks=request.compile_blocks,
-        step_in_backward=request.step_in_backward,
     )
     return resting.in_table(table, request, target)
 

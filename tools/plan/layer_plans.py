@@ -188,18 +188,14 @@ class LayerTable:
         if chosen is not None:
             chosen = plans[shown.index(chosen)]
         return PlanTable(
-            request.function,
-            request.world,
-            self._target.name,
-            request.target,
-            1,
-            tuple(plans),
-            (),
-            memory,
-            limit,
-            plans[-1] if memory is None and plans else chosen,
-            missing,
-            time.perf_counter() - started,
+            **request.about(self._target),
+            plans=tuple(plans),
+            stages=(),
+            memory=memory,
+            memory_bytes=limit,
+            chosen=plans[-1] if memory is None and plans else chosen,
+            missing=missing,
+            seconds=time.perf_counter() - started,
             host_memory=request.host_memory,
             repeated=FEWEST_LAYERS,
         )

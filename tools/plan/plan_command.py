@@ -107,6 +107,7 @@ def plan(
     repeat: str | None,
     picture: Path | None,
     as_json: bool,
+    auto: AutoMesh | None = None,
 ) -> None:
     """Show what a training step costs under every memory budget, without running it.
 
@@ -143,7 +144,6 @@ def plan(
                 f"cannot write {picture}: there is no folder {picture.parent}; name a file in a "
                 "folder that exists with --html."
             )
-    auto = step.mesh if isinstance(step.mesh, AutoMesh) else None
     if auto is not None and _is_given(ctx, "points"):
         raise CommandError("--points counts the plans of one mesh; give one instead of auto.")
     if auto is not None and "reshard_after_forward" in step.shard:
@@ -151,19 +151,14 @@ def plan(
             "--reshard-after-forward divides the ranks of one mesh; give one instead of auto."
         )
     request = PlanRequest(
-        step.function,
-        step.world,
-        step.target,
-        memory,
-        points,
-        step.arguments,
-        step.shard,
-        backwards_per_step,
-        None if isinstance(step.mesh, AutoMesh) else step.mesh,
-        compile_blocks,
-        host_memory,
-        chunk_loss,
-        repeat,
+        **vars(step),
+        memory=memory,
+        points=points,
+        backwards_per_step=backwards_per_step,
+        compile_blocks=compile_blocks,
+        host_memory=host_memory,
+        chunk_loss=chunk_loss,
+        repeat=repeat,
         optimizer=optimizer,
         device_memory=device_memory,
         step_in_backward=step_in_backward,
@@ -178,7 +173,7 @@ def plan(
     with tqdm(desc="plans", unit="plan", disable=None, leave=False) as bar:
         found = plan_step(request, lambda point: bar.update())
     if picture is not None:
-        write_output(picture, [plan_page(found)])
+        write_output(picture, plan_page(found))
     print_view(plan_view(found), as_json)
     if found.chosen is None:
         ctx.exit(1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from zpasses.cost.plan.repeated_layers import FEWEST_LAYERS
 from zpasses.cost.time.target import Target, current_target
 from zpasses.errors import MemoryBudgetError, OptionError, suggestion
 from zpasses.option_values import format_size, parse_budget, parse_size
+from zpasses.tools.capture.capture_command import StepOptions
 from zpasses.tools.capture.captured_step import CaptureRequest
-from zpasses.tools.capture.mesh_shapes import MeshShape
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
@@ -38,27 +38,16 @@ def optimizer_class(name: str) -> type[Optimizer]:
 
 
 @dataclass(frozen=True)
-class PlanRequest:
+class PlanRequest(StepOptions):
     """Which step to plan, and for which ranks and hardware."""
 
-    function: str
-    """`MODULE:FUNCTION` or `FILE.py:FUNCTION`, as for `zpasses capture`."""
-    world: int = 8
-    target: str | None = None
-    """None plans for this machine."""
     memory: str | None = None
     """Budget whose plan is chosen, such as "70GiB"; None chooses the fastest plan."""
     points: int = 8
     """About how many plans to make; of repeated layers, 0 makes only that of `memory`. A step of
     blocks has one for each number of graphs ahead."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the function."""
-    shard: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype, reshard_after_forward."""
     backwards_per_step: int = 1
     """Forwards, each with its backward, from one optimizer step to the next; 1 with blocks."""
-    mesh: MeshShape | None = None
-    """Device mesh of the ranks. None is one dimension, over which the model is sharded."""
     compile_blocks: str | None = None
     """Modules that are compiled one by one, as `zpasses.compile_blocks` does; None makes the step
     one graph."""
@@ -152,6 +141,18 @@ class PlanRequest:
                 f"{target.name},host_memory_bytes=..."
             )
         return given
+
+    def about(self, target: Target) -> dict[str, Any]:
+        """Returns what a table says about the step, as the fields of `StepTable`."""
+        return {
+            "function": self.function,
+            "world": self.world,
+            "target": target.name,
+            "given_target": self.target,
+            "backwards_per_step": self.backwards_per_step,
+            "blocks": self.compile_blocks,
+            "step_in_backward": self.step_in_backward,
+        }
 
     def capture(self, on_sharded: Callable[[nn.Module], object], **options: Any) -> CaptureRequest:
         """Returns the capture of the step, with these options of the backend.

@@ -163,17 +163,11 @@ def plan_shapes(
         progress(point)
         points.append(point)
     return ShapeTable(
-        request.function,
-        request.world,
-        target.name,
-        request.target,
-        request.backwards_per_step,
-        request.memory,
-        device_bytes,
-        tuple(points),
-        request.optimizer,
-        blocks=request.compile_blocks,
-        step_in_backward=request.step_in_backward,
+        **request.about(target),
+        memory=request.memory,
+        device_bytes=device_bytes,
+        points=tuple(points),
+        optimizer=request.optimizer,
         repeated=repeated,
     )
 
@@ -207,18 +201,14 @@ class _Planner:
         if chosen is not None:
             chosen = plans[shown.index(chosen)]
         return PlanTable(
-            self._request.function,
-            self._request.world,
-            self._target.name,
-            self._request.target,
-            self._request.backwards_per_step,
-            tuple(plans),
-            stages,
-            memory,
-            limit,
-            chosen if chosen is not None or missing is not None else plans[-1],
-            missing,
-            time.perf_counter() - started,
+            **self._request.about(self._target),
+            plans=tuple(plans),
+            stages=stages,
+            memory=memory,
+            memory_bytes=limit,
+            chosen=chosen if chosen is not None or missing is not None else plans[-1],
+            missing=missing,
+            seconds=time.perf_counter() - started,
             routes=tuple(self._routes),
             host_memory=self._request.host_memory,
         )

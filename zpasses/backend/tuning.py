@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+import msgspec
 import torch
 
 from zpasses.backend.captured import Capture
@@ -62,12 +63,7 @@ def with_tried_options(options: Options, captured: Capture) -> Options:
 
 def step_reports(folder: Path) -> list[StepReport]:
     """Returns the reports that have been written, by rank."""
-    found = []
-    for content in read_reports(folder):
-        content["candidates"] = tuple(Candidate(**each) for each in content["candidates"])
-        content["spread_us"] = tuple(content["spread_us"])
-        found.append(StepReport(**content))
-    return found
+    return msgspec.convert(read_reports(folder), list[StepReport])
 
 
 @dataclass

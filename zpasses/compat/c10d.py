@@ -142,22 +142,16 @@ def _set_timeout(group: dist.ProcessGroup, device: torch.device, limit: timedelt
     """Sets the time limit of a group's collectives on a device, and those of the groups that were
     made of it.
     """
-    made = [_live(_second_groups, group), _live(_zero_sm_groups, group)]
-    for each in (group, *made, *_live_node_groups(group)):
-        if each is not None and device in each._device_types:
+    for each in (group, *map(process_group, _made_of(group))):
+        if device in each._device_types:
             cast(Any, each._get_backend(device))._set_default_timeout(limit)
 
 
 # --- groups that are made of others ---------------------------------------------------------------
 _DERIVED = re.compile(r"(.+)(\.(?:reductions|in_node|across_nodes))(?:_\d+_\d+)?(-\d+)?")
 
-# torch holds the groups that exist, so a group that was made of another is forgotten where it was
-# destroyed.
-_Made = weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ReferenceType[dist.ProcessGroup]]
-_second_groups: _Made = weakref.WeakKeyDictionary()
-_zero_sm_groups: _Made = weakref.WeakKeyDictionary()
-_node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
-"""A group -> the names of the groups that `make_node_group` made of it."""
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, None]] = weakref.WeakKeyDictionary()
+"""A group -> the names of the groups that were made of it, also of those that were destroyed."""
 
 
 def second_group_name(name: str, number: int) -> str:
@@ -189,14 +183,13 @@ def second_group(name: str) -> str | None:
 
     Returns None if there is none, or if it was destroyed.
     """
-    second = _live(_second_groups, process_group(name))
-    return _c10d._world.pg_names[second] if second is not None else None
+    found = _made_of(process_group(name))
+    return next((each for each in found if each.startswith(second_group_name(name, 0))), None)
 
 
-def _live(made: _Made, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    reference = made.get(group)
-    found = reference() if reference is not None else None
-    return found if found in _c10d._world.pg_names else None
+def _made_of(group: dist.ProcessGroup) -> list[str]:
+    """The names of the groups that were made of a group and were not destroyed."""
+    return [name for name in _made.get(group, ()) if node_group_exists(name)]
 
 
 def make_group(like: str, name: str, ranks: Sequence[int], label: str, limit: timedelta) -> None:
@@ -234,8 +227,8 @@ def make_second_group(name: str, second_name: str, limit: timedelta) -> None:
     """
     group = process_group(name)
     ranks, description = dist.get_process_group_ranks(group), f"zpasses: reductions of group {name}"
-    second = _make_group(group, second_name, ranks, description, limit)
-    _second_groups[group] = weakref.ref(second)
+    _make_group(group, second_name, ranks, description, limit)
+    _made.setdefault(group, {})[second_name] = None
 
 
 def make_node_group(
@@ -258,7 +251,7 @@ def make_node_group(
     """
     group, made = process_group(name), node_group_name(name, kind, ranks, number)
     _make_group(group, made, ranks, f"zpasses: reductions of group {name}", limit)
-    _node_groups.setdefault(group, set()).add(made)
+    _made.setdefault(group, {})[made] = None
 
 
 def node_group_name(name: str, kind: str, ranks: Sequence[int], number: int) -> str:
@@ -269,11 +262,6 @@ def node_group_name(name: str, kind: str, ranks: Sequence[int], number: int) -> 
 def node_group_exists(name: str) -> bool:
     """Whether `make_node_group` made a group of this name, which was not destroyed."""
     return name in group_names()
-
-
-def _live_node_groups(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
-    made = _node_groups.get(group, set())
-    return [each for each in process_groups() if group_name(each) in made] if made else []
 
 
 def make_zero_sm_group(name: str, zero_name: str, limit: timedelta) -> None:
@@ -287,8 +275,8 @@ def make_zero_sm_group(name: str, zero_name: str, limit: timedelta) -> None:
     options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
     options._timeout = limit
     ranks, description = dist.get_process_group_ranks(group), f"zpasses: gathers of group {name}"
-    made = _make_group(group, zero_name, ranks, description, limit, ("nccl", options))
-    _zero_sm_groups[group] = weakref.ref(made)
+    _make_group(group, zero_name, ranks, description, limit, ("nccl", options))
+    _made.setdefault(group, {})[zero_name] = None
 
 
 def _make_group(
@@ -298,7 +286,7 @@ def _make_group(
     description: str,
     limit: timedelta,
     backend: tuple[str, Any] | None = None,
-) -> dist.ProcessGroup:
+) -> None:
     """Makes a group. `backend` has a name and options; by default, it is that of `like`."""
     default = _c10d._get_default_group()
     with _without_bound_device(default):
@@ -320,7 +308,6 @@ def _make_group(
         usual = _timeout_on(like, device)
         if usual is not None:
             cast(Any, made._get_backend(device))._set_default_timeout(usual)
-    return cast(dist.ProcessGroup, made)
 
 
 @contextlib.contextmanager

@@ -13,8 +13,9 @@ from zpasses.dumps.dump_errors import (
     NotADumpError,
     OtherRunError,
 )
-from zpasses.dumps.format import VERSION, Compile, Dump, Graph, Node, Rank, Snapshot, Step
+from zpasses.dumps.format import VERSION, Compile, Dump, Graph, Rank, Step
 from zpasses.dumps.limits import Limits
+from zpasses.dumps.nodes import Node, Snapshot
 from zpasses.dumps.reader import read
 
 __all__ = [

@@ -26,7 +26,7 @@ from zpasses.cost.time.step_time import (
     is_copy_engine_collective,
 )
 from zpasses.cost.time.target import Target
-from zpasses.dumps import format as data
+from zpasses.dumps import nodes as data
 from zpasses.dumps.buffer_kinds import Contents, buffer_contents, output_contents
 from zpasses.dumps.sources import SourceTable
 from zpasses.graph.dialect import UNSHARD

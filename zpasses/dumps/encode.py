@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from zpasses.dumps.format import Snapshot, SnapshotHeader, Source, StepEvent
+from zpasses.dumps.format import StepEvent
+from zpasses.dumps.nodes import Snapshot, SnapshotHeader, Source
 
 
 def json_line(value: Any) -> bytes:

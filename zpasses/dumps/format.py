@@ -14,61 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zpasses.dumps.limits import Limits
-from zpasses.dumps.nodes import (
-    Argument,
-    Buffer,
-    Collective,
-    Count,
-    Items,
-    Micros,
-    Node,
-    RecomputeMark,
-    Record,
-    Ref,
-    Repr,
-    Snapshot,
-    SnapshotHeader,
-    Source,
-    Tag,
-    Value,
-    references,
-)
-
-__all__ = [
-    "FORMAT",
-    "VERSION",
-    "Agreement",
-    "Argument",
-    "Buffer",
-    "Collective",
-    "Compile",
-    "CompileInfo",
-    "Counts",
-    "Dump",
-    "ErrorEvent",
-    "Event",
-    "Failure",
-    "Graph",
-    "Items",
-    "Node",
-    "NoteEvent",
-    "Param",
-    "PassRun",
-    "Prediction",
-    "Rank",
-    "RecomputeMark",
-    "Record",
-    "Ref",
-    "Repr",
-    "Snapshot",
-    "SnapshotHeader",
-    "Source",
-    "Step",
-    "StepEvent",
-    "Tag",
-    "Value",
-    "references",
-]
+from zpasses.dumps.nodes import Count, Micros, Record, Snapshot
 
 FORMAT = "zpasses-dump"
 VERSION = 3

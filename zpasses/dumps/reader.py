@@ -7,7 +7,7 @@ outside of the dump's folder.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,17 +25,16 @@ from zpasses.dumps.format import (
     Compile,
     CompileInfo,
     Dump,
-    ErrorEvent,
     Event,
     Graph,
     NoteEvent,
     Prediction,
     Rank,
-    Record,
     Step,
     StepEvent,
 )
 from zpasses.dumps.limits import Limits
+from zpasses.dumps.nodes import Record
 from zpasses.dumps.snapshots import SnapshotFiles
 
 T = TypeVar("T")
@@ -171,13 +170,7 @@ class _Kind(Record, frozen=True):
     event: str
 
 
-_KINDS: Mapping[str, type[Event]] = {
-    "step": StepEvent,
-    "agreement": Agreement,
-    "prediction": Prediction,
-    "note": NoteEvent,
-    "error": ErrorEvent,
-}
+_KINDS = {str(kind.__struct_config__.tag): kind for kind in Event.__subclasses__()}
 
 
 def _events(path: Path, limits: Limits) -> Iterator[tuple[str, Event]]:

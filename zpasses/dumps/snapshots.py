@@ -9,8 +9,8 @@ from pathlib import Path
 
 from zpasses.dumps.dump_errors import DamagedDumpError
 from zpasses.dumps.files import decoded, read_lines
-from zpasses.dumps.format import Node, Snapshot, SnapshotHeader
 from zpasses.dumps.limits import Limits
+from zpasses.dumps.nodes import Node, Snapshot, SnapshotHeader
 from zpasses.garbage import no_garbage_collection
 
 

@@ -6,7 +6,7 @@ import linecache
 
 from torch import fx
 
-from zpasses.dumps.format import Source
+from zpasses.dumps.nodes import Source
 from zpasses.graph.source_lines import is_torch_file, module_path, short_file, user_frame
 
 _FILE_BYTES, _ALL_BYTES = 512 << 10, 4 << 20

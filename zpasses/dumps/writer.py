@@ -25,6 +25,7 @@ from zpasses.dumps import format as data
 from zpasses.dumps.describe import Describer, GraphDescriber, plain_argument
 from zpasses.dumps.dump_errors import DumpPathError
 from zpasses.dumps.encode import json_line, snapshot_lines
+from zpasses.dumps.nodes import Repr, Snapshot
 from zpasses.dumps.runs import now, write
 from zpasses.errors import AgreementError, raising_line
 from zpasses.graph.verifier import CHECKS
@@ -65,7 +66,7 @@ class CompileDump:
         self._lock = threading.RLock()
         self._events: list[bytes] = []
         self._number = 0
-        self._last: dict[str, data.Snapshot] = {}
+        self._last: dict[str, Snapshot] = {}
         """Name of a graph -> its last snapshot."""
         self._trace: tuple[str, GraphDescriber] | None = None
         self._broken = False
@@ -214,7 +215,7 @@ class CompileDump:
         return self._trace
 
     def _snapshot(
-        self, step: data.StepEvent, graph: fx.Graph, base: data.Snapshot | None = None
+        self, step: data.StepEvent, graph: fx.Graph, base: Snapshot | None = None
     ) -> None:
         name = step.graph
         _, trace = self._current(name)
@@ -285,7 +286,7 @@ def _json(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_json(item) for item in value]
     found = plain_argument(value)
-    return found.text if isinstance(found, data.Repr) else found
+    return found.text if isinstance(found, Repr) else found
 
 
 def _failure(error: BaseException, where: str) -> data.Failure:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zpasses.dumps.format import Node, Source
+from zpasses.dumps.nodes import Node, Source
 from zpasses.inspect.communication import CollectiveRow, Communication, communication
 from zpasses.inspect.find import SelectedGraph, snapshot_of, step_title, steps_after
 from zpasses.inspect.measured import Measured, MeasuredCollective, MeasuredGraph

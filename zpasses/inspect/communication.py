@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zpasses.dumps.format import Snapshot
+from zpasses.dumps.nodes import Snapshot
 from zpasses.inspect.node_spans import CollectiveSpan, Schedule, schedule
 
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from zpasses.dumps.format import Buffer, Node, Snapshot
+from zpasses.dumps.nodes import Snapshot
 from zpasses.inspect.difference import Difference
-from zpasses.inspect.memory import memory
+from zpasses.inspect.memory import LiveBuffer, memory
 from zpasses.inspect.node_spans import schedule
 
 
@@ -32,17 +32,6 @@ def figures_of(snapshot: Snapshot) -> Figures:
     plan = schedule(snapshot)
     counts, times = (len(snapshot.nodes), plan.launches), (plan.total_us, plan.exposed_us)
     return Figures(*counts, *times, snapshot.peak_bytes)
-
-
-@dataclass(frozen=True)
-class HeldBuffer:
-    """A buffer that is alive at the peak of one graph and not at that of the other."""
-
-    node: str
-    """Name of the node that allocates it, in its own graph."""
-    nbytes: int
-    kind: str
-    params: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -73,30 +62,32 @@ class Comparison:
         return {kind: sizes for kind, sizes in found.items() if sizes[0] != sizes[1]}
 
     @cached_property
-    def new(self) -> tuple[HeldBuffer, ...]:
+    def new(self) -> tuple[LiveBuffer, ...]:
         """Buffers at the peak of the second graph that are not at that of the first, largest
         first.
         """
         return self._only(first=False)
 
     @cached_property
-    def gone(self) -> tuple[HeldBuffer, ...]:
+    def gone(self) -> tuple[LiveBuffer, ...]:
         """Buffers at the peak of the first graph that are not at that of the second, largest
         first.
         """
         return self._only(first=True)
 
-    def _only(self, *, first: bool) -> tuple[HeldBuffer, ...]:
-        """What only one graph holds at its peak, and by how much its other buffers are larger."""
+    def _only(self, *, first: bool) -> tuple[LiveBuffer, ...]:
+        """What only one graph holds at its peak, with the bytes by which its other buffers are
+        larger.
+        """
         old = _held(self.difference.before, self.difference.pairs)
         new = _held(self.difference.after, None)
         same = _counterparts(old, new)
         if not first:
             old, new, same = new, old, {new_key: key for key, new_key in same.items()}
         found = [
-            HeldBuffer(node.name, more, buffer.kind, buffer.params)
-            for key, (node, buffer) in old.items()
-            if (more := buffer.nbytes - (new[same[key]][1].nbytes if key in same else 0)) > 0
+            replace(buffer, nbytes=more)
+            for key, buffer in old.items()
+            if (more := buffer.nbytes - (new[same[key]].nbytes if key in same else 0)) > 0
         ]
         return tuple(sorted(found, key=lambda each: -each.nbytes))
 
@@ -114,7 +105,7 @@ class Comparison:
 _Key = tuple[int, str, tuple[str, ...], int]
 """Number of a node in the second graph, kind, the parameter if there is one, and number of its
 buffer of these. Buckets of two graphs may have the same node, and other parameters."""
-_Held = dict[_Key, tuple[Node, Buffer]]
+_Held = dict[_Key, LiveBuffer]
 
 
 def _held(snapshot: Snapshot, pairs: Mapping[int, int] | None) -> _Held:
@@ -124,15 +115,12 @@ def _held(snapshot: Snapshot, pairs: Mapping[int, int] | None) -> _Held:
         pairs: number of a node of the first graph -> its number in the second; None for the second.
     """
     found: _Held = {}
-    if not snapshot.nodes:
-        return found
-    at = snapshot.nodes[snapshot.live_bytes.index(snapshot.peak_bytes)]
     counts = Counter[tuple[int, str, tuple[str, ...]]]()
-    for node, buffer in snapshot.buffers_at(at):
+    for buffer in memory(snapshot).alive if snapshot.nodes else ():
         # Nodes of only one graph have numbers of their own.
-        number = node.id if pairs is None else pairs.get(node.id, -1 - node.id)
+        number = buffer.id if pairs is None else pairs.get(buffer.id, -1 - buffer.id)
         key = number, buffer.kind, buffer.params if len(buffer.params) == 1 else ()
-        found[(*key, counts[key])] = node, buffer
+        found[(*key, counts[key])] = buffer
         counts[key] += 1
     return found
 

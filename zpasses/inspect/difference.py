@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zpasses.dumps.format import Argument, Items, Node, RecomputeMark, Ref, Snapshot
+from zpasses.dumps.nodes import Argument, Items, Node, RecomputeMark, Ref, Snapshot
 from zpasses.inspect.listing import argument_text, op_text, value_text
 from zpasses.inspect.units import count, cut, some_of
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zpasses.dumps.dump_errors import DumpError
-from zpasses.dumps.format import Compile, Dump, Failure, Graph, Node, Snapshot, Step
+from zpasses.dumps.format import Compile, Dump, Failure, Graph, Step
+from zpasses.dumps.nodes import Node, Snapshot
 from zpasses.errors import suggestion
 
 

@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zpasses.dumps.format import Dump, Node, Snapshot
+from zpasses.dumps.format import Dump
+from zpasses.dumps.nodes import Node, Snapshot
 from zpasses.inspect.find import SelectedGraph, select_graphs
 from zpasses.inspect.flight_recorder import GroupState, LastCollective, RankState
 from zpasses.inspect.graph_notes import is_executed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,34 +195,26 @@ class Inspection:
             graphs.append((each.title, snapshot_of(each, step), parameter_sources(each.compile)))
         return chrome_trace(graphs)
 
-    def html(self, *others: Inspection) -> str:
-        """The whole dump as one self-contained HTML page. `others` are further dumps or ranks,
-        which the page compares with this one.
-        """
-        return "".join(self.html_pieces(*others))
-
-    def html_pieces(self, *others: Inspection, trace: str | Path | None = None) -> Iterator[str]:
-        """`html()` in pieces, which need less memory. All graphs are read before the first.
+    def html(self, *others: Inspection, trace: str | Path | None = None) -> str:
+        """The whole dump as one self-contained HTML page.
 
         Args:
             others: further dumps or ranks, which the page compares with this one.
             trace: a trace of `torch.profiler`, whose times stand beside the predicted ones. The
                 page shows its rank, if no other is chosen.
         """
-        from zpasses.inspect.report import render_pieces
+        from zpasses.inspect.report import render
 
         known = [(other.dump, other._where["rank"]) for other in others]
         if trace is None:
-            return render_pieces(self.dump, **self._where, others=known)
+            return render(self.dump, **self._where, others=known)
         measured = self.measured(trace)
         where = {**self._where, "rank": measured.graphs[0].graph.rank}
-        return render_pieces(self.dump, **where, others=known, measured=measured)
+        return render(self.dump, **where, others=known, measured=measured)
 
     def write_html(self, path: str | Path) -> Path:
         """Write `html()` to a file."""
-        pieces = self.html_pieces()
-        with Path(path).open("w", encoding="utf-8") as file:
-            file.writelines(pieces)
+        Path(path).write_text(self.html(), encoding="utf-8")
         return Path(path)
 
     def write_timeline(self, path: str | Path, graph: str | None = None) -> Path:

@@ -1,60 +1,35 @@
-"""Writes values as JSON piece by piece, so that the text of a large page is never held at once."""
+"""JSON for people and for `grep`: a line per item, down to some depth."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 _SHORT = 100
 """Characters of an object or list that stays on one line."""
 
 
-def json_pieces(value: Any, levels: int, indent: int | None = None) -> Iterator[str]:
-    """JSON text in pieces. All non-ASCII characters are escaped.
+def json_text(value: Any, levels: int, line: str = "\n") -> str:
+    """JSON in which each item has a line, down to a nesting depth of `levels`. What is deeper, or
+    short and flat, is one line. All non-ASCII characters are escaped.
 
     Args:
-        levels: nesting depth down to which each item is a piece. Deeper values are one piece.
-        indent: spaces per level, where each piece is a line; None for compact text.
+        line: a line break and the indent of the value.
     """
-    yield from _pieces(value, levels, indent, "\n")
-
-
-def _pieces(value: Any, levels: int, indent: int | None, line: str) -> Iterator[str]:
-    separators = (",", ":") if indent is None else (", ", ": ")
-    if not isinstance(value, (dict, list, tuple)) or not value or levels == 0:
-        yield json.dumps(value, separators=separators)
-        return
-    if indent is not None and len(value) < _SHORT and _is_flat(value):
-        text = json.dumps(value, separators=separators)
-        if len(text) <= _SHORT:
-            yield text
-            return
-    inner = line if indent is None else line + " " * indent
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
-    items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
-    between = opening
-    for key, item in items:
-        head = "" if key is None else json.dumps(str(key)) + separators[1]
-        yield between + ("" if indent is None else inner) + head
-        yield from _pieces(item, levels - 1, indent, inner)
-        between = ","
-    yield closing if indent is None else line + closing
+    is_nested = isinstance(value, (dict, list, tuple)) and bool(value) and levels > 0
+    if not is_nested or (len(value) < _SHORT and _is_flat(value)):
+        text = json.dumps(value)
+        if not is_nested or len(text) <= _SHORT:
+            return text
+    inner = f"{line} "
+    if isinstance(value, dict):
+        texts = (json_text(item, levels - 1, inner) for item in value.values())
+        items = [f"{json.dumps(str(key))}: {text}" for key, text in zip(value, texts, strict=True)]
+        return f"{{{inner}{f',{inner}'.join(items)}{line}}}"
+    items = [json_text(item, levels - 1, inner) for item in value]
+    return f"[{inner}{f',{inner}'.join(items)}{line}]"
 
 
 def _is_flat(value: Any) -> bool:
     items = value.values() if isinstance(value, dict) else value
     return not any(isinstance(item, (dict, list, tuple)) for item in items)
-
-
-def batched(pieces: Iterator[str], size: int = 1 << 16) -> Iterator[str]:
-    """The same text in pieces of about `size` characters."""
-    held: list[str] = []
-    length = 0
-    for piece in pieces:
-        held.append(piece)
-        length += len(piece)
-        if length >= size:
-            yield "".join(held)
-            held, length = [], 0
-    yield "".join(held)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from zpasses.dumps.format import Argument, Items, Node, Ref, Repr, Snapshot, Value
+from zpasses.dumps.nodes import Argument, Items, Node, Ref, Repr, Snapshot, Value
 from zpasses.inspect.units import bytes_text
 
 _SHORT = {

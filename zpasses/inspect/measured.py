@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zpasses.dumps.format import Node, Snapshot
+from zpasses.dumps.nodes import Node, Snapshot
 from zpasses.inspect.find import SelectedGraph
 from zpasses.inspect.graph_notes import is_executed
 from zpasses.inspect.launches import (

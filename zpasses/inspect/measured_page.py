@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from zpasses.dumps.format import Dump, Node
+from zpasses.dumps.format import Dump
+from zpasses.dumps.nodes import Node
 from zpasses.inspect.escape import one_line
 from zpasses.inspect.measured import Measured, MeasuredGraph
 from zpasses.inspect.modules import module_of, modules_of, template

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zpasses.dumps.format import Buffer, Compile, Graph, Node, Snapshot
+from zpasses.dumps.format import Compile, Graph
+from zpasses.dumps.nodes import Buffer, Node, Snapshot
 from zpasses.inspect.modules import module_of
 
 KINDS = ("parameter", "bucket", "gradient", "activation", "saved", "scratch", "other")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from zpasses.dumps.format import Compile, Node, Source
+from zpasses.dumps.format import Compile
+from zpasses.dumps.nodes import Node, Source
 from zpasses.inspect.units import some_of
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from zpasses.dumps.format import Node
+from zpasses.dumps.nodes import Node
 from zpasses.inspect.units import some_of
 
 _ODD = 0.05

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zpasses.dumps.format import Node, Snapshot
+from zpasses.dumps.nodes import Node, Snapshot
 from zpasses.inspect.units import count
 
 

@@ -8,7 +8,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-from zpasses.dumps.format import Argument, Items, Node, Ref, Repr, Snapshot
+from zpasses.dumps.nodes import Argument, Items, Node, Ref, Repr, Snapshot
 
 
 def pair_nodes(before: Snapshot, after: Snapshot) -> dict[int, int]:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from zpasses.dumps.format import Items, Prediction, Record, Step
+from zpasses.dumps.format import Prediction, Step
+from zpasses.dumps.nodes import Items, Record
 from zpasses.inspect.find import SelectedGraph, failure_text
 from zpasses.inspect.view import Text, text_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zpasses.dumps.format import Node, Snapshot, Source
+from zpasses.dumps.nodes import Node, Snapshot, Source
 from zpasses.inspect.escape import one_line, one_line_values
 from zpasses.inspect.listing import op_text
 from zpasses.inspect.model_sources import sources_of

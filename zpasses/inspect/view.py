@@ -19,9 +19,6 @@ Cell = str | tuple[str, ...]
 
 _CELL_CHARS = 200
 _CELL_LINES = 20
-_TABLE_CHARS = 1 << 24
-"""Characters of a table, including its padding, beyond which its cells become narrow."""
-_NARROW_CHARS, _NARROW_LINES = 32, 4
 _HIGHLIGHTED_CHARS = 1 << 20
 """Characters of a listing beyond which it has no colors: pygments takes a second for each of them.
 """
@@ -80,10 +77,8 @@ class Table:
         return title + self._render("html")
 
     def _cells(self) -> list[list[Lines]]:
-        rows = _shown_cells(self.rows, _CELL_CHARS, _CELL_LINES)
-        if _table_chars(rows) > _TABLE_CHARS:
-            rows = _shown_cells(self.rows, _NARROW_CHARS, _NARROW_LINES)
-        return rows
+        """Rows of cells of lines, escaped and cut."""
+        return [[_shown(cell) for cell in row] for row in self.rows]
 
     def _render(self, style: str) -> str:
         from tabulate import tabulate
@@ -98,23 +93,10 @@ class Table:
         )
 
 
-def _shown_cells(rows: Iterable[Sequence[Cell]], chars: int, lines: int) -> list[list[Lines]]:
-    """Rows of cells of lines, escaped and cut."""
-
-    def shown(cell: Cell) -> tuple[str, ...]:
-        given = (cell,) if isinstance(cell, str) else cell
-        kept = given if len(given) <= lines else (*given[: lines - 1], "...")
-        return tuple(cut(one_line(line[: chars + 1]), chars) for line in kept)
-
-    return [[shown(cell) for cell in row] for row in rows]
-
-
-def _table_chars(rows: Sequence[Sequence[Lines]]) -> int:
-    width = sum(
-        max((len(line) for cell in column for line in cell), default=0)
-        for column in zip(*rows, strict=True)
-    )
-    return width * sum(max((len(cell) for cell in row), default=0) for row in rows)
+def _shown(cell: Cell) -> Lines:
+    given = (cell,) if isinstance(cell, str) else cell
+    kept = given if len(given) <= _CELL_LINES else (*given[: _CELL_LINES - 1], "...")
+    return tuple(cut(one_line(line[: _CELL_CHARS + 1]), _CELL_CHARS) for line in kept)
 
 
 @dataclass(frozen=True)
@@ -124,22 +106,15 @@ class Code:
     lines: tuple[str, ...]
 
     def text(self, color: bool = False, width: int | None = None) -> str:
-        return "".join(self.pieces(color, width))
-
-    def pieces(self, color: bool, width: int | None = None) -> Iterator[str]:
-        """The text in pieces."""
-        lines = (part for line in self.lines for part in code_lines(one_line(line), width))
+        body = "\n".join(part for line in self.lines for part in code_lines(one_line(line), width))
         if not color or not self._is_short():
-            for at, line in enumerate(lines):
-                yield f"\n{line}" if at else line
-            return
+            return body
         from pygments import highlight
         from pygments.formatters.terminal import TerminalFormatter
         from pygments.lexers.python import PythonLexer
 
         # TerminalFormatter uses the terminal's own palette, which its user has chosen.
-        body = "\n".join(lines)
-        yield highlight(body, PythonLexer(stripnl=False), TerminalFormatter()).rstrip("\n")
+        return highlight(body, PythonLexer(stripnl=False), TerminalFormatter()).rstrip("\n")
 
     def _is_short(self) -> bool:
         return sum(map(len, self.lines)) <= _HIGHLIGHTED_CHARS
@@ -210,30 +185,15 @@ class View:
     """A part that is a str is one sentence or more, which a terminal's width may wrap."""
     data: Any
 
-    def text(self, color: bool = False) -> str:
-        return "".join(self.pieces(color))
-
-    def pieces(self, color: bool = False, width: int | None = None) -> Iterator[str]:
-        """The text in pieces. Empty parts are left out. Tables and lines fit `width` characters."""
-        started = False
-        for pieces in self._parts(color, width):
-            first = True
-            for piece in pieces:
-                if first and not piece:
-                    continue
-                yield f"\n\n{piece}" if first and started else piece
-                first, started = False, True
-
-    def _parts(self, color: bool, width: int | None) -> Iterator[Iterable[str]]:
-        if self.title:
-            yield [_bold(one_line(self.title), color)]
+    def text(self, color: bool = False, width: int | None = None) -> str:
+        """The page as text. Empty parts are left out. Tables and lines fit `width` characters."""
+        texts = [_bold(one_line(self.title), color)] if self.title else []
         for part in self.parts:
-            if isinstance(part, Code):
-                yield part.pieces(color, width)
-            elif isinstance(part, str):
-                yield [_wrapped(one_line(part), width)]
+            if isinstance(part, str):
+                texts.append(_wrapped(one_line(part), width))
             else:
-                yield [part.text(color, width)]
+                texts.append(part.text(color, width))
+        return "\n\n".join(filter(None, texts))
 
     def __str__(self) -> str:
         return self.text()

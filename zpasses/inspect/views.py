@@ -5,27 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zpasses.dumps.format import Node, Snapshot
+from zpasses.dumps.nodes import Node, Snapshot
 from zpasses.inspect.find import SelectedGraph, failure_text, snapshot_of, step_title, steps_after
 from zpasses.inspect.listing import MAX_ITEMS, NodeFilter, lines
 from zpasses.inspect.shared import about_step, to_json_value
 from zpasses.inspect.units import bytes_text, some_of
 from zpasses.inspect.view import Code, View
-
-
-class _NodeValues:
-    """Nodes as plain values. Graphs share most of their nodes, and so do their values."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Node, dict[str, Any]]] = {}
-
-    def __call__(self, node: Node) -> dict[str, Any]:
-        if id(node) not in self._known:
-            # The node is kept, so that its id() is not reused.
-            values = {**to_json_value(node), "inputs": list(node.inputs)}
-            del values["source_index"]
-            self._known[id(node)] = (node, values)
-        return self._known[id(node)][1]
 
 
 def show_view(
@@ -37,7 +22,6 @@ def show_view(
     """Listings of graphs: before their passes, after one of them, or (None) after the last."""
     parts: list[Code | str] = []
     data = []
-    values_of = _NodeValues()
     for each, step in steps_after(picked, after):
         snapshot = snapshot_of(each, step)
         found = lines(snapshot, where or NodeFilter(), most)
@@ -51,10 +35,16 @@ def show_view(
         if where is not None and where.params and not found:
             parts.append(_known_parameters(snapshot))
         live = dict(zip((node.id for node in snapshot.nodes), snapshot.live_bytes, strict=True))
-        nodes = [{**values_of(line.node), "live_bytes": live[line.node.id]} for line in found]
+        nodes = [_node_data(line.node, live[line.node.id]) for line in found]
         about = {**about_step(each, step), "failure": failure_text(step)}
         data.append({**about, "nodes": nodes})
     return View("", tuple(parts), data)
+
+
+def _node_data(node: Node, live_bytes: int) -> dict[str, Any]:
+    values = {**to_json_value(node), "inputs": list(node.inputs), "live_bytes": live_bytes}
+    del values["source_index"]
+    return values
 
 
 def _known_parameters(snapshot: Snapshot) -> str:

@@ -24,7 +24,8 @@ from zpasses.pipeline.events import runtime_note
 from zpasses.ranks.agree import exchange
 from zpasses.ranks.vote import current_timeout_s
 from zpasses.sdma import mori_route, symm_route, zero_sm_route
-from zpasses.sdma.platform import Platform, platform_of
+from zpasses.sdma.platform import Platform, node_name, platform_of
+from zpasses.sdma.refusals import Answer, unavailable_reason
 from zpasses.sdma.routes import C10dRoute, Route, raise_if_capturing
 
 log = logging.getLogger("zpasses")
@@ -213,7 +214,7 @@ def _choose_route(
     answers = exchange(
         group,
         f"sdma: the capabilities of {device}",
-        _probe_candidates(group, platform, capacity_bytes),
+        None if platform is None else _answer(group, platform, capacity_bytes),
         timeout_s,
     )
     if platform is None or any(answer is None for answer in answers):
@@ -221,7 +222,10 @@ def _choose_route(
     reasons: list[str] = []
     for name in names:
         candidate = _CANDIDATES[name]
-        reason = candidate.unavailable_reason(group, [answer[name] for answer in answers])
+        of_ranks = [{**answer, "refusal": answer["refusals"][name]} for answer in answers]
+        reason = unavailable_reason(group, of_ranks)
+        if reason is None and candidate is mori_route:
+            reason = mori_route.disagreement(group, of_ranks)
         route = reason or candidate.start(group, platform, capacity_bytes, timeout_s)
         if not isinstance(route, str):
             return route, "; ".join(reasons)
@@ -229,15 +233,14 @@ def _choose_route(
     return fallback, "; ".join(reasons)
 
 
-def _probe_candidates(
-    group: str, platform: Platform | None, capacity_bytes: int
-) -> dict[str, Any] | None:
-    if platform is None:
-        return None
-    return {
-        name: candidate.probe(group, platform, capacity_bytes)
+def _answer(group: str, platform: Platform, capacity_bytes: int) -> Answer:
+    """What this rank can tell before any route is started."""
+    refusals = {
+        name: candidate.local_obstacle(group, platform, capacity_bytes)
         for name, candidate in _CANDIDATES.items()
     }
+    place = {"node": node_name(), "device": platform.device_id()}
+    return {**place, **mori_route.answer(), "refusals": refusals}
 
 
 def _after_fork() -> None:

@@ -33,14 +33,8 @@ from zpasses.cost.time.route_figures import MAX_RANKS
 from zpasses.errors import AgreementError
 from zpasses.ranks.agree import exchange
 from zpasses.runtime.gloo import gathered_shape
-from zpasses.sdma.platform import Platform, SideStream, node_name
-from zpasses.sdma.refusals import (
-    Answer,
-    first_refusal,
-    placement_obstacle,
-    refusal_in,
-    run_with_timeout,
-)
+from zpasses.sdma.platform import Platform, SideStream
+from zpasses.sdma.refusals import Answer, attempt, refusal_in, run_with_timeout
 from zpasses.sdma.routes import (
     Route,
     SideStreamWork,
@@ -76,18 +70,8 @@ _disabled_reason: str | None = None
 
 
 # --- the vote -------------------------------------------------------------------------------------
-def probe(group: str, platform: Platform, capacity_bytes: int) -> Answer:
-    """Returns what this rank can tell before mori is touched."""
-    return {
-        "refusal": _local_obstacle(group, platform, capacity_bytes),
-        "node": node_name(),
-        "device": platform.device_id(),
-        "version": installed_version(),
-        "connected_ranks": list(_state.ranks) if _state is not None else None,
-    }
-
-
-def _local_obstacle(group: str, platform: Platform, capacity_bytes: int) -> str | None:
+def local_obstacle(group: str, platform: Platform, capacity_bytes: int) -> str | None:
+    """What this rank can tell before mori is touched."""
     architecture, size = platform.architecture(), compat.process_group(group).size()
     if architecture not in ARCHITECTURES:
         return f"mori supports {' and '.join(ARCHITECTURES)}; this device is {architecture}"
@@ -115,6 +99,12 @@ def _local_obstacle(group: str, platform: Platform, capacity_bytes: int) -> str 
     return None
 
 
+def answer() -> Answer:
+    """What must be equal on all ranks."""
+    connected = list(_state.ranks) if _state is not None else None
+    return {"version": installed_version(), "connected_ranks": connected}
+
+
 def installed_version() -> str:
     """Version of the installed mori."""
     try:
@@ -126,13 +116,8 @@ def installed_version() -> str:
         return "of unknown version"
 
 
-def unavailable_reason(group: str, answers: Sequence[Answer]) -> str | None:
-    """Why mori cannot be started for the group; None if it can. All ranks have the same answers, so
-    the result is the same on every rank.
-    """
-    reason = refusal_in(group, answers) or placement_obstacle(answers)
-    if reason is not None:
-        return reason
+def disagreement(group: str, answers: Sequence[Answer]) -> str | None:
+    """Why mori cannot be started for the group, given the states of all ranks; None if it can."""
     versions = sorted({answer["version"] for answer in answers})
     if len(versions) > 1:
         return f"ranks have different releases of mori: {', '.join(versions)}"
@@ -150,8 +135,8 @@ def unavailable_reason(group: str, answers: Sequence[Answer]) -> str | None:
 
 # --- starting -------------------------------------------------------------------------------------
 def start(group: str, platform: Platform, capacity_bytes: int, timeout_s: float) -> MoriRoute | str:
-    """Start mori for a group for which `unavailable_reason` returned None, or reuse it if it runs
-    for the same ranks. Returns a reason if it did not start.
+    """Start mori for a group whose ranks can all start it, or reuse it if it runs for the
+    same ranks. Returns a reason if it did not start.
 
     The ranks vote after each stage, so no rank continues if another failed. A process in which a
     stage failed does not try again, because mori's state there is unknown.
@@ -205,12 +190,7 @@ def _start(
             else f"this is PE {known[0]} of {known[1]}; expected {rank} of {size}"
         )
 
-    refusal = first_refusal(
-        group,
-        "sdma: mori's shmem_init_attr",
-        run_with_timeout(timeout_s, connect, platform),
-        timeout_s,
-    )
+    refusal = attempt(group, "sdma: mori's shmem_init_attr", connect, platform, timeout_s)
     if refusal is not None:
         return f"shmem_init_attr: {refusal}"
     handles: list[Any] = []
@@ -226,23 +206,14 @@ def _start(
             _keep_alive_forever(handle)
             handles.append(handle)
 
-    refusal = first_refusal(
-        group,
-        "sdma: mori's handles",
-        run_with_timeout(timeout_s, make_handles, platform),
-        timeout_s,
-    )
+    refusal = attempt(group, "sdma: mori's handles", make_handles, platform, timeout_s)
     if refusal is not None:
         return f"AllgatherSdma: {refusal}"
     state = _MoriState(
         tuple(ranks), min(capacity_bytes, MAX_BYTES), shmem, tuple(handles), platform.side_stream()
     )
-    refusal = first_refusal(
-        group,
-        "sdma: the trial of mori",
-        run_with_timeout(timeout_s, lambda: _trial_gather(state, rank), platform),
-        timeout_s,
-    )
+    trial = functools.partial(_trial_gather, state, rank)
+    refusal = attempt(group, "sdma: the trial of mori", trial, platform, timeout_s)
     return state if refusal is None else f"trial gather: {refusal}"
 
 
@@ -433,13 +404,9 @@ def shut_down(timeout_s: float, platform: Platform) -> str | None:
             "destroy_process_group()"
         )
 
-    def finish() -> None:
-        state.stream.synchronize()
-
     try:
-        refusal = first_refusal(
-            group, "sdma: leaving mori", run_with_timeout(timeout_s, finish, platform), timeout_s
-        )
+        finish = state.stream.synchronize
+        refusal = attempt(group, "sdma: leaving mori", finish, platform, timeout_s)
     except AgreementError as error:
         return str(error)
     return refusal or run_with_timeout(timeout_s, state.shmem.shmem_finalize, platform)

@@ -47,7 +47,7 @@ class SideStream(Protocol):
         """Make the CPU wait until all work on this stream is done."""
 
 
-class SymmMemory(Protocol):
+class SymmMemory:
     """torch's collectives by copy engines through symmetric memory. They return at once,
     `wait_tensor` awaits them, and their inputs must live until then.
     """
@@ -55,79 +55,75 @@ class SymmMemory(Protocol):
     @property
     def stream(self) -> SideStream:
         """The stream on which they run."""
+        return _CudaStream(compat.symm_mem_stream())
 
     def all_gather(self, source: Tensor, group: str) -> Tensor:
         """Returns the parts of all ranks, [group size * rows, ...]."""
+        return compat.low_contention_all_gather(source, group)
 
     def reduce_scatter(self, source: Tensor, reduce_op: str, group: str) -> Tensor:
         """Returns this rank's rows of the "sum" or "avg"."""
+        return compat.low_contention_reduce_scatter(source, reduce_op, group)
 
 
-class ZeroSmGathers(Protocol):
+class ZeroSmGathers:
     """NCCL's gathers by copy engines on a process group of their own, and memory that its ranks
     have registered.
     """
 
-    device: torch.device
-
-    @property
-    def stream(self) -> SideStream:
+    def __init__(self, group: str, name: str, limit_s: float) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        compat.make_zero_sm_group(group, name, timedelta(seconds=limit_s))
+        # NCCL connects a group in its first collective, and registers only with those connected.
+        given, ranks = torch.ones(1, device=self.device), compat.process_group(name).size()
+        compat.start_all_gather(given, given.new_empty(ranks), name).wait()
+        torch.cuda.synchronize()
+        self._name, self._nccl = name, compat.registered_memory(name, self.device)
+        self.stream: SideStream = _CudaStream(torch.cuda.Stream())
         """A stream for copies of outputs."""
+        self._pools = list[torch.cuda.MemPool]()
 
     def allocate(self, nbytes: int) -> Tensor:
         """Returns memory that is not registered yet, uint8[nbytes]."""
+        # A pool for each buffer: torch >= 2.15 registers only what a pool has at that time, and
+        # torch 2.13 would register more from the allocator, on some ranks only.
+        self._pools.append(torch.cuda.MemPool(self._nccl.mem_allocator))
+        with torch.cuda.use_mem_pool(self._pools[-1]):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def register(self) -> None:
         """Registers what was allocated last. All ranks must call it together."""
+        self._nccl.register_mem_pool(self._pools[-1], symm=True)
 
     def start(self, source: Tensor, out: Tensor) -> Any:
         """Starts a gather into registered memory, at the same place of it on all ranks. Returns a
         handle: its `wait()` makes the current stream wait.
         """
+        return compat.start_all_gather(source, out, self._name)
 
     def deregister(self) -> None:
         """Undoes `register`, for all memory. All ranks must call it together."""
+        torch.cuda.synchronize()
+        while self._pools:
+            self._nccl.deregister_mem_pool(self._pools.pop())
 
 
-class Platform(Protocol):
-    """One device type, as this process sees it."""
-
-    def architecture(self) -> str:
-        """The compiler's name of the architecture: "gfx942", "sm90", ..."""
-
-    def device_id(self) -> str:
-        """Identifies the physical device within its node."""
-
-    def free_bytes(self) -> int: ...
-
-    def side_stream(self) -> SideStream: ...
-
-    def symm_memory(self) -> SymmMemory: ...
-
-    def zero_sm_obstacle(self) -> str | None:
-        """Why no process group of this torch has zero-SM gathers; None if they can be tried."""
-
-    def zero_sm_gathers(self, group: str, name: str, limit_s: float) -> ZeroSmGathers:
-        """Makes a process group `name` of the ranks of a group and connects it. All of them must
-        call this together; it raises RuntimeError if they do not connect within `limit_s` seconds.
-        """
-
-    def bind_thread(self) -> Callable[[], None]:
-        """Returns a function that makes another thread use this thread's device."""
-
-
-class CudaPlatform:
-    """NVIDIA and AMD devices, which share the device type "cuda" in torch."""
+class Platform:
+    """A device type, as this process sees it: "cuda" of torch, for NVIDIA and AMD devices. Tests
+    register others, with the same methods.
+    """
 
     def _properties(self) -> Any:
         return torch.cuda.get_device_properties(torch.cuda.current_device())
 
     def architecture(self) -> str:
+        """The compiler's name of the architecture: "gfx942", "sm90", ..."""
         properties = self._properties()
         name = str(getattr(properties, "gcnArchName", "")).partition(":")[0]
         return name if torch.version.hip else f"sm{properties.major}{properties.minor}"
 
     def device_id(self) -> str:
+        """Identifies the physical device within its node."""
         return str(getattr(self._properties(), "uuid", torch.cuda.current_device()))
 
     def free_bytes(self) -> int:
@@ -137,15 +133,20 @@ class CudaPlatform:
         return _CudaStream(torch.cuda.Stream())
 
     def symm_memory(self) -> SymmMemory:
-        return _CudaSymmMemory()
+        return SymmMemory()
 
     def zero_sm_obstacle(self) -> str | None:
+        """Why no process group of this torch has zero-SM gathers; None if they can be tried."""
         return compat.zero_sm_obstacle()
 
     def zero_sm_gathers(self, group: str, name: str, limit_s: float) -> ZeroSmGathers:
-        return _CudaZeroSmGathers(group, name, limit_s)
+        """Makes a process group `name` of the ranks of a group and connects it. All of them must
+        call this together; it raises RuntimeError if they do not connect within `limit_s` seconds.
+        """
+        return ZeroSmGathers(group, name, limit_s)
 
     def bind_thread(self) -> Callable[[], None]:
+        """Returns a function that makes another thread use this thread's device."""
         device = torch.cuda.current_device()
         return lambda: torch.cuda.set_device(device)
 
@@ -175,53 +176,7 @@ class _CudaStream:
         self._stream.synchronize()
 
 
-class _CudaSymmMemory:
-    @property
-    def stream(self) -> SideStream:
-        return _CudaStream(compat.symm_mem_stream())
-
-    def all_gather(self, source: Tensor, group: str) -> Tensor:
-        return compat.low_contention_all_gather(source, group)
-
-    def reduce_scatter(self, source: Tensor, reduce_op: str, group: str) -> Tensor:
-        return compat.low_contention_reduce_scatter(source, reduce_op, group)
-
-
-class _CudaZeroSmGathers:
-    def __init__(self, group: str, name: str, limit_s: float) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        compat.make_zero_sm_group(group, name, timedelta(seconds=limit_s))
-        # NCCL connects a group in its first collective, and registers only with those connected.
-        given, ranks = torch.ones(1, device=self.device), compat.process_group(name).size()
-        compat.start_all_gather(given, given.new_empty(ranks), name).wait()
-        torch.cuda.synchronize()
-        self._name, self._nccl = name, compat.registered_memory(name, self.device)
-        self._stream, self._pools = _CudaStream(torch.cuda.Stream()), list[torch.cuda.MemPool]()
-
-    @property
-    def stream(self) -> SideStream:
-        return self._stream
-
-    def allocate(self, nbytes: int) -> Tensor:
-        # A pool for each buffer: torch >= 2.15 registers only what a pool has at that time, and
-        # torch 2.13 would register more from the allocator, on some ranks only.
-        self._pools.append(torch.cuda.MemPool(self._nccl.mem_allocator))
-        with torch.cuda.use_mem_pool(self._pools[-1]):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def register(self) -> None:
-        self._nccl.register_mem_pool(self._pools[-1], symm=True)
-
-    def start(self, source: Tensor, out: Tensor) -> Any:
-        return compat.start_all_gather(source, out, self._name)
-
-    def deregister(self) -> None:
-        torch.cuda.synchronize()
-        while self._pools:
-            self._nccl.deregister_mem_pool(self._pools.pop())
-
-
-_platforms: dict[str, Platform] = {"cuda": CudaPlatform()}
+_platforms: dict[str, Platform] = {"cuda": Platform()}
 
 
 def platform_of(device_type: str) -> Platform | None:

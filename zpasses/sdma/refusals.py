@@ -20,13 +20,21 @@ Answer = dict[str, Any]
 """A rank's answer; "refusal" holds its reason to refuse, or None."""
 
 
-def first_refusal(group: str, question: str, reason: str | None, timeout_s: float) -> str | None:
-    """Returns None if no rank of the group refuses, else the first refusal; the same on every rank.
+def attempt(
+    group: str,
+    question: str,
+    work: Callable[[], str | None],
+    platform: Platform,
+    timeout_s: float,
+) -> str | None:
+    """Run `work` on every rank, as `run_with_timeout` does. Returns None if it succeeded on all
+    ranks of the group, else the first refusal; the same on every rank.
 
     Raises:
         AgreementError: on every rank, if one of them does not answer within `timeout_s` seconds.
     """
-    return refusal_in(group, exchange(group, question, {"refusal": reason}, timeout_s))
+    answer = {"refusal": run_with_timeout(timeout_s, work, platform)}
+    return refusal_in(group, exchange(group, question, answer, timeout_s))
 
 
 def refusal_in(group: str, answers: Sequence[Answer]) -> str | None:
@@ -36,8 +44,13 @@ def refusal_in(group: str, answers: Sequence[Answer]) -> str | None:
     return None
 
 
-def placement_obstacle(answers: Sequence[Answer]) -> str | None:
-    """Why the ranks are not different devices of one node; None if they are."""
+def unavailable_reason(group: str, answers: Sequence[Answer]) -> str | None:
+    """Why a route cannot be started for the group: a rank refuses, or the ranks are not different
+    devices of one node. None if it can.
+    """
+    refusal = refusal_in(group, answers)
+    if refusal is not None:
+        return refusal
     nodes = {answer["node"] for answer in answers}
     if len(nodes) > 1:
         return f"the group spans {len(nodes)} nodes"

@@ -102,6 +102,20 @@ def start_delivery(full: Tensor, source: Tensor, out: Tensor, stream: SideStream
     compat.register_work(out, SideStreamWork(stream.record(), (full, source, out)))
 
 
+TRIAL_BYTES = 4096
+"""Bytes that a trial gathers from all ranks."""
+
+
+def trial_gather(route: Route, group: str, device: torch.device) -> str | None:
+    """Gather once, and check the result. Returns what is wrong with it."""
+    rank, size = compat.process_group(group).rank(), compat.process_group(group).size()
+    mine = torch.full((TRIAL_BYTES // size,), rank, dtype=torch.uint8, device=device)
+    (full,) = route.all_gather([mine], size, group)
+    got = compat.functional.wait_tensor(full).view(size, -1).cpu()
+    expected = torch.arange(size, dtype=torch.uint8).unsqueeze(1).expand_as(got)
+    return None if torch.equal(got, expected) else f"got wrong bytes: {got[:, 0].tolist()}"
+
+
 def raise_if_capturing(device: torch.device) -> None:
     """Raise RuntimeError while a CUDA graph is captured, because a replay would neither alternate
     buffers nor vote.

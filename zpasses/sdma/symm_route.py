@@ -7,6 +7,7 @@ trial gather tests that.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -14,30 +15,19 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.runtime.gloo import gathered_shape
-from zpasses.sdma.platform import Platform, SymmMemory, node_name
-from zpasses.sdma.refusals import (
-    Answer,
-    first_refusal,
-    placement_obstacle,
-    refusal_in,
-    run_with_timeout,
-)
+from zpasses.sdma.platform import Platform, SymmMemory
+from zpasses.sdma.refusals import attempt
 from zpasses.sdma.routes import (
     Route,
     raise_if_capturing,
     resolve_contiguous,
     start_delivery,
+    trial_gather,
 )
 
-_TRIAL_BYTES = 4096
 
-
-def probe(group: str, platform: Platform, capacity_bytes: int) -> Answer:
-    """Returns what this rank can tell before symmetric memory is touched."""
-    return {"refusal": _local_obstacle(group), "node": node_name(), "device": platform.device_id()}
-
-
-def _local_obstacle(group: str) -> str | None:
+def local_obstacle(group: str, platform: Platform, capacity_bytes: int) -> str | None:
+    """What this rank can tell before symmetric memory is touched."""
     if not torch.cuda.is_available():
         return "symmetric memory needs an accelerator"
     if "nccl" not in compat.group_backend(group):
@@ -50,26 +40,12 @@ def _local_obstacle(group: str) -> str | None:
     return None
 
 
-def unavailable_reason(group: str, answers: Sequence[Answer]) -> str | None:
-    """Why the route cannot be started for the group; None if it can. The same on every rank."""
-    return refusal_in(group, answers) or placement_obstacle(answers)
-
-
 def start(group: str, platform: Platform, capacity_bytes: int, timeout_s: float) -> SymmRoute | str:
     """Try the route, and vote on the result. Returns a reason if it cannot be taken."""
     route = SymmRoute(platform.symm_memory())
-    trial = run_with_timeout(timeout_s, lambda: _trial_gather(route, group), platform)
-    refusal = first_refusal(group, "sdma: the trial of symmetric memory", trial, timeout_s)
+    trial = functools.partial(trial_gather, route, group, torch.device("cuda"))
+    refusal = attempt(group, "sdma: the trial of symmetric memory", trial, platform, timeout_s)
     return route if refusal is None else f"trial gather: {refusal}"
-
-
-def _trial_gather(route: SymmRoute, group: str) -> str | None:
-    members = compat.process_group(group)
-    mine = torch.full((_TRIAL_BYTES,), members.rank(), dtype=torch.uint8, device="cuda")
-    (full,) = route.all_gather([mine], members.size(), group)
-    got = compat.functional.wait_tensor(full).view(members.size(), -1).cpu()
-    expected = torch.arange(members.size(), dtype=torch.uint8).unsqueeze(1).expand_as(got)
-    return None if torch.equal(got, expected) else f"got wrong bytes: {got[:, 0].tolist()}"
 
 
 class SymmRoute(Route):

@@ -12,6 +12,7 @@ given back only cost memory.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -27,24 +28,19 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks.agree import exchange
 from zpasses.runtime.gloo import gathered_shape
-from zpasses.sdma.platform import Platform, ZeroSmGathers, node_name
-from zpasses.sdma.refusals import (
-    Answer,
-    first_refusal,
-    placement_obstacle,
-    refusal_in,
-    run_with_timeout,
-)
+from zpasses.sdma.platform import Platform, ZeroSmGathers
+from zpasses.sdma.refusals import attempt
 from zpasses.sdma.routes import (
+    TRIAL_BYTES,
     C10dRoute,
     Route,
     SideStreamWork,
     raise_if_capturing,
     resolve_contiguous,
     start_delivery,
+    trial_gather,
 )
 
-_TRIAL_BYTES = 4096
 _GRANULE = 2 << 20
 """Sizes of buffers are multiples of this, as those of NCCL's allocator."""
 _SETTINGS = {"NCCL_CTA_POLICY": "2", "NCCL_CUMEM_ENABLE": "1", "NCCL_WIN_ENABLE": "1"}
@@ -56,13 +52,8 @@ _tried: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDicti
 
 
 # --- the vote -------------------------------------------------------------------------------------
-def probe(group: str, platform: Platform, capacity_bytes: int) -> Answer:
-    """Returns what this rank can tell before NCCL is asked for another process group."""
-    refusal = _local_obstacle(group, platform)
-    return {"refusal": refusal, "node": node_name(), "device": platform.device_id()}
-
-
-def _local_obstacle(group: str, platform: Platform) -> str | None:
+def local_obstacle(group: str, platform: Platform, capacity_bytes: int) -> str | None:
+    """What this rank can tell before NCCL is asked for another process group."""
     backend = compat.group_backend(group)
     if "nccl" not in backend:
         return f"zero-SM gathers need a group of backend nccl; this one is {backend}"
@@ -76,11 +67,6 @@ def _local_obstacle(group: str, platform: Platform) -> str | None:
     if platform.architecture().startswith("gfx") and "NCCL_CUMEM_ENABLE" not in os.environ:
         return "RCCL registers memory only if NCCL_CUMEM_ENABLE=1 is set before it starts"
     return None
-
-
-def unavailable_reason(group: str, answers: Sequence[Answer]) -> str | None:
-    """Why the route cannot be started for the group; None if it can. The same on every rank."""
-    return refusal_in(group, answers) or placement_obstacle(answers)
 
 
 # --- starting -------------------------------------------------------------------------------------
@@ -99,28 +85,17 @@ def start(
     def connect() -> None:
         made.append(platform.zero_sm_gathers(group, f"{group}.zero_sm-{number}", timeout_s))
 
-    refusal = first_refusal(
-        group, question, run_with_timeout(timeout_s, connect, platform), timeout_s
-    )
+    refusal = attempt(group, question, connect, platform, timeout_s)
     if refusal is not None:
         return f"process group: {refusal}"
     most = 2 * members.size() * capacity_bytes
     route = ZeroSmRoute(made[0], _Buffers(group, platform, made[0], most, timeout_s))
-    refusal = route.buffers.add(_TRIAL_BYTES)
+    refusal = route.buffers.add(TRIAL_BYTES)
     if refusal is not None:
         return f"registered memory: {refusal}"
-    trial = run_with_timeout(timeout_s, lambda: _trial_gather(route, group), platform)
-    refusal = first_refusal(group, "sdma: the trial of zero-SM gathers", trial, timeout_s)
+    trial = functools.partial(trial_gather, route, group, made[0].device)
+    refusal = attempt(group, "sdma: the trial of zero-SM gathers", trial, platform, timeout_s)
     return route if refusal is None else f"trial gather: {refusal}"
-
-
-def _trial_gather(route: ZeroSmRoute, group: str) -> str | None:
-    rank, size = compat.process_group(group).rank(), compat.process_group(group).size()
-    mine = torch.full((_TRIAL_BYTES // size,), rank, dtype=torch.uint8, device=route.device)
-    (full,) = route.all_gather([mine], size, group)
-    got = compat.functional.wait_tensor(full).view(size, -1).cpu()
-    expected = torch.arange(size, dtype=torch.uint8).unsqueeze(1).expand_as(got)
-    return None if torch.equal(got, expected) else f"got wrong bytes: {got[:, 0].tolist()}"
 
 
 # --- buffers --------------------------------------------------------------------------------------
@@ -198,8 +173,8 @@ class _Buffers:
             made.append(self._gathers.allocate(size))
 
         for what, step in (("allocating", allocate), ("registering", self._gathers.register)):
-            failed = run_with_timeout(self._timeout_s, step, self._platform)
-            refusal = first_refusal(self._group, f"sdma: {what} memory", failed, self._timeout_s)
+            question = f"sdma: {what} memory"
+            refusal = attempt(self._group, question, step, self._platform, self._timeout_s)
             if refusal is not None:
                 self._most_bytes = 0
                 return refusal
@@ -227,10 +202,6 @@ class ZeroSmRoute(Route):
     def __init__(self, gathers: ZeroSmGathers, buffers: _Buffers) -> None:
         self.buffers, self._gathers = buffers, gathers
         self._fallback, self._lock = C10dRoute(), threading.Lock()
-
-    @property
-    def device(self) -> torch.device:
-        return self._gathers.device
 
     def all_gather(self, inputs: Sequence[Tensor], group_size: int, group: str) -> list[Tensor]:
         return [self._gather_one(resolve_contiguous(each), group_size, group) for each in inputs]
@@ -265,8 +236,8 @@ class ZeroSmRoute(Route):
         return full
 
     def leave(self, group: str, timeout_s: float, platform: Platform) -> str | None:
-        failed = run_with_timeout(timeout_s, self._gathers.deregister, platform)
+        leaving, deregister = "sdma: leaving zero-SM gathers", self._gathers.deregister
         try:
-            return first_refusal(group, "sdma: leaving zero-SM gathers", failed, timeout_s)
+            return attempt(group, leaving, deregister, platform, timeout_s)
         except AgreementError as error:
             return str(error)

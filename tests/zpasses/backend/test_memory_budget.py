@@ -11,6 +11,7 @@ from torch import nn
 
 import zpasses
 from tests.on_ranks import on_ranks
+from tests.zpasses.models import Blocks
 from zpasses import MemoryBudgetError, OptionError
 from zpasses.cost.memory import device_memory
 from zpasses.cost.memory.liveness import liveness
@@ -29,19 +30,6 @@ from zpasses.testing import (
 
 SCHEDULED = "zero3"
 TARGET = {"target": "h100"}
-
-
-class Blocks(nn.Module):
-    def __init__(self, width=32, layers=3):
-        super().__init__()
-        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
-        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
-        self.head = nn.Linear(width, 50)
-
-    def forward(self, x):
-        for up, down in zip(self.up, self.down, strict=True):
-            x = x + down(nn.functional.gelu(up(x)))
-        return self.head(x).logsumexp(-1).sum()
 
 
 X = torch.linspace(-1, 1, 48 * 32).reshape(48, 32)

@@ -21,6 +21,7 @@ from zpasses.dumps import (
     Limits,
     NotADumpError,
     format,
+    nodes,
     read,
 )
 from zpasses.testing import fake_world
@@ -205,8 +206,7 @@ def test_a_dump_of_another_version_is_refused_with_advice(dump, version, advice)
 
 def test_the_page_on_the_format_lists_the_fields_that_are_declared():
     page = Path(__file__, "../../../../docs/dump-format.md").resolve().read_text()
-    for name in format.__all__:
-        kind = getattr(format, name)
+    for name, kind in {**vars(format), **vars(nodes)}.items():
         fields = getattr(kind, "__struct_encode_fields__", ())
         if fields and name not in ("Ref", "Repr", "Items"):
             (row,) = re.findall(rf"^\| `{name}` \|.*", page, re.M)

@@ -15,8 +15,8 @@ from zpasses.cost.time.step_time import Timeline
 from zpasses.cost.time.target import TARGETS, use_target
 from zpasses.dumps import DamagedDumpError
 from zpasses.dumps.describe import Describer
-from zpasses.dumps.format import Items, Ref, Repr
 from zpasses.dumps.limits import Limits
+from zpasses.dumps.nodes import Items, Ref, Repr
 from zpasses.dumps.snapshots import SnapshotFiles
 from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.pipeline import Pipeline

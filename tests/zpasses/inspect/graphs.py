@@ -6,24 +6,17 @@ from pathlib import Path
 from msgspec import structs
 
 from zpasses.dumps.format import (
-    Buffer,
-    Collective,
     Compile,
     CompileInfo,
     Counts,
     Dump,
     Failure,
     Graph,
-    Node,
     PassRun,
     Rank,
-    Ref,
-    Snapshot,
-    Source,
     Step,
-    Tag,
-    Value,
 )
+from zpasses.dumps.nodes import Buffer, Collective, Node, Ref, Snapshot, Source, Tag, Value
 from zpasses.inspect import Inspection
 
 MM, GATHER, REDUCE, WAIT = (

@@ -21,7 +21,8 @@ from tests.zpasses.inspect.graphs import (
     two_gathers,
 )
 from tests.zpasses.inspect.real import dump_training_step, real_dump
-from zpasses.dumps.format import Buffer, Failure, Ref, Tag
+from zpasses.dumps.format import Failure
+from zpasses.dumps.nodes import Buffer, Ref, Tag
 from zpasses.inspect import Inspection, compare, pair_nodes
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.comparison import Comparison

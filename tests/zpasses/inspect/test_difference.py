@@ -13,7 +13,7 @@ from tests.zpasses.inspect.graphs import (
     snapshot,
     two_gathers,
 )
-from zpasses.dumps.format import RecomputeMark, Ref, Tag
+from zpasses.dumps.nodes import RecomputeMark, Ref, Tag
 from zpasses.inspect import compare, pair_nodes
 
 

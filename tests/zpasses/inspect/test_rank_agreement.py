@@ -18,7 +18,8 @@ from tests.zpasses.inspect.graphs import (
 )
 from tests.zpasses.inspect.real import dump_training_step
 from tests.zpasses.inspect.test_real_dump import ExtraParameter
-from zpasses.dumps.format import Agreement, Dump, Value
+from zpasses.dumps.format import Agreement, Dump
+from zpasses.dumps.nodes import Value
 from zpasses.inspect import Inspection
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.rank_agreement import rank_agreements, ranks_text, ranks_that_differ

@@ -18,7 +18,8 @@ from tests.zpasses.inspect.graphs import (
     two_groups,
     wait,
 )
-from zpasses.dumps.format import Buffer, Collective, Counts, Failure, Prediction, Source
+from zpasses.dumps.format import Counts, Failure, Prediction
+from zpasses.dumps.nodes import Buffer, Collective, Source
 from zpasses.inspect import (
     Inspection,
     NodeFilter,
@@ -452,6 +453,6 @@ def test_the_reason_of_a_route_is_shown_whole():
     nodes = placeholder(0, "shard"), gather(1, "gather_w", 0, 2, decision=why), wait(2, "full", 1)
     dump = dump_of(graph_of("forward", (None, snapshot(*nodes))))
     wide = str(Inspection(dump).collectives())
-    narrow = "".join(Inspection(dump).collectives().pieces(width=60))
+    narrow = Inspection(dump).collectives().text(width=60)
     assert why in wide
     assert why in " ".join(narrow.split())

@@ -163,20 +163,18 @@ def spans_beside_products(gather, part):
 def on_one_device():
     import zpasses
     from zpasses.ranks.agree import exchange
-    from zpasses.sdma.platform import CudaPlatform
-    from zpasses.sdma.refusals import placement_obstacle
-    from zpasses.sdma.symm_route import SymmRoute, probe
+    from zpasses.sdma.lifecycle import _answer
+    from zpasses.sdma.platform import Platform
+    from zpasses.sdma.refusals import unavailable_reason
+    from zpasses.sdma.symm_route import SymmRoute
 
     torch.cuda.set_device(0)
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
-    found = {
-        "voted": placement_obstacle(
-            exchange(group, "the device", probe(group, platform_of("cuda"), 1), 60)
-        )
-    }
+    answers = exchange(group, "the device", _answer(group, platform_of("cuda"), 1), 60)
+    found = {"voted": unavailable_reason(group, [{**each, "refusal": None} for each in answers])}
     choice = zpasses.sdma.init(timeout_s=60)
     found["choice"] = choice.route, choice.reason
-    route = SymmRoute(CudaPlatform().symm_memory())
+    route = SymmRoute(Platform().symm_memory())
 
     def gather(part):
         return route.all_gather([part], size, group)[0]

@@ -42,18 +42,7 @@ def test_operators_pass_opcheck(single_rank, dtype):
     torch.library.opcheck(SDMA_ALL_GATHER, (x[0, 0], 1, single_rank))
     torch.library.opcheck(SDMA_ALL_GATHER_COALESCED, ([x, x[:1]], 1, single_rank))
     torch.library.opcheck(SDMA_REDUCE_SCATTER, (x, "sum", 1, single_rank))
-    every = (
-        "test_schema",
-        "test_autograd_registration",
-        "test_faketensor",
-        "test_aot_dispatch_dynamic",
-    )
-    tests = (
-        every if hasattr(torch.Tag, "out") else every[:-1]
-    )  # AOTAutograd of older torch takes no op that returns its argument
-    torch.library.opcheck(
-        SDMA_ALL_GATHER_OUT, (x, 1, single_rank), {"out": torch.zeros_like(x)}, test_utils=tests
-    )
+    torch.library.opcheck(SDMA_ALL_GATHER_OUT, (x, 1, single_rank), {"out": torch.zeros_like(x)})
 
 
 def test_fake_values_are_those_of_the_functional_collectives():
@@ -144,17 +133,3 @@ def test_several_tensors_in_one_call_take_memory_for_packing():
 
         nodes = [node for node, _ in collectives(compat.trace_aten(fn, [x]).graph)]
         assert [scratch_bytes(node) for node in nodes] == [48 + 96, 0]
-
-
-@pytest.mark.skipif(
-    hasattr(torch.Tag, "out"), reason="this torch traces ops that return their argument"
-)
-def test_error_on_older_torch_says_how_to_gather_in_a_model(single_rank):
-    def into(x, out):
-        return wait(SDMA_ALL_GATHER_OUT(x, 1, single_rank, out=out))
-
-    with pytest.raises(
-        Exception,
-        match=r"sdma_all_gather_out cannot be traced by AOTAutograd of torch .* Call sdma_all_gather in a model",  # noqa: E501
-    ):
-        torch.compile(into, backend="aot_eager", fullgraph=True)(torch.ones(2), torch.zeros(2))

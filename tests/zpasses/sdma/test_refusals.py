@@ -20,6 +20,7 @@ from zpasses.errors import AgreementError
 from zpasses.sdma import mori_route
 from zpasses.sdma.lifecycle import reset_routes
 from zpasses.sdma.platform import platform_of
+from zpasses.sdma.refusals import unavailable_reason
 from zpasses.sdma.routes import raise_if_capturing
 from zpasses.testing import fake_world, run_in_fresh_ranks
 
@@ -158,12 +159,15 @@ def test_every_kind_of_group_gathers_from_its_own_ranks():
 
 def test_groups_too_large_or_of_several_nodes_are_refused(monkeypatch):
     monkeypatch.setattr("zpasses.compat.group_ranks", lambda group: list(range(2)))
-    answer = {"refusal": None, "node": "a", "device": "0", "version": "1", "connected_ranks": None}
-    for node, said in (("a", None), ("b", "the group spans 2 nodes")):
-        other = {**answer, "device": "1", "node": node}
-        assert mori_route.unavailable_reason("0", [answer, other]) == said
+    answer = {"refusal": None, "node": "a", "device": "0"}
+    for other, said in (
+        ({"device": "1"}, None),
+        ({"node": "b"}, "the group spans 2 nodes"),
+        ({}, "ranks of the group share a device"),
+    ):
+        assert unavailable_reason("0", [answer, {**answer, **other}]) == said
     with fake_world(16), installed():
-        refusal = mori_route.probe("0", platform_of("cpu"), 1)["refusal"]
+        refusal = mori_route.local_obstacle("0", platform_of("cpu"), 1)
         assert refusal == "mori gathers from at most 8 ranks; the group has 16"
 
 

@@ -77,19 +77,14 @@ def test_tensors_of_every_kind_are_gathered_as_bytes():
 
 def test_unmet_conditions_are_reported(monkeypatch):
     with fake_world(2):
-        assert symm_route._local_obstacle("0") == "symmetric memory needs an accelerator"
+
+        def obstacle():
+            return symm_route.local_obstacle("0", None, 1)
+
+        assert obstacle() == "symmetric memory needs an accelerator"
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-        assert (
-            symm_route._local_obstacle("0")
-            == "symmetric memory needs a group of backend nccl; this one is fake"
-        )
+        assert obstacle() == "symmetric memory needs a group of backend nccl; this one is fake"
         monkeypatch.setattr("zpasses.compat.group_backend", lambda group: "nccl")
-        assert symm_route._local_obstacle("0") is None
+        assert obstacle() is None
         monkeypatch.setattr("zpasses.compat.symm_mem_module", lambda: __import__("no_such_module"))
-        assert "this torch has no symmetric memory" in symm_route._local_obstacle("0")
-        answers = [{"refusal": None, "node": node, "device": "0"} for node in ("a", "b")]
-        assert symm_route.unavailable_reason("0", answers) == "the group spans 2 nodes"
-        assert (
-            symm_route.unavailable_reason("0", [{**answer, "node": "a"} for answer in answers])
-            == "ranks of the group share a device"
-        )
+        assert "this torch has no symmetric memory" in obstacle()

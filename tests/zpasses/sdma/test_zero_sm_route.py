@@ -3,7 +3,6 @@ route has not run on a device.
 """
 
 import re
-import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
@@ -18,7 +17,7 @@ from tests.on_ranks import on_ranks
 from zpasses import compat
 from zpasses.sdma import zero_sm_route
 from zpasses.sdma.lifecycle import available_routes, route_of
-from zpasses.sdma.platform import CudaPlatform
+from zpasses.sdma.platform import Platform
 from zpasses.testing import fake_world
 
 sdma = torch.ops.zpasses
@@ -175,8 +174,7 @@ def test_gathers_of_the_route_give_up_when_those_of_the_group_do():
     made = f"{world}.zero_sm-test"
     compat.make_group(world, made, [0, 1], "zero", timedelta(seconds=100))
     zero = compat.process_group(made)
-    groups = {compat.process_group(world): weakref.ref(zero)}
-    with mock.patch.dict(compat.c10d._zero_sm_groups, groups):
+    with mock.patch.dict(compat.c10d._made, {compat.process_group(world): {made: None}}):
         with compat.limited_timeouts([world], 3.0):
             assert compat.collective_timeout(zero) == timedelta(seconds=3)
         assert compat.collective_timeout(zero) > timedelta(seconds=3)
@@ -184,14 +182,14 @@ def test_gathers_of_the_route_give_up_when_those_of_the_group_do():
 
 # --- what is missing ------------------------------------------------------------------------------
 def test_unmet_conditions_are_reported(monkeypatch):
-    platform = CudaPlatform()
-    monkeypatch.setattr(CudaPlatform, "architecture", lambda self: "sm90")
+    platform = Platform()
+    monkeypatch.setattr(Platform, "architecture", lambda self: "sm90")
     for variable in zero_sm_route._SETTINGS:
         monkeypatch.delenv(variable, raising=False)
     with fake_world(2):
 
         def obstacle():
-            return zero_sm_route._local_obstacle("0", platform)
+            return zero_sm_route.local_obstacle("0", platform, 1)
 
         assert obstacle() == "zero-SM gathers need a group of backend nccl; this one is fake"
         monkeypatch.setattr("zpasses.compat.group_backend", lambda group: "cpu:gloo,cuda:nccl")
@@ -202,12 +200,10 @@ def test_unmet_conditions_are_reported(monkeypatch):
         monkeypatch.setenv("NCCL_CTA_POLICY", "1")
         assert obstacle() == "NCCL_CTA_POLICY=1; NCCL takes engines only if it is 2"
         monkeypatch.setenv("NCCL_CTA_POLICY", "2")
-        monkeypatch.setattr(CudaPlatform, "architecture", lambda self: "gfx942")
+        monkeypatch.setattr(Platform, "architecture", lambda self: "gfx942")
         assert "NCCL_CUMEM_ENABLE=1 is set" in obstacle()
         monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
         assert obstacle() is None
-        answers = [{"refusal": None, "node": node, "device": "0"} for node in ("a", "b")]
-        assert zero_sm_route.unavailable_reason("0", answers) == "the group spans 2 nodes"
 
 
 @pytest.mark.parametrize(

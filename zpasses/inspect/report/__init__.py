@@ -9,36 +9,27 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import itertools
-import uuid
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
 from zpasses.dumps.format import Dump
-from zpasses.inspect.json_text import batched, json_pieces
 from zpasses.inspect.measured import Measured
 from zpasses.inspect.report.payload import payload
-
-__all__ = ["render", "render_pieces"]
 
 _FIRST, _LAST = ("dom", "model"), "app"
 """The scripts that define what the others use when they start, and the one that starts the page."""
 
 
-def render(dump: Dump, rank: int | None = None, compile_name: str | None = None) -> str:
-    """One rank of a dump as a page. See `render_pieces`."""
-    return "".join(render_pieces(dump, rank, compile_name))
-
-
-def render_pieces(
+def render(
     dump: Dump,
     rank: int | None = None,
     compile_name: str | None = None,
     others: Sequence[tuple[Dump, int | None]] = (),
     measured: Measured | None = None,
-) -> Iterator[str]:
-    """One rank of a dump as a page, in pieces. All graphs are read before the first.
+) -> str:
+    """One rank of a dump as a page.
 
     Args:
         rank: None for the lowest rank that wrote.
@@ -54,14 +45,12 @@ def render_pieces(
 
     data = payload(dump, rank, compile_name, others, measured)
     script = '"use strict";\n' + "\n".join(_asset(f"{name}.js") for name in _script_names())
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = Environment(autoescape=select_autoescape(default=True)).from_string(
         _asset("page.html")
     )
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    about = {"title": data["title"], "style": _asset("style.css"), "data": _DATA}
-    page = template.render(script=script, digest=digest, **about)
-    before, _, after = page.partition(_DATA)
-    return itertools.chain([before], _inert(data), [after])
+    about = {"title": data["title"], "style": _asset("style.css"), "data": _inert(data)}
+    return template.render(script=script, digest=digest, **about)
 
 
 def _script_names() -> list[str]:
@@ -74,13 +63,7 @@ def _asset(name: str) -> str:
     return (files("zpasses.inspect.report") / name).read_text(encoding="utf-8")
 
 
-_DATA = f"data of the page, {uuid.uuid4()}"
-"""Marks the place of the data in the page."""
-_LEVELS = 4
-"""Nesting depth of the rows of nodes in the data."""
-
-
-def _inert(data: dict[str, Any]) -> Iterator[str]:
-    """JSON text without characters that could end its HTML element or start another."""
-    for text in batched(json_pieces(data, _LEVELS)):  # it escapes non-ASCII characters
-        yield text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+def _inert(data: dict[str, Any]) -> str:
+    """JSON without characters that could end its HTML element or start another."""
+    text = json.dumps(data, separators=(",", ":"))  # it escapes non-ASCII characters
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

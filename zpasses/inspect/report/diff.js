@@ -21,7 +21,7 @@ function drawDiff(main) {
   const list = pairList({
     label: `Nodes before and after ${step.after}`,
     graphs: [before, after],
-    all: alignRows(before, after),
+    all: alignStep(before, after),
     names: ["before", "after"],
     unchanged: "unchanged",
     nodeOf,
@@ -106,33 +106,12 @@ function comparePeaks() {
   compareWith(`${state.compile}/${state.graph}/${step}`, {});
 }
 
-// Returns rows {before, after, kinds}. A node that was not moved is one row with both sides set.
-// Removed, inserted and moved nodes fill the rows in between.
-function alignRows(before, after) {
+// The rows of a pass, whose changes the report has.
+function alignStep(before, after) {
   const moved = after.moved;
-  const kinds = (node) => (node && after.changes.get(node.id) || []).map(([kind]) => kind);
-  const rows = [];
-  let at = 0;
-  const flush = (left, right) => {
-    for (let i = 0; i < Math.max(left.length, right.length); i++) {
-      const [one, other] = [left[i], right[i]];
-      const both = new Set([...kinds(one), ...kinds(other)]);
-      rows.push({ before: one, after: other, kinds: [...both] });
-    }
-  };
-  let right = [];
-  for (const node of after.nodes) {
-    if (!before.index.has(node.id) || moved.has(node.id)) {
-      right.push(node);
-      continue;
-    }
-    const left = [];
-    while (at < before.nodes.length && before.nodes[at].id !== node.id)
-      left.push(before.nodes[at++]);
-    flush(left, right);
-    right = [];
-    rows.push({ before: before.nodes[at++], after: node, kinds: kinds(node), anchor: true });
-  }
-  flush(before.nodes.slice(at), right);
-  return rows;
+  const common = after.nodes.map(({ id }) => id).filter((id) => before.index.has(id));
+  const stays = new Set(common.filter((id) => !moved.has(id)));
+  const editsOf = (_, { id }) =>
+    (after.changes.get(id) || []).map(([kind]) => kind).filter((kind) => kind !== "moved");
+  return alignPairs(before, after, new Map(common.map((id) => [id, id])), stays, editsOf);
 }

@@ -64,7 +64,7 @@ function drawMemory(main) {
   put(
     main,
     current.step.after && runLine(current.step),
-    memoryNote(graph, live[peak]),
+    memoryNote(graph),
     bar(
       kinds.map((kind) => legend(kindColor(kind), kind)),
       earlier && span("legend", el("i", { class: "dashed" }), "before this pass"),
@@ -79,9 +79,9 @@ function drawMemory(main) {
 }
 
 // What the curve alone does not tell: that the graph never runs, or does not fit into the device.
-function memoryNote(graph, most) {
+function memoryNote(graph) {
   const { name } = current.data;
-  if (isExecuted(name)) return overCapacity(current.compile, name, most, "over alone");
+  if (isExecuted(name)) return overCapacity(graph.step, "over alone");
   const why = "it is split into forward and backward, so this peak never occurs.";
   return el("p", { class: "muted" }, `This graph never runs: ${why}`);
 }

@@ -109,7 +109,7 @@ function graphCard(compile, graph) {
       last && last.nodes.length > 1 && runs && sparkline(last),
     ],
     graph.of && el("p", { class: "measured muted" }, graph.about),
-    last && overCapacity(compile, graph.name, last.step.peak[0]),
+    last && overCapacity(last.step),
     graph.prediction && predicted(graph.prediction),
     last && measuredText(last.step.measured),
     (!compile.error || graph.error?.message !== compile.error.message) &&

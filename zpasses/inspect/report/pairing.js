@@ -191,7 +191,13 @@ function compared(one, other) {
   const known = comparisons.get(one);
   if (!known.has(other)) {
     const pairs = pairNodes(one, other);
-    known.set(other, { pairs, rows: alignPairs(one, other, pairs) });
+    const edited = new Map(); // A pair that moved is asked for twice.
+    const editsOf = (a, b) => {
+      if (!edited.has(a.id)) edited.set(a.id, edits(one, a, other, b, pairs));
+      return edited.get(a.id);
+    };
+    const rows = alignPairs(one, other, pairs, unmoved(one, other, pairs), editsOf);
+    known.set(other, { pairs, rows });
   }
   return known.get(other);
 }
@@ -234,9 +240,8 @@ function whenIdle(work) {
 
 const UNCHANGED = []; // steps share the nodes that do not change
 
-// Returns rows {before, after, kinds, counted} of two graphs, as `alignRows` does for a pass. Of rows
-// with two nodes that are no pair, `own` and `its` are the kinds of each.
-function alignPairs(one, other, pairs) {
+// Ids in the first graph of the nodes that did not move.
+function unmoved(one, other, pairs) {
   const back = new Map([...pairs].map(([a, b]) => [b, a]));
   const common = other.nodes
     .filter((node) => back.has(node.id))
@@ -245,12 +250,16 @@ function alignPairs(one, other, pairs) {
     common.map((node) => one.index.get(node.id)),
     common.map((node) => (communicates(other.node(pairs.get(node.id))) ? 0 : 1)),
   );
-  const stays = new Set(common.filter((_, at) => kept.has(at)).map((node) => node.id));
-  const edited = new Map(); // A pair that moved is asked for twice.
-  const editsOf = (a, b) => {
-    if (!edited.has(a.id)) edited.set(a.id, edits(one, a, other, b, pairs));
-    return edited.get(a.id);
-  };
+  return new Set(common.filter((_, at) => kept.has(at)).map((node) => node.id));
+}
+
+// Returns rows {before, after, kinds, counted} of two graphs. A node that was not moved is one row with
+// both sides set, an anchor. Removed, inserted and moved nodes fill the rows in between; where two
+// that are no pair share a row, `own` and `its` are the kinds of each.
+//   stays: ids in the first graph of the nodes that did not move
+//   editsOf: the further kinds of changes of a pair
+function alignPairs(one, other, pairs, stays, editsOf) {
+  const back = new Map([...pairs].map(([a, b]) => [b, a]));
   const kindsOf = (a, b) => [
     ...(!a ? ["inserted"] : !b ? ["removed"] : []),
     ...(a && b && !stays.has(a.id) ? ["moved"] : []),

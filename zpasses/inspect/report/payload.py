@@ -11,22 +11,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zpasses.dumps.format import (
-    Buffer,
-    Compile,
-    Dump,
-    Failure,
-    Node,
-    PassRun,
-    Snapshot,
-    Source,
-    Step,
-    Tag,
-)
+from zpasses.dumps.format import Compile, Dump, Failure, PassRun, Step
+from zpasses.dumps.nodes import Buffer, Node, Snapshot, Source, Tag
 from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.escape import one_line, one_line_values, printable
 from zpasses.inspect.find import SelectedGraph, select_graphs, select_rank
-from zpasses.inspect.graph_notes import variant_text
+from zpasses.inspect.graph_notes import capacity_warning, variant_text
 from zpasses.inspect.listing import call_text, note_text, op_text, value_text
 from zpasses.inspect.measured import Measured, MeasuredGraph
 from zpasses.inspect.measured_page import joined_lines, module_times
@@ -35,7 +25,7 @@ from zpasses.inspect.node_spans import Schedule, schedule
 from zpasses.inspect.rank_agreement import rank_agreements
 from zpasses.inspect.shared import to_json_value
 
-FORMAT = 6
+FORMAT = 7
 """Version of the page's data. A page reads only reports of the same version."""
 
 
@@ -157,7 +147,7 @@ def _graph(picked: SelectedGraph, pool: _NodePool, measured: Measured | None) ->
     steps = []
     before: Snapshot | None = None
     for step in graph.steps:
-        steps.append(_step(step, seen, before, pool))
+        steps.append({**_step(step, seen, before, pool), "warning": _warning(picked, step)})
         before = step.snapshot or before
     ran = measured.of(picked) if measured is not None else None
     if ran is not None and graph.last.number is not None:
@@ -193,6 +183,15 @@ def _step(
         "schedule": _schedule(snapshot),
         "diff": None if before is None else _difference(compare(before, snapshot)),
     }
+
+
+def _warning(picked: SelectedGraph, step: Step) -> str:
+    """What stands above the memory of a step."""
+    if step.snapshot is None:
+        return ""
+    name, peak_bytes = picked.graph.name, step.snapshot.peak_bytes
+    text = capacity_warning(picked.compile, name, peak_bytes)
+    return one_line(text.removeprefix("WARNING: "))
 
 
 def _measured(found: MeasuredGraph) -> dict[str, Any]:

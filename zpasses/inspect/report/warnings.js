@@ -35,17 +35,7 @@ const notWritten = () => remark("The dump does not contain this graph.");
 // The joint graph is split into forward and backward before it runs.
 const isExecuted = (name) => !["captured", "joint"].includes(name);
 
-// A graph that runs and does not fit into the target's memory. The wording is that of `list`.
-function overCapacity(compile, name, peak, style = "over") {
-  const memory = compile.target.memory_bytes;
-  if (typeof memory !== "number" || memory <= 0 || !isExecuted(name)) return null;
-  const shards = sumOf(Object.values(compile.parameters), ([, bytes]) => bytes);
-  if (peak + shards <= memory) return null;
-  return el(
-    "p",
-    { class: style, role: "alert" },
-    `${name} does not fit into the memory of ${compile.target.name || "the target"}, ` +
-      `${bytesText(memory)}: its peak is ${bytesText(peak)}, and the shards of the parameters take ` +
-      `${bytesText(shards)}. Inputs and the optimizer's state come on top.`,
-  );
+// That a graph does not fit into the target's memory.
+function overCapacity(step, style = "over") {
+  return step.warning && el("p", { class: style, role: "alert" }, step.warning);
 }
