@@ -266,11 +266,11 @@ class _VoteRound:
         ):
             try:
                 ended = attempt.run(combine)
-            except heartbeat.STORE_ERRORS as error:
+            except heartbeat.STORE_ERRORS as gone:
                 raise AgreementError(
                     f"waited for the other ranks of {name_group(self.group)} to {self.missed}. "
-                    f"{heartbeat.gone_store(error)} Look at its log."
-                ) from error
+                    f"{heartbeat.gone_store(gone)} Look at its log."
+                ) from gone
         if "superseded" in ended:
             state.next_epoch(resumed=True)
             raise _SupersededError(ended["superseded"])
