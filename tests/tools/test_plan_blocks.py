@@ -73,9 +73,12 @@ def test_steps_in_backward_hold_the_gradients_of_two_blocks():
     for one, other in zip(whole.plans, freed.plans, strict=True):
         assert one.device.total_bytes - other.device.total_bytes == less
     assert "zpasses.step_in_backward(optimizer)" in str(plan_view(freed))
+    assert "of gradients at a time, which backward frees, and" in plan_view(freed).text()
     assert "step_in_backward" not in str(plan_view(whole))
+    assert "backward frees" not in plan_view(whole).text()
     assert freed.to_json()["step_in_backward"] == "zpasses.step_in_backward(optimizer)"
     assert whole.to_json()["step_in_backward"] is None
+    assert "step_in_backward" not in freed.to_json()["resting"]
     for wrong in ({"optimizer": None}, {"device_memory": "1GiB"}, {"compile_blocks": None}):
         with pytest.raises(OptionError, match="--step-in-backward"):
             replace(asked, step_in_backward=True, **wrong).check()

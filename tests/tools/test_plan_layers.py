@@ -10,8 +10,10 @@ from click.testing import CliRunner
 from tests.zpasses.cost.plan.test_repeated_layers import WIDTH, Net
 from zpasses.backend import equal_layers
 from zpasses.backend.equal_layers import EqualPartitions
+from zpasses.backend.partition_marks import mark_kept
 from zpasses.backend.step_trials import StepTrials
 from zpasses.errors import OptionError
+from zpasses.graph.tags import tag_of, tagged
 from zpasses.pipeline.events import listen
 from zpasses.testing import capture_graphs
 from zpasses.tools.capture.captured_step import CaptureError
@@ -94,6 +96,26 @@ def test_what_layers_save_is_found_once(monkeypatch):
     assert len(found) == 2
     assert found[0] == found[1]
     assert len(found[0]) > 1
+
+
+def test_a_parameter_that_one_mesh_keeps_is_gathered_again_on_another():
+    partitions, saved = EqualPartitions(), []
+
+    def observe(trials):
+        keeps = not saved
+        if keeps:
+            full = [node for node, _ in tagged(trials.gm.graph, "full")]
+            mark_kept(full[len(full) // 2])
+        for _, backward in partitions.of(trials):
+            inputs = backward.graph.find_nodes(op="placeholder")
+            roles = [tag.role for node in inputs if (tag := tag_of(node)) is not None]
+            saved.append((keeps, roles.count("full")))
+
+    for _ in range(2):  # of ranks of two stages of a pipeline, for example
+        with listen(StepTrials, observe):
+            capture_graphs(Net(4), (torch.zeros(64, WIDTH),), world_size=2, pipeline="zero3")
+    assert len(partitions._marks) == 1
+    assert set(saved) == {(True, 1), (False, 0)}
 
 
 @pytest.mark.slow(quick="test_further_layers_are_those_of_a_capture")

@@ -8,6 +8,7 @@ planned by the cost model.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -285,11 +286,20 @@ class LayerPlanner:
         """
         ranked = worthwhile(way.rich, way.values, limit_bytes, self._trials.host_bytes)
         fewest, most = fewest_that_fit(way.step, ranked, limit_bytes), len(ranked)
-        for count in sorted({fewest, (3 * fewest + most) // 4, most} - {0}):
+
+        def first(count: int) -> _Way:
             key = way.activations, tuple(each.name for each in ranked[:count])
             if key not in self._on_host:
                 self._on_host[key] = way.with_on_host(ranked[:count])
-            yield self._on_host[key]
+            return self._on_host[key]
+
+        def fits(count: int) -> bool:
+            return first(count).step.peak_bytes(single_plan) <= limit_bytes
+
+        if fewest == most:  # a limit so low that nothing may be in flight beside what is awaited
+            fewest = bisect_left(range(most), True, key=fits)
+        for count in sorted({fewest, (3 * fewest + most) // 4, most} - {0}):
+            yield first(count)
 
 
 def _saved_bytes(step: StepProblem) -> int:

@@ -33,20 +33,12 @@ class Resting:
 
     shard_bytes: int = 0
     gradient_bytes: int = 0
+    """That are there at a time."""
     state_bytes: int = 0
     optimizer: str | None = None
     """Whose states these are; None if they are not known."""
     optimizer_us: float = 0.0
     """Duration of its step, by micro-batch, if all states stay."""
-    step_in_backward: bool = False
-    """Whether gradients of blocks are freed in backward, so that those of two blocks count."""
-
-    def __str__(self) -> str:
-        freed = " at a time, which backward frees," if self.step_in_backward else ""
-        return (
-            f"{bytes_text(self.shard_bytes)} of shards, {bytes_text(self.gradient_bytes)} of "
-            f"gradients{freed} and {bytes_text(self.state_bytes)} of states of {self.optimizer}"
-        )
 
 
 @dataclass(frozen=True)
@@ -176,7 +168,8 @@ class StepTable:
     blocks: str | None = field(default=None, kw_only=True)
     """Names of the modules that are compiled one by one; None if the step is one graph."""
     step_in_backward: bool = field(default=False, kw_only=True)
-    """Whether parameters of blocks step in backward."""
+    """Whether parameters of blocks step in backward, so that gradients of two blocks are there at a
+    time."""
     repeated: int | None = field(default=None, kw_only=True)
     """How many layers were captured, of which the others are copies; None if all were."""
 
@@ -447,7 +440,7 @@ def plan_view(found: PlanTable) -> View:
         ]
     if found.routes:
         result.append(_routes_text(found.routes))
-    device = _device_legend(found.resting)
+    device = _device_legend(found)
     if found.blocks is not None:
         blocks = _blocks_legend(found.blocks, found.uncompiled)
         if "host" in columns:
@@ -475,8 +468,16 @@ DEVICE_LEGEND = (
 )
 
 
-def _device_legend(resting: Resting) -> tuple[str, ...]:
-    return () if resting.optimizer is None else (*DEVICE_LEGEND, f"A rank has {resting}.")
+def _device_legend(found: PlanTable) -> tuple[str, ...]:
+    rests = found.resting
+    if rests.optimizer is None:
+        return ()
+    freed = " at a time, which backward frees," if found.step_in_backward else ""
+    has = (
+        f"A rank has {bytes_text(rests.shard_bytes)} of shards, {bytes_text(rests.gradient_bytes)} "
+        f"of gradients{freed} and {bytes_text(rests.state_bytes)} of states of {rests.optimizer}."
+    )
+    return *DEVICE_LEGEND, has
 
 
 _MOST_UNCOMPILED = 3

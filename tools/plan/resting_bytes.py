@@ -70,8 +70,7 @@ class RestingBytes:
         if request.step_in_backward:
             assert request.compile_blocks is not None
             gradients = _most_gradient_bytes(model, request.compile_blocks)
-        early = request.step_in_backward
-        return cls(Resting(shards, gradients, sum(sizes), name, each, early), sizes)
+        return cls(Resting(shards, gradients, sum(sizes), name, each), sizes)
 
     def limits(self, request: PlanRequest, device_bytes: int | None = None) -> list[int]:
         """Returns the peaks up to which all states stay, and up to which a step fits at all.

@@ -141,7 +141,7 @@ class CompileJob:
         with self.compiling(), self.planning():
             try:
                 yield
-            except Exception as error:
+            except BaseException as error:  # interrupts, too
                 self.report(error)
                 raise
 

@@ -149,7 +149,7 @@ def _log_remaining_votes(pipeline: Pipeline, groups: Sequence[str], options: Opt
 def _reporting_failures(captured: Capture, options: Options) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # interrupts, too
         if not compat.is_dynamo_restart(error):
             report(captured, options, compat.current_compile_id(), error)
         raise

@@ -67,8 +67,13 @@ def _size(value: object) -> object:
 
 
 def _equal_marks(trials: StepTrials) -> Iterator[Mapping[str, bool]]:
-    """Yields the marks of each partition that saves the same values in each layer."""
+    """Yields the marks of each partition that saves the same values in each layer.
+
+    What is communicated has none: on another mesh, its names may be those of other nodes. So full
+    parameters are saved or gathered again as the graph itself says.
+    """
     joint = trials.gm.graph
+    communicated = {node.name for node in joint.nodes if tag_of(node) is not None}
     layers = _layers(joint)
     handed = _handed_on(layers)
     seen: set[frozenset[str]] = set()
@@ -82,7 +87,8 @@ def _equal_marks(trials: StepTrials) -> Iterator[Mapping[str, bool]]:
             chosen = handed.union(name for name, twin in twins.items() if twin in saved)
             if chosen not in seen:
                 seen.add(chosen)
-                yield marks_of(joint, graphs, twins) | dict.fromkeys(handed, True)
+                marks = marks_of(joint, graphs, twins) | dict.fromkeys(handed, True)
+                yield {name: each for name, each in marks.items() if name not in communicated}
 
 
 def _cheapest_again(

@@ -44,8 +44,9 @@ from zpasses.checkpoint.optimizer_states import (
 from zpasses.checkpoint.random_states import packed_random_states, restore_random_states
 from zpasses.errors import ShardingError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
+from zpasses.runtime.early_steps import forget_steps, has_stepped
 from zpasses.runtime.residuals import drop_residuals
-from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
+from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, drop_accumulated
 
 RANDOM_STATES = "random_states"
 
@@ -75,7 +76,8 @@ def training_state(
         timeout_s: seconds to wait for the other ranks.
 
     Raises:
-        ShardingError: on every rank, if gradients of a window are pending, for a parameter that is
+        ShardingError: on every rank, if gradients of a window are pending, if parameters have
+            stepped in backward and the optimizer's step is still to come, for a parameter that is
             not in the model, or for state of an optimizer that is neither whole nor laid out as its
             parameter is.
         AgreementError: on every rank, if another rank does not call it in time, or has another
@@ -86,6 +88,7 @@ def training_state(
     held: list[Any] = []
     groups = sharding_groups(model)
     with agreed(groups, "zpasses.training_state", timeout_s, described=held, model=model):
+        _check_no_step_under_way(model)
         if not drop_pending:
             _check_nothing_pending(model)
         names = _names(model)
@@ -123,7 +126,8 @@ def load_training_state(
 
     If as many ranks read optimizers as wrote them, the default random generators of each rank are
     set to what they were: of torch, the current accelerator, Python and NumPy. Otherwise they stay.
-    Residuals of error feedback are dropped.
+    Residuals of error feedback are dropped, and so are pending gradients and the steps that
+    parameters have made in backward. `param.grad` stays as it is.
 
     Args:
         source: the folder, or a reader of DCP.
@@ -171,7 +175,8 @@ def load_training_state(
         model.load_state_dict({name: _unwrapped(tensors[key]) for name, key in parts.items()})
     for target in targets:
         target.apply({**settings, **tensors})
-    drop_residuals(model.parameters())
+    for drop in (drop_residuals, drop_accumulated, forget_steps):
+        drop(model.parameters())
     with agreed(ranks, occasion, timeout_s):
         if listed and generators is not None:
             restore_random_states(settings[generators])
@@ -188,6 +193,16 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
     for name, param in model.named_parameters():
         found.setdefault(param, plain_name(name))
     return found
+
+
+def _check_no_step_under_way(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if has_stepped(param):
+            raise ShardingError(
+                f"{plain_name(name)} has stepped in backward (zpasses.step_in_backward), and a "
+                "checkpoint would mix parameters before and after their step. Save after "
+                "optimizer.step()."
+            )
 
 
 def _check_nothing_pending(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -196,6 +197,33 @@ def look_for_nan_in_own_rows() -> None:
 
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._is_any_true.default] = handler
+
+
+FIND_OVERFLOWS: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+"""What `GradScaler` runs on the gradients of a device and dtype."""
+
+
+def share_overflows() -> None:
+    """Let all ranks of all meshes of an optimizer's gradients know of an overflow that
+    `GradScaler` finds on one, so that they skip the same steps.
+
+    torch shares it over the mesh of the first gradient only, and not along its replicated
+    dimensions, as if plain tensors were equal on all ranks.
+    """
+
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        grads, found_inf, *others = args
+        sharded = [each for each in grads if isinstance(each, DTensor)]
+        op([local_of(e) if isinstance(e, DTensor) else e for e in grads], found_inf, *others)
+        for mesh in dict.fromkeys(each.device_mesh for each in sharded):
+            found = found_inf.to(mesh.device_type)  # gradients may rest on the host
+            for group in mesh.get_all_groups():
+                if group.size() > 1:
+                    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+            found_inf.copy_(found)
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[FIND_OVERFLOWS] = handler
 
 
 def is_placement_error(error: BaseException) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from zpasses import compat
 from zpasses.errors import AgreementError
+from zpasses.ranks import heartbeat
 from zpasses.ranks.vote import end_key, group_state, has_other_ranks, pack, unpack
 
 
@@ -67,7 +69,10 @@ def reported_failure(name: str) -> str | None:
     if not has_other_ranks(name):
         return None
     store, key = compat.default_store(), end_key(group_state(name).key())
-    return str(unpack(store.get(key))["failure"]["reason"]) if store.check([key]) else None
+    try:
+        return str(unpack(store.get(key))["failure"]["reason"]) if store.check([key]) else None
+    except heartbeat.STORE_ERRORS:
+        return None
 
 
 def post_failure(name: str, reason: str, *, recoverable: bool = False) -> None:
@@ -76,5 +81,6 @@ def post_failure(name: str, reason: str, *, recoverable: bool = False) -> None:
         return
     state, store = group_state(name), compat.default_store()
     failure = {"rank": dist.get_rank(), "reason": reason, "recoverable": recoverable}
-    store.compare_set(end_key(state.key()), "", pack({"failure": failure}))
+    with contextlib.suppress(*heartbeat.STORE_ERRORS):  # the others find it gone, too
+        store.compare_set(end_key(state.key()), "", pack({"failure": failure}))
     state.next_epoch(resumed=False)

@@ -1,7 +1,9 @@
 """Heartbeats: a thread on every rank tells the others that its process lives, and what it does.
 
 A rank that waits too long for another rank asks for that rank's heartbeat. The answer tells a rank
-that is slow or somewhere else from one whose process is gone or stopped.
+that is slow or somewhere else from one whose process is gone or stopped. The last that the thread
+of a process does is to tell the others why the process ends, as far as Python can see that: an
+exception or an interrupt, but not a signal that ends the process at once.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ import atexit
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
@@ -52,11 +56,12 @@ def activity(activity: str) -> Iterator[None]:
 class _HeartbeatThread(threading.Thread):
     """Counts beats in the store, and publishes what the main thread does, with its time."""
 
-    def __init__(self, store: Any, rank: int) -> None:
+    def __init__(self, store: Any, rank: int, tell_end: TellEnd) -> None:
         super().__init__(name="zpasses-heartbeat", daemon=True)
         # A connection of its own: the main thread may wait in the other one.
         self._store, self._rank = store.clone(), rank
-        self._main_store = store
+        self._main_store, self._tell_end = store, tell_end
+        self._reason: str | None = None
         self.group = dist.group.WORLD
         self._stopped = threading.Event()
         self._beats = 0
@@ -67,6 +72,8 @@ class _HeartbeatThread(threading.Thread):
                 self._beats += 1
                 beat = {"beat": self._beats, "now": time.monotonic()}
                 self._store.set(_key("beat", self._rank), json.dumps(beat))
+            if self._reason is not None:
+                self._tell_end(self._store, f"rank {self._rank} has ended {self._reason}")
 
     def publish(self, activity: str) -> None:
         """At once, in the main thread: a process may stop in what it does next."""
@@ -74,33 +81,57 @@ class _HeartbeatThread(threading.Thread):
         with contextlib.suppress(Exception):
             self._main_store.set(_key("activity", self._rank), value)
 
-    def end(self) -> None:
-        """Stop beating. Waits for the beat under way, though not for a store that hangs."""
+    def end(self, reason: str | None = None) -> None:
+        """Stop beating. Waits for the beat under way, though not for a store that hangs.
+
+        Args:
+            reason: how the process ends, for the other ranks; None if it goes on.
+        """
+        self._reason = reason
         self._stopped.set()
         self.join(_MISSED * INTERVAL_S)
 
 
+TellEnd = Callable[[Any, str], object]
+"""Tells the other ranks through a store that this rank's process ends, in words."""
+
 _hearts: list[_HeartbeatThread] = []
 
 
-def start() -> None:
+def start(tell_end: TellEnd = lambda store, reason: None) -> None:
     """Start the heartbeat of this process, once for each job that it takes part in."""
     if _hearts and _hearts[0].group is dist.group.WORLD and _hearts[0].is_alive():
         return
     stop()
-    heart = _HeartbeatThread(compat.default_store(), dist.get_rank())
+    heart = _HeartbeatThread(compat.default_store(), dist.get_rank(), tell_end)
     heart.start()
     _hearts.append(heart)
     heart.publish(_activity)
+    Finalize(None, _end_with_process, exitpriority=0)  # atexit does not run in their children
+
+
+def stop(reason: str | None = None) -> None:
+    """End the heartbeat of this process; `reason` as above."""
+    while _hearts:
+        _hearts.pop().end(reason)
 
 
 # Python ends daemon threads when the interpreter exits. One that is inside the store at that moment
 # would abort the process: C++ does not let a thread end in the middle of such a call.
 @atexit.register
-def stop() -> None:
-    """End the heartbeat of this process."""
-    while _hearts:
-        _hearts.pop().end()
+def _end_with_process() -> None:
+    if _hearts:
+        ends_job = _hearts[0].group is dist.group.WORLD
+        stop(_how_it_ends() if ends_job else None)
+
+
+def _how_it_ends() -> str:
+    """Returns how the process ends: "by RuntimeError: ...; it was running graph 0/0"."""
+    error = sys.exc_info()[1] or (None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
+    if isinstance(error, SystemExit):
+        error = error.__context__  # torch.multiprocessing leaves so
+    by = f"by {type(error).__name__}: {str(error)[:500]}" if error else "its program"
+    return f"{by.rstrip(': ')}; it was {_activity}"
 
 
 def describe(ranks: Sequence[int]) -> str:
@@ -108,6 +139,25 @@ def describe(ranks: Sequence[int]) -> str:
 
     Takes up to three intervals, because only the next heartbeat shows whether a process lives.
     """
+    try:
+        return _described(ranks)
+    except STORE_ERRORS as error:
+        return gone_store(error)
+
+
+STORE_ERRORS = (dist.DistNetworkError, dist.DistStoreError)
+"""What the store raises once the process that runs it has ended."""
+
+
+def gone_store(error: BaseException) -> str:
+    """Returns what an error of the store means, as a sentence."""
+    return (
+        "The store through which ranks talk is gone, because the process that runs it has ended: "
+        f"rank 0, or torchrun ({type(error).__name__}: {str(error)[:200]})."
+    )
+
+
+def _described(ranks: Sequence[int]) -> str:
     store = compat.default_store()
     seen = {rank: _last_beat(store, rank) for rank in ranks}
     alive: dict[int, dict[str, Any]] = {}

@@ -11,7 +11,8 @@ nothing that the others do not run. A rank that follows the prediction meanwhile
 collective, with the time limit of the votes.
 
 A training loop thus votes during its first steps and when it changes what it runs. After that an
-event costs one look-up.
+event costs one look-up. In torch's anomaly mode, ranks vote at each event, because autograd raises
+on the ranks alone that have a NaN.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import torch
 
 from zpasses.ranks.agree import compare
 from zpasses.ranks.group_names import name_group
@@ -30,6 +33,9 @@ ALIKE = (
     f"error of a step only if it occurs on all ranks. {NOT_ALONE}"
 )
 """Advice of errors about ranks that wait for each other."""
+
+ANOMALY = "torch.autograd.detect_anomaly"
+_ANOMALY_ALIKE = f"Turn {ANOMALY} on on every rank: in it, ranks vote before each graph."
 
 _CONTEXT = 16
 """Number of events by which the next one is predicted."""
@@ -95,11 +101,17 @@ def check_run_event(
     """
     state = group_state(group)
     digest = f"{event.digest} {edits.digest}" if edits.count else event.digest
-    votes = always_vote or state.successors.get(state.events) != digest or edits.needs_vote()
+    votes = always_vote or looks_for_nan() or state.successors.get(state.events) != digest
+    votes = votes or edits.needs_vote()
     if votes:
         _vote(group, state, event, edits, digest, timeout_s, timeout_option)
     edits.end_event(voted=votes)
     state.events = (*state.events, digest)[-_CONTEXT:]
+
+
+def looks_for_nan() -> bool:
+    """Whether autograd looks for NaN in what each node of a backward returns."""
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
 
 def forget_events(group: str) -> None:
@@ -143,7 +155,7 @@ def _vote(
         difference,
         timeout_s,
         missed=missed,
-        advice=ALIKE,
+        advice=f"{ALIKE} {_ANOMALY_ALIKE}" if looks_for_nan() else ALIKE,
         timeout_option=timeout_option,
         on_difference=forget,
     )

@@ -255,7 +255,7 @@ class _VoteRound:
         self, ballot: Ballot, combine: Combine, deadline: float, in_full: Collection[int]
     ) -> dict[str, Any]:
         state, rank = group_state(self.group), compat.process_group(self.group).rank()
-        heartbeat.start()
+        heartbeat.start(_tell_end)
         rejoin_after_failure([self.group])
         text = text_of(self.occasion, ballot, compiled_graph(), in_full=rank in in_full)
         attempt = _Attempt(self, state.key(), deadline, ballot, text)
@@ -264,7 +264,13 @@ class _VoteRound:
         with heartbeat.activity(
             f"waiting for other ranks{where} at {self.occasion}{self._about()}"
         ):
-            ended = attempt.run(combine)
+            try:
+                ended = attempt.run(combine)
+            except heartbeat.STORE_ERRORS as gone:
+                raise AgreementError(
+                    f"waited for the other ranks of {name_group(self.group)} to {self.missed}. "
+                    f"{heartbeat.gone_store(gone)} Look at its log."
+                ) from gone
         if "superseded" in ended:
             state.next_epoch(resumed=True)
             raise _SupersededError(ended["superseded"])
@@ -493,6 +499,14 @@ def rejoin_after_failure(groups: Sequence[str]) -> None:
             state.resumed = True
             key = f"{state.prefix}/{state.epoch}/resumed/{dist.get_rank()}"
             compat.default_store().set(key, "1")
+
+
+def _tell_end(store: Any, reason: str) -> None:
+    """Let the votes that the other ranks are in, or come to next, end with this rank's process."""
+    reason = f"{reason}. The other ranks cannot go on without it; look at its log."
+    failure = {"rank": dist.get_rank(), "reason": reason, "recoverable": False}
+    for state in list(_states.values()):
+        store.compare_set(end_key(state.key()), "", pack({"failure": failure}))
 
 
 # --- the store -----------------------------------------------------------------------------------

@@ -72,6 +72,20 @@ def check_is_there(grad: Tensor) -> None:
         raise _freed("a gradient is read")
 
 
+def has_stepped(param: Tensor) -> bool:
+    """Whether a parameter has stepped in backward, since the last `optimizer.step()`."""
+    found = _expected(param)
+    return found is not None and found.has_stepped
+
+
+def forget_steps(params: Iterable[Tensor]) -> None:
+    """Parameters have the values and states of a checkpoint, so none has stepped in backward."""
+    for param in params:
+        if (found := _expected(param)) is not None:
+            found.gradients, found.has_stepped = 0, False
+            found.step.forget()
+
+
 class EarlyStep:
     """The steps of one optimizer in backward."""
 
@@ -136,16 +150,20 @@ class EarlyStep:
                 "gradients are reduced in this backward.",
                 type(optimizer).__name__,
             )
-        self._partial = None
-        for param in self._stepped:
-            if type(param.grad) is SteppedGrad:
-                param.grad = None
-        self._stepped.clear()
+        self.forget()
         for param in params:
             if (found := _expected(param)) is not None:
                 # Calls may have expected gradients whose backward did not run.
                 found.gradients, found.has_stepped = 0, False
         return partial
+
+    def forget(self) -> None:
+        """No parameter has stepped in backward any more."""
+        self._partial = None
+        for param in self._stepped:
+            if type(param.grad) is SteppedGrad:
+                param.grad = None
+        self._stepped.clear()
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -150,7 +150,7 @@ def run_on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
         ShardingError: for a plain tensor that does not have the shape of the full parameter.
     """
     lists = [each for each in (*args, *kwargs.values()) if _is_tensor_list(each)]
-    if not lists:
+    if not lists or func is compat.FIND_OVERFLOWS:  # which ranks share
         return False
     first: Sequence[Tensor] = lists[0]
     for each in lists[1:]:

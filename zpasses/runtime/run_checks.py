@@ -22,9 +22,17 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.graph.dialect import set_eager_guard
 from zpasses.ranks import heartbeat
+from zpasses.ranks.agree import exchange
 from zpasses.ranks.failures import pass_on_failure, reported_failure
 from zpasses.ranks.notes import check_conflicts
-from zpasses.ranks.run_order import ALIKE, RunEvent, check_run_event, forget_events
+from zpasses.ranks.run_order import (
+    ALIKE,
+    ANOMALY,
+    RunEvent,
+    check_run_event,
+    forget_events,
+    looks_for_nan,
+)
 from zpasses.ranks.vote import (
     COMPILE_TIMEOUT,
     GROUP_TIMEOUT,
@@ -151,9 +159,36 @@ def with_run_check(
                 return code(args)
         # Code that runs for the first time may vote, too: about the route of its collectives.
         with limited_collectives(asked, name, longest, longest_option), vote_timeout(timeout_s):
-            return code(args)
+            values = code(args)
+            if looks_for_nan() and compat.in_backward():
+                _look_for_nan(asked, name, values)
+            return values
 
     return boxed(run)
+
+
+def _look_for_nan(groups: Sequence[str], name: str, values: Sequence[Any]) -> None:
+    """Raise AgreementError on all ranks if one of them has a NaN in what a backward returns.
+
+    Autograd would raise on that rank alone, and the others would wait for it.
+    """
+    floats = [each for each in values if isinstance(each, Tensor) and each.is_floating_point()]
+    found = sum(bool(each.isnan().any()) for each in floats)
+    said = [f"{found} of {len(values)} on rank {compat.global_rank()}"] if found else []
+    for group in groups:  # each tells what those before it have found
+        said = exchange(group, f"the look for NaN of {ANOMALY}", said, merge=_of_any)
+    if said:
+        raise AgreementError(
+            f"{ANOMALY}: NaN in gradients that {name} returns: {', '.join(said)}. A rank has its "
+            "rows of each gradient, which all ranks add to. Look for NaN in the loss of each rank."
+        )
+
+
+def _of_any(answers: Sequence[list[str]]) -> list[str]:
+    return sorted({each for answer in answers for each in answer})[:_MOST_NAMED]
+
+
+_MOST_NAMED = 8
 
 
 @contextlib.contextmanager

@@ -121,6 +121,16 @@ def _set_plain_value(module: nn.Module, spec: ParamShardSpec, value: Any) -> Non
 def _read_eagerly(module: Any, name: str, param: DTensor) -> Tensor:
     if compat.is_called_by(nn.Module.get_parameter, depth=2):
         return param
+    try:
+        return _gathered(module, name, param)
+    except AttributeError as error:  # Python would go on with nn.Module's look-up: to the shard
+        raise ShardingError(
+            f"parameter {name!r} of a {type(module).__name__} cannot be read: AttributeError: "
+            f"{error}"
+        ) from error
+
+
+def _gathered(module: Any, name: str, param: DTensor) -> Tensor:
     spec: ParamShardSpec = module._zpasses_specs[name]
     layout = spec.layout
     if spec.device is not None and param.requires_grad and not spec.is_trained:

@@ -8,29 +8,38 @@ two graphs, and backward reduces the gradients as those of other uncompiled read
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator
+import contextvars
+from collections.abc import Container, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from zpasses import compat
+from zpasses.errors import ShardingError
 
 LIST_OF_WEIGHTS = "_flat_weights"
+
+# Of this thread, because threads may run one module, each with gathered weights of its own.
+_held: contextvars.ContextVar[Mapping[int, list[Any]]] = contextvars.ContextVar(
+    "zpasses.rnn_weights", default=MappingProxyType({})
+)
+"""Identity of a module -> what its list is for now."""
 
 
 class ShardedRNN(nn.Module):
     """Mixin of sharded RNNs, which precedes their own class."""
 
     _flat_weights_names: list[str]
-    _held: list[Any] | None = None
-    """What the list is for now."""
 
     @property
     def _flat_weights(self) -> list[Any]:
-        if self._held is not None:
-            return self._held
-        return [getattr(self, name, None) for name in self._flat_weights_names]
+        if torch.compiler.is_compiling():
+            return [getattr(self, name, None) for name in self._flat_weights_names]
+        held = _held.get().get(id(self))
+        return held if held is not None else self._read_weights()
 
     @_flat_weights.setter
     def _flat_weights(self, weights: list[Any]) -> None:
@@ -63,17 +72,34 @@ class ShardedRNN(nn.Module):
         with self._holding([None] * len(state["_flat_weights_names"])):
             super().__setstate__(state)  # type: ignore[no-untyped-call]
 
+    def _read_weights(self) -> list[Any]:
+        """Gathers the weights. One that is not there, such as a pruned one, is None.
+
+        Raises:
+            ShardingError: for an AttributeError of a read, for which Python would look for the list
+                elsewhere, and say that there is none.
+        """
+        try:
+            return [
+                getattr(self, name) if self._has_weight(name) else None
+                for name in self._flat_weights_names
+            ]
+        except AttributeError as error:
+            raise ShardingError(
+                f"reading the weights of a {type(self).__name__} failed: AttributeError: {error}"
+            ) from error
+
+    def _has_weight(self, name: str) -> bool:
+        held = name in self._parameters or name in self.__dict__
+        return held or parametrize.is_parametrized(self, name)
+
     @contextlib.contextmanager
     def _holding(self, weights: list[Any]) -> Iterator[None]:
-        before = self._held
-        self.__dict__["_held"] = weights
+        token = _held.set({**_held.get(), id(self): weights})
         try:
             yield
         finally:
-            if before is None:
-                del self.__dict__["_held"]
-            else:
-                self.__dict__["_held"] = before
+            _held.reset(token)
 
 
 compat.begin_no_compile_at(ShardedRNN.forward)

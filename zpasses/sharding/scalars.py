@@ -24,6 +24,7 @@ def refuse_parts_as_numbers(mesh: DeviceMesh) -> None:
     _meshes.add(mesh)
     compat.check_items(_check)
     compat.look_for_nan_in_own_rows()
+    compat.share_overflows()
 
 
 def _check(value: DTensor) -> None:

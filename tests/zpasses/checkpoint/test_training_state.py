@@ -1,6 +1,7 @@
 """What a checkpoint of a training run holds, and what is refused."""
 
 import random
+from contextlib import nullcontext
 
 import numpy
 import pytest
@@ -13,9 +14,11 @@ from torch.distributed.tensor import DTensor
 
 import zpasses
 from tests.on_ranks import on_ranks
+from tests.zpasses.checkpoint.checkpoint_models import assert_equal_values
 from tests.zpasses.models import integers
 from zpasses.checkpoint import optimizer_states
 from zpasses.checkpoint.random_states import packed_random_states, restore_random_states
+from zpasses.runtime.early_steps import has_stepped
 from zpasses.testing import fake_world, run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
@@ -281,3 +284,88 @@ def _other_encoding(folder, saved):
         zpasses.load_training_state(folder / "dcp", target)
     with pytest.raises(zpasses.ShardingError, match=match):
         zpasses.load_safetensors(target, folder / "files")
+
+
+@pytest.mark.parametrize("window", ["option", "block"])
+@on_ranks(2)
+def test_loading_drops_what_the_run_has_accumulated(tmp_path, window):
+    """A run that goes back to a checkpoint in the middle of a window goes on from there."""
+    torch.manual_seed(0)
+    model = zpasses.shard(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), mesh=world_mesh())
+    options = {"codegen": "eager", "backwards_per_step": 2 if window == "option" else 1}
+    step = torch.compile(model, backend="zpasses", options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def block():
+        return zpasses.coalesce_grad_reduction(model) if window == "block" else nullcontext()
+
+    def backward(seed):
+        step(integers(4, 4, seed=seed + 10 * dist.get_rank())).square().sum().backward()
+
+    def gradients():
+        optimizer.zero_grad()
+        with block():
+            backward(1)
+            backward(2)
+        return [param.grad.full_tensor() for param in model.parameters()]
+
+    expected = gradients()
+    dcp.save(zpasses.training_state(model, optimizer), checkpoint_id=tmp_path)
+    with block():
+        backward(3)
+        zpasses.load_training_state(tmp_path, model, optimizer)
+        if window == "block":
+            backward(1)
+            backward(2)
+            optimizer.zero_grad()
+    found = [param.grad.full_tensor() for param in model.parameters()]
+    found = found if window == "block" else gradients()
+    assert all(map(torch.equal, found, expected))
+
+
+@on_ranks(2)
+def test_a_checkpoint_has_no_half_of_a_step(tmp_path):
+    """Of parameters that step in backward. What they have stepped is gone when it is loaded."""
+    torch.manual_seed(0)
+    model = zpasses.shard(Stack(), mesh=world_mesh())
+    zpasses.compile_blocks(model, "layers.*", codegen="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    zpasses.step_in_backward(optimizer)
+
+    def backward():
+        model(integers(4, 4, seed=dist.get_rank())).square().sum().backward()
+
+    for _ in range(3):  # blocks know their followers from the second step on
+        backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp.save(zpasses.training_state(model, optimizer), checkpoint_id=tmp_path)
+    saved = zpasses.full_state_dict(model)
+    backward()
+    assert any(has_stepped(param) for param in model.parameters())
+    assert not all(has_stepped(param) for param in model.parameters())
+    with pytest.raises(zpasses.ShardingError, match="has stepped in backward"):
+        zpasses.training_state(model, optimizer)
+    optimizer.step()
+    expected = zpasses.full_state_dict(model)
+    optimizer.zero_grad()
+    for _ in range(2):
+        backward()
+        zpasses.load_training_state(tmp_path, model, optimizer)
+        optimizer.zero_grad()
+        assert_equal_values(zpasses.full_state_dict(model), saved)
+    backward()
+    optimizer.step()
+    assert_equal_values(zpasses.full_state_dict(model), expected)
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)

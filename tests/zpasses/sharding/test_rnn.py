@@ -1,6 +1,8 @@
 """Sharded `nn.RNN`, `nn.GRU` and `nn.LSTM`."""
 
 import copy
+import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
 from tests.zpasses.models import full_gradients, reference_gradients
+from zpasses.errors import ShardingError
 from zpasses.integrations.full_states import unsharded
 from zpasses.sharding.rnn import LIST_OF_WEIGHTS
 from zpasses.testing import fake_world, world_mesh
@@ -129,6 +132,60 @@ def test_the_module_keeps_no_full_weights_and_is_edited_without_reading_them():
     assert not any(vars(rnn)["_flat_weights"])
     assert rnn.get_parameter("weight_hh_l0").to_local().eq(1).all()
     assert counted.reads == 0
+
+
+def test_threads_that_run_one_module_hold_weights_of_their_own():
+    """Their forwards overlap: the second one begins in the first, and ends after it."""
+    barrier, results = threading.Barrier(2, timeout=60), {}
+    with fake_world(2) as mesh, torch.no_grad():
+        rnn = zpasses.shard(nn.LSTM(3, 5), mesh=mesh)
+        forward = nn.LSTM.forward
+
+        def overlapping(self, x):
+            first = threading.current_thread().name == "first"
+            barrier.wait()
+            if not first:
+                barrier.wait()
+            weights = self._flat_weights
+            output = forward(self, x)
+            assert all(a is b for a, b in zip(weights, self._flat_weights, strict=True))
+            results[threading.current_thread().name] = weights
+            if first:
+                barrier.wait()
+            return output
+
+        with mock.patch.object(nn.LSTM, "forward", overlapping):
+            threads = [
+                threading.Thread(target=rnn, args=(torch.ones(2, 1, 3),), name=name)
+                for name in ("first", "second")
+            ]
+            for each in threads:
+                each.start()
+            for each in threads:
+                each.join()
+        assert results["first"][0] is not results["second"][0]
+        with _CountReads() as counted:
+            rnn(torch.ones(2, 1, 3))
+    assert counted.reads == 4
+
+
+@pytest.mark.parametrize("module", [nn.LSTM(3, 5), nn.Linear(3, 5)])
+def test_an_attribute_error_of_a_gather_is_what_the_user_sees(module):
+    def fails(self):
+        raise AttributeError("no such route")
+
+    with fake_world(2) as mesh:
+        zpasses.shard(module, mesh=mesh)
+        broken = mock.patch.object(zpasses.sharding.reads, "to_local_shard", fails)
+        with broken, pytest.raises(ShardingError, match="AttributeError: no such route"):
+            module(torch.ones(2, 1, 3))
+
+
+def test_a_pruned_weight_is_none_in_the_list():
+    with fake_world(2) as mesh:
+        rnn = zpasses.shard(nn.GRU(3, 5), mesh=mesh)
+        del rnn.bias_hh_l0
+        assert [each is None for each in rnn._flat_weights] == [False, False, False, True]
 
 
 def test_an_rnn_may_be_ignored_in_part():
