@@ -215,6 +215,39 @@ def offloadable_values(
     ]
 
 
+def offloadable_inputs(
+    forward: fx.Graph,
+    backward: fx.Graph,
+    user_outputs: int,
+    least_bytes: int = LEAST_BYTES,
+) -> list[fx.Node]:
+    """Returns the inputs of a forward graph that it saves for backward, and that may rest on the
+    host in between, as `offloadable_values`. Whoever else holds one decides whether that frees its
+    memory.
+
+    Shards, and inputs that the graph writes to, stay.
+    """
+    returned = returned_values(forward)
+    saved = returned[user_outputs:]
+    others = [each for each in returned if isinstance(each, fx.Node) and each.op != "placeholder"]
+    taken = {_storage(value_of(each)) for each in others if isinstance(value_of(each), Tensor)}
+    read = {node.name for node in backward.nodes if node.op == "placeholder" and node.users}
+    return [
+        node
+        for node in forward.find_nodes(op="placeholder")
+        if tag_of(node) is None
+        and node.name in read
+        and saved.count(node) == returned.count(node) == 1
+        and _is_movable(value_of(node), least_bytes)
+        and _storage(value_of(node)) not in taken
+        and not any(map(_writes, node.users))
+    ]
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, compat.OpOverload) and bool(node.target._schema.is_mutable)
+
+
 def _storage(value: Tensor) -> int | None:
     return compat.storage_id(value) if value.layout is torch.strided else None
 
