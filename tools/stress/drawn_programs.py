@@ -193,6 +193,8 @@ def draw(seed: int, codegen: str = "eager") -> Program:
     options |= _draw_host_options(moved, how, options)
     if how == "blocks" and "host_memory" in options:
         model = deepened(moved, model)
+        if "param_dtype" in shard:
+            model = replace(model, checkpoints=False)  # the reference would recompute without it
     options = _draw_encodings(moved, options)
     program = Program(
         seed,

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.graph.aliases import written_arguments
 from zpasses.graph.dialect import AVERAGE_GRAD, TO_HOST
 from zpasses.graph.queries import (
     Editor,
@@ -225,7 +226,7 @@ def offloadable_inputs(
     host in between, as `offloadable_values`. Whoever else holds one decides whether that frees its
     memory.
 
-    Shards, and inputs that the graph writes to, stay.
+    Shards stay, and so do arguments of operators that write to some argument.
     """
     returned = returned_values(forward)
     saved = returned[user_outputs:]
@@ -240,12 +241,8 @@ def offloadable_inputs(
         and saved.count(node) == returned.count(node) == 1
         and _is_movable(value_of(node), least_bytes)
         and _storage(value_of(node)) not in taken
-        and not any(map(_writes, node.users))
+        and not any(written_arguments(user.target) for user in node.users)
     ]
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, compat.OpOverload) and bool(node.target._schema.is_mutable)
 
 
 def _storage(value: Tensor) -> int | None:
