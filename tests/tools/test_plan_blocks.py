@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zpasses
 from zpasses.errors import MemoryBudgetError, OptionError
@@ -41,11 +42,24 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.layers[:frozen].requires_grad_(False)
         self.head = nn.Linear(WIDTH, 8)
+        self.holds = False
 
     def forward(self, x):
+        held = []
         for layer in self.layers:
             x = layer(x)
+            if self.holds:
+                held.append(x)
         return self.head(x).square().mean()
+
+
+class Recomputed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 def net(layers=6, rows=ROWS, frozen=0):
@@ -218,6 +232,34 @@ def test_what_blocks_save_rests_on_the_host_where_the_memory_needs_it(table):
     assert 'host_memory="1GiB")' in text
     assert "host: bytes of what blocks save" in text
     assert " host" in next(line for line in text.splitlines() if line.startswith("plan "))
+
+
+def holding(layers=6, rows=1024, holds=False):
+    """Blocks that recompute all, so each saves only what it gets."""
+    model = Net(layers)
+    for at, block in enumerate(model.layers):
+        model.layers[at] = Recomputed(block)
+    model.holds = holds
+    return model, torch.ones(rows, WIDTH)
+
+
+def test_inputs_of_blocks_rest_on_the_host_unless_something_holds_them():
+    size = 1024 * WIDTH * 4
+    plans = {}
+    for holds in (False, True):
+        asked = PlanRequest(
+            f"{HERE}:holding",
+            2,
+            TARGET,
+            compile_blocks="layers.*",
+            stages=False,
+            host_memory="1GiB",
+            arguments={"holds": holds},
+        )
+        plans[holds] = plan_step(asked).plans
+    # The caller holds the batch, and the last two blocks move nothing.
+    assert max(each.host_bytes for each in plans[False]) == 3 * size
+    assert {each.host_bytes for each in plans[True]} == {0}
 
 
 def test_names_of_modules_are_escaped(table):

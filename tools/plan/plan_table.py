@@ -444,7 +444,7 @@ def plan_view(found: PlanTable) -> View:
     if found.blocks is not None:
         blocks = _blocks_legend(found.blocks, found.uncompiled)
         if "host" in columns:
-            blocks = (*blocks, "host: bytes of what blocks save that rest there until backward.")
+            blocks = (*blocks, "host: bytes of what blocks save, inputs included, that rest there.")
         return found.view(shown, result, (*blocks, *device))
     kept = "kept: full parameters that stay until backward. cached: those that stay longer."
     more = " host: bytes of them that rest there." if "host" in columns else ""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,11 @@ class ModelChoice:
     """Whether the graph breaks after the first block."""
     frozen: tuple[int, ...] = ()
     """Positions of the parameters that are frozen from the start."""
+    between: Literal["nothing", "product", "sum", "list"] = "nothing"
+    """What runs between blocks: a product or a sum of what they get and return, or nothing but a
+    list that holds what they return."""
+    checkpoints: bool = False
+    """Whether every second block is called by a checkpoint."""
 
 
 def draw_model(draw: random.Random) -> ModelChoice:
@@ -70,11 +76,37 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.embed is not None:
             x = x + self.embed(x.argmax(-1))
+        held = []
         for at, layer in enumerate(self.layers):
-            x = layer(x)
+            again = self.choice.checkpoints and at % 2 == 1
+            y: Tensor = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+            x = self._between(x, y)
+            if self.choice.between == "list":
+                held.append(x)
             if self.choice.breaks and at == 0:
                 torch._dynamo.graph_break()
         return self.head(x)  # type: ignore[no-any-return]
+
+    def _between(self, x: Tensor, y: Tensor) -> Tensor:
+        match self.choice.between:
+            case "product":
+                return torch.mul(y, 0.75)
+            case "sum":
+                return torch.add(x, y, alpha=0.5)
+        return y
+
+
+def deepened(draw: random.Random, choice: ModelChoice) -> ModelChoice:
+    """The same with more blocks, of which most do not run right before their backward."""
+    deeper = replace(
+        choice,
+        blocks=(choice.blocks * 8)[: draw.choice((4, 6, 8))],
+        between=draw.choice(("nothing", "nothing", "product", "sum", "list")),
+        checkpoints=draw.random() < 0.25,
+    )
+    if {"buffers", "batch_norm", "recomputed"} & {*choice.blocks}:  # change in each run, or nested
+        deeper = replace(deeper, checkpoints=False)
+    return deeper
 
 
 class _Feed(nn.Module):

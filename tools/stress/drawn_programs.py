@@ -36,7 +36,7 @@ from zpasses.testing.ranks import Outcome as RankOutcome
 from zpasses.testing.ranks import close_pools
 from zpasses.testing.ranks.pool import call_on_ranks
 from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig, own_part
-from zpasses.tools.stress.drawn_models import Model, ModelChoice, draw_model
+from zpasses.tools.stress.drawn_models import Model, ModelChoice, deepened, draw_model
 from zpasses.tools.stress.training_actions import ACTIONS, EDITS, Edit, Rows, Side
 
 _VOTE_LIMIT_S = 30.0
@@ -70,6 +70,9 @@ _HOST_ROWS = 2048
 
 _HOST_BUDGETS_KIB = (1536, 2048, 3072, 4096, 6144)
 """Memory budgets that are drawn with `host_memory`. A value of such a batch has 150 to 400 KiB."""
+
+_BLOCK_BUDGETS_KIB = (3072, 4096, 6144, 8192, 12288)
+"""Those with blocks, which do not recompute."""
 
 _HOST_TARGET = "h100,tflops=1,host_out_gb_s=2000,host_in_gb_s=2000"
 """Copies to the host are faster than recomputing there."""
@@ -188,6 +191,10 @@ def draw(seed: int, codegen: str = "eager") -> Program:
     options, shard = _draw_options(chance, how, mesh), _draw_shard(chance, model)
     moved = random.Random(f"host {seed}")
     options |= _draw_host_options(moved, how, options)
+    if how == "blocks" and "host_memory" in options:
+        model = deepened(moved, model)
+        if "param_dtype" in shard:
+            model = replace(model, checkpoints=False)  # the reference would recompute without it
     options = _draw_encodings(moved, options)
     program = Program(
         seed,
@@ -257,9 +264,10 @@ def _draw_host_options(
     chance: random.Random, how: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Options that let saved values rest on the host, for a third of the programs that may."""
-    if how == "blocks" or {"pipeline", "prefetch"} & {*options} or chance.random() < 0.65:
+    if {"pipeline", "prefetch"} & {*options} or chance.random() < 0.65:
         return {}
-    budget = f"{chance.choice(_HOST_BUDGETS_KIB)}KiB"
+    budgets = _BLOCK_BUDGETS_KIB if how == "blocks" else _HOST_BUDGETS_KIB
+    budget = f"{chance.choice(budgets)}KiB"
     return {"memory_budget": budget, "host_memory": "1GiB", "target": _HOST_TARGET}
 
 

@@ -121,6 +121,7 @@ def graph_cost(
     saved = {
         node: None for node in returned if isinstance(node, fx.Node) and node.op != "placeholder"
     }
+    sizes = [(at, nbytes(value_of(node))) for at, node in enumerate(returned) if node in saved]
     gathers = [hoisted.gathers.graph] if hoisted.gathers is not None else []
     reductions = hoisted.reductions
     ends = [reductions.start, reductions.end] if reductions is not None else []
@@ -148,15 +149,18 @@ def graph_cost(
         collectives=sum(
             _starts(node) for part in (hoisted.body, *gathers, *ends) for node in part.graph.nodes
         ),
-        movable=tuple(_movable(nbytes(value_of(returned[at])), target) for at in movable),
+        returned=tuple(sizes) if kind == "forward" else (),
+        movable=tuple(_movable(at, returned[at], target) for at in movable),
         copies_compute=target.architecture == "cpu",
         residual_bytes=nbytes([value_of(node) for node in residual_inputs(body)]),
     )
 
 
-def _movable(size: int, target: Target) -> MovableValue:
+def _movable(at: int, node: fx.Node, target: Target) -> MovableValue:
+    size = nbytes(value_of(node))
     out, back = (host_copy_timing(HostCopy(direction, size), target) for direction in ("out", "in"))
-    return MovableValue(size, out.duration_us + out.issue_us, back.duration_us + back.issue_us)
+    out_us, in_us = (each.duration_us + each.issue_us for each in (out, back))
+    return MovableValue(size, out_us, in_us, at, is_input=node.op == "placeholder")
 
 
 def turn_text(hoisted: HoistedGraph, cost: GraphRun) -> str:
@@ -214,12 +218,14 @@ class BlockStep:
         cost = self.planned(limit_bytes)
         least, missing = cost.peak_bytes, cost.peak_bytes - limit_bytes
         moved = f" and {format_size(cost.host_bytes)} rest on the host" if cost.moved else ""
+        held = _held_text(self.runs)
+        held = f" {held[0].upper()}{held[1:]}." if held else ""
         what = f"{format_size(missing)} are missing" if missing > 0 else "another rank needs more"
         return (
             f"memory_budget={budget!r}: the graphs of this step hold at least "
             f"{format_size(least)} on this rank, even if nothing is gathered ahead{moved}, and "
-            f"{format_size(limit_bytes)} are allowed: {what}. Checkpoint the blocks, use more "
-            "ranks, smaller batches or a larger budget."
+            f"{format_size(limit_bytes)} are allowed: {what}.{held} Checkpoint the blocks, use "
+            "more ranks, smaller batches or a larger budget."
         )
 
 
@@ -265,9 +271,22 @@ def agreed_prefetch(
     return chosen
 
 
+def _held_text(runs: Sequence[GraphRun]) -> str:
+    """Says which inputs stay although their memory is wanted; "" if none do."""
+    size = sum(run.held_bytes for run in runs)
+    if not size:
+        return ""
+    return (
+        f"{format_size(size)} of what graphs get from code before them stay on the device, because "
+        "something else holds them, such as a variable of the model's forward"
+    )
+
+
 def _note(runs: Sequence[GraphRun], chosen: StepCost, limit: int | None) -> str:
     within = "" if limit is None else f" of {limit / _GIB:,.3f} allowed"
     moved = f"; {chosen.host_bytes / _GIB:,.3f} GiB on the host" if chosen.moved else ""
+    held = _held_text(runs)
+    moved += f"; {held}" if held else ""
     backwards = sum(run.is_backward for run in runs)
     first, last = (run.name.partition(", sharded in")[0] for run in (runs[0], runs[-1]))
     return (

@@ -136,5 +136,5 @@ def _begin(model: nn.Module, args: object) -> None:
 
 
 def _end(model: nn.Module, args: object, output: object) -> None:
-    end_copies_out()
+    end_copies_out(observed=output is not None)
     end_model_call()

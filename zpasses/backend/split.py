@@ -15,7 +15,7 @@ from zpasses.backend.levels import run_level
 from zpasses.backend.partition import PartitionPolicy, partition_step
 from zpasses.cost.plan.kept_params import Repetition
 from zpasses.graph.dialect import UNSHARD
-from zpasses.graph.host_copies import RELOAD, offloadable_values
+from zpasses.graph.host_copies import RELOAD, offloadable_inputs, offloadable_values
 from zpasses.graph.queries import calls, nbytes, returned_values, value_of
 from zpasses.graph.subgraphs import read_subgraph_inputs_directly
 from zpasses.pipeline.events import RuntimeNote
@@ -101,10 +101,13 @@ def partition_joint(
 
 def _movable(graphs: Sequence[fx.GraphModule], user_outputs: int) -> tuple[int, ...]:
     """Positions of what forward returns and may rest on the host, the smallest first: so each call
-    can move as much as its neighbours cover.
+    can move as much as its neighbours cover. Inputs are among them.
     """
     forward, backward = (each.graph for each in graphs)
-    found = set(offloadable_values(forward, backward, user_outputs))
+    found = {
+        *offloadable_values(forward, backward, user_outputs),
+        *offloadable_inputs(forward, backward, user_outputs),
+    }
     sizes = [
         (nbytes(value_of(node)), at)
         for at, node in enumerate(returned_values(forward))

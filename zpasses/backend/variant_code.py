@@ -83,10 +83,12 @@ def forward_facts(gm: fx.GraphModule, kind: str, movable: tuple[int, ...]) -> Fo
     """
     slots = param_slots(gm.graph)
     ids = gather_ids(gm.graph) if slots else []
-    outputs, sequences = len(returned_values(gm.graph)), call_sequences(gm.graph)
+    returned, sequences = returned_values(gm.graph), call_sequences(gm.graph)
+    nodes = [(at, each) for at, each in enumerate(returned) if isinstance(each, fx.Node)]
+    inputs = tuple(at for at, node in nodes if node.op == "placeholder")
     peak = liveness(gm.graph).peak_bytes
     host = host_need(gm.graph)
-    return ForwardFacts(kind, outputs, slots, ids, sequences, host, peak, movable)
+    return ForwardFacts(kind, len(returned), slots, ids, sequences, host, peak, movable, inputs)
 
 
 def backward_facts(
@@ -130,10 +132,11 @@ class Template:
 # --- graphs ---------------------------------------------------------------------------------------
 def forward_code(job: CompileJob, template: Template, facts: ForwardFacts) -> Compiled:
     """Returns the code of a forward or inference graph whose collectives ranks agreed on."""
-    code = _forward_code(job, template, facts)
+    code, fake = _forward_code(job, template, facts), job.captured.is_fake
     note_planned_peak(code, facts.peak_bytes)
-    if facts.kind == "forward" and job.options.prefetch and job.host_bytes:
-        code = boxed(with_values_out(code, facts.movable, SavedArenas(job.host_bytes)))
+    if facts.kind == "forward" and job.options.prefetch and (job.host_bytes or fake):
+        arenas = None if fake else SavedArenas(job.host_bytes)
+        code = boxed(with_values_out(code, facts.movable, facts.returned_inputs, arenas))
     if facts.host is None:
         return code
     return boxed(with_arenas(code, facts.host, SavedArenas(job.host_bytes), job.report))

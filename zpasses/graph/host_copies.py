@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.graph.aliases import written_arguments
 from zpasses.graph.dialect import AVERAGE_GRAD, TO_HOST
 from zpasses.graph.queries import (
     Editor,
@@ -212,6 +213,35 @@ def offloadable_values(
         and node.name in read
         and _is_movable(value_of(node), least_bytes)
         and len(owners.get(_storage(value_of(node)) or 0, ())) == 1
+    ]
+
+
+def offloadable_inputs(
+    forward: fx.Graph,
+    backward: fx.Graph,
+    user_outputs: int,
+    least_bytes: int = LEAST_BYTES,
+) -> list[fx.Node]:
+    """Returns the inputs of a forward graph that it saves for backward, and that may rest on the
+    host in between, as `offloadable_values`. Whoever else holds one decides whether that frees its
+    memory.
+
+    Shards stay, and so do arguments of operators that write to some argument.
+    """
+    returned = returned_values(forward)
+    saved = returned[user_outputs:]
+    others = [each for each in returned if isinstance(each, fx.Node) and each.op != "placeholder"]
+    taken = {_storage(value_of(each)) for each in others if isinstance(value_of(each), Tensor)}
+    read = {node.name for node in backward.nodes if node.op == "placeholder" and node.users}
+    return [
+        node
+        for node in forward.find_nodes(op="placeholder")
+        if tag_of(node) is None
+        and node.name in read
+        and saved.count(node) == returned.count(node) == 1
+        and _is_movable(value_of(node), least_bytes)
+        and _storage(value_of(node)) not in taken
+        and not any(written_arguments(user.target) for user in node.users)
     ]
 
 

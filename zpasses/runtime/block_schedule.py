@@ -194,11 +194,21 @@ class _Ran(NamedTuple):
     """Whether what it saves may rest on the host."""
 
 
+class InputSeen(NamedTuple):
+    """What is known of an input that a forward saves, of all its runs."""
+
+    freed: bool
+    """Whether the device frees it when its copy to the host has ended."""
+    counted: bool
+    """Whether it is part of what another forward saves."""
+
+
 class BlockSchedule:
     """What runs next, and what has started for it."""
 
     def __init__(self) -> None:
         self._numbers: dict[RunKey, int] = {}
+        self._params: set[object] = set()
         self._starters: dict[int, Starter] = {}
         self._is_backward: dict[int, bool] = {}
         self._history: tuple[int, ...] = ()
@@ -212,10 +222,17 @@ class BlockSchedule:
         """Graphs since the last step's backward."""
         self._plans: dict[tuple[_Ran, ...], StepCost] = {}
         """Graphs of a step -> its plan."""
+        self._positions: dict[tuple[_Ran, ...], list[tuple[int, ...]]] = {}
+        """Graphs of a step -> positions of the values that each moves to the host."""
         self._planned = 1
         """For how many graphs ahead gathers of the last step start."""
-        self._moved: dict[object, int] = {}
-        """Parameters of a forward -> how many values it moves to the host."""
+        self._moved: dict[object, tuple[int, ...]] = {}
+        """Parameters of a forward -> positions of the values that it moves to the host."""
+        self._inputs: dict[tuple[object, int], InputSeen] = {}
+        """Parameters of a forward, and number of an input that it saves -> what is known of it."""
+        self._dropped: dict[tuple[object, int], bool] = {}
+        """Parameters of a forward, and position of an output -> whether code between the graphs
+        drops it."""
         self._planning: weakref.ref[EngineRun] | None = None
         self._put_off = 0
         """For how many graphs gathers start at the turning point of the backward that runs."""
@@ -235,14 +252,46 @@ class BlockSchedule:
         """
         return self._planned
 
-    def moved_by(self, params: object) -> int | None:
-        """How many of the values that a forward saves rest on the host until its backward; None if
-        no plan says so, as until the first step has ended.
+    def moved_by(self, params: object) -> tuple[int, ...] | None:
+        """Which of the values that a forward saves rest on the host until its backward: positions
+        among its outputs. None if no plan says so, as until the first step has ended.
 
         Args:
             params: as in its `RunKey`.
         """
         return self._moved.get(params)
+
+    def knows(self, params: object) -> bool:
+        """Whether a graph with these parameters takes part in the schedule."""
+        with self._lock:
+            return params in self._params
+
+    def note_input(self, params: object, number: int, freed: bool, *, counted: bool) -> None:
+        """An input that a forward saves has moved to the host.
+
+        Args:
+            params: as in its `RunKey`.
+            number: of the input, among those that may move.
+            freed: whether its memory on the device was freed. Else something else holds it.
+            counted: whether it is part of what another forward saves.
+        """
+        with self._lock:
+            before = self._inputs.get((params, number), InputSeen(True, True))
+            self._inputs[params, number] = InputSeen(
+                before.freed and freed, before.counted and counted
+            )
+
+    def note_returned(self, params: object, at: int, dropped: bool) -> None:
+        """Two forwards after it, what a forward returned may have been freed.
+
+        Args:
+            params: as in its `RunKey`.
+            at: position among its outputs.
+            dropped: whether it was freed, and not because it moved to the host.
+        """
+        with self._lock:
+            before = self._dropped.get((params, at), True)
+            self._dropped[params, at] = before and dropped
 
     # --- gathers ----------------------------------------------------------------------------------
     def begin(
@@ -269,6 +318,7 @@ class BlockSchedule:
             self._drop_failed()
             number = self._numbers.setdefault(key, len(self._numbers))
             self._is_backward[number] = key.is_backward
+            self._params.add(key.params)
             if number not in self._runs:
                 self._runs[number] = run()
             self._record(number)
@@ -363,19 +413,52 @@ class BlockSchedule:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
                 self._moved.clear()
-            self._plans[step] = plan([self._described(each) for each in step])
-        chosen = self._plans[step]
-        self._planned = chosen.ahead
+                self._positions.clear()
+            keys = {number: key for key, number in self._numbers.items()}
+            kinds = {each: self._described(each, keys[each.number]) for each in {*step}}
+            runs = [kinds[each] for each in step]  # a graph that runs again is one object
+            chosen = self._plans[step] = plan(runs)
+            self._positions[step] = [
+                tuple(value.at for value in run.movable[:count])
+                for run, count in zip(runs, chosen.moved or [0] * len(step), strict=True)
+            ]
+        self._planned = self._plans[step].ahead
         params = {number: key.params for key, number in self._numbers.items()}
-        for each, moved in zip(step, chosen.moved or [0] * len(step), strict=True):
+        for each, moved in zip(step, self._positions[step], strict=True):
             if each.moves and self._runs[each.number].movable:
                 self._moved[params[each.number]] = moved
 
-    def _described(self, ran: _Ran) -> GraphRun:
+    def _described(self, ran: _Ran, key: RunKey) -> GraphRun:
         run = self._runs[ran.number]
-        if run.is_backward or ran.moves:
+        if run.is_backward:
             return run
-        return replace(run, movable=(), saved_bytes=run.saved_bytes if ran.saves else 0)
+        if not ran.moves:
+            return replace(run, movable=(), saved_bytes=run.saved_bytes if ran.saves else 0)
+        dropped = [size for at, size in run.returned if self._dropped.get((key.params, at))]
+        run = replace(run, dropped_bytes=sum(dropped)) if dropped else run
+        inputs = [each for each in run.movable if each.is_input]
+        if not inputs:
+            return run
+        seen = {each: self._seen(key, number) for number, each in enumerate(inputs)}
+        freed = [each for each, known in seen.items() if known is not None and known.freed]
+        uncounted = [each.nbytes for each in freed if (known := seen[each]) and not known.counted]
+        return replace(
+            run,
+            movable=tuple(each for each in run.movable if not each.is_input or each in freed),
+            saved_bytes=run.saved_bytes + sum(uncounted),
+            held_bytes=sum(each.nbytes for each in inputs if seen[each] and each not in freed),
+        )
+
+    def _seen(self, key: RunKey, number: int) -> InputSeen | None:
+        """What is known of an input. If it did not move, for lack of memory on the host, it is as
+        that of the last equal graph.
+        """
+        found = self._inputs.get((key.params, number))
+        for other in reversed(self._inputs) if found is None else ():
+            params, its_number = other
+            if its_number == number and replace(key, params=params) in self._numbers:
+                return self._inputs[other]
+        return found
 
     # --- reductions -------------------------------------------------------------------------------
     def reduce_later(self, reducing: Reducing, ahead: int) -> None:

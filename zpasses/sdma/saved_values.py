@@ -8,6 +8,10 @@ backward before computes, and end before the own one runs.
 So each call decides by itself what moves (`BlockSchedule.moved_by`), although all calls of equal
 blocks share their code. Nothing here decides about the order of collectives, so ranks need not move
 the same.
+
+A block also saves what it got from code before it. The device frees that only if nothing else holds
+it when the copy out has ended. The first step, in which everything moves, finds out, and the plan
+counts and moves only what was freed. `zpasses plan` finds out with stand-ins for the copies.
 """
 
 from __future__ import annotations
@@ -16,14 +20,15 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from zpasses import compat
-from zpasses.errors import MemoryBudgetError
+from zpasses.errors import MemoryBudgetError, ZpassesError
 from zpasses.graph.host_copies import (
     OFFLOAD,
     OFFLOAD_WAIT,
@@ -57,17 +62,42 @@ class _Call:
         self._device = torch.device("cpu")
         self._resting: list[weakref.ref[Tensor]] = []
 
-    def move_out(self, values: list[Any], positions: Sequence[int]) -> None:
-        """Starts the copies of these values, and puts the copies in their place."""
+    def move_out(
+        self,
+        values: list[Any],
+        positions: Sequence[int],
+        notes: Mapping[int, Callable[[bool], None]],
+    ) -> None:
+        """Starts the copies of these values, and puts the copies in their place.
+
+        Args:
+            notes: as in `_Leaving`.
+        """
         for at in positions:
             value = values[at]
             self._device, ticket = value.device, OFFLOAD(value)
             # Autograd would count the copy as a change of what it saves, if that comes later.
             copied: Any = result_of(ticket).data
             copied.zpasses_call = self
-            self._resting.append(weakref.ref(copied))
-            _moves.leaving.append((ticket, value))
+            ref = weakref.ref(copied)
+            self._resting.append(ref)
+            _moves.leaving.append(_Leaving(value, ticket, ref, _version(value), notes.get(at)))
             values[at] = copied
+
+    def stand_in(
+        self,
+        values: list[Any],
+        positions: Sequence[int],
+        notes: Mapping[int, Callable[[bool], None]],
+    ) -> None:
+        """Puts other tensors without memory in the place of these, to find out whether something
+        else holds them.
+        """
+        for at in positions:
+            value = values[at]
+            values[at] = value.new_empty_strided(value.shape, value.stride())
+            ref, version = weakref.ref(values[at]), _version(value)
+            _moves.leaving.append(_Leaving(value, None, ref, version, notes.get(at)))
 
     def start_back(self) -> None:
         """Starts the copies back, unless they have started."""
@@ -80,6 +110,11 @@ class _Call:
     def back(self, copied: Any) -> Tensor:
         """Ends the copy back of a value. A second backward of one forward starts it here."""
         ticket = vars(copied).pop("zpasses_ticket", None)
+        if hasattr(copied, "zpasses_changed"):
+            raise ZpassesError(
+                f"an input {list(copied.shape)} of a block was modified in place after the block's "
+                "forward, which saved it for backward. Write to a copy: x = x.clone()."
+            )
         if ticket is None:
             ticket = self._start(copied)
         return cast(Tensor, RELOAD_WAIT(ticket, copied, self._device))
@@ -90,65 +125,224 @@ class _Call:
         return cast(Tensor, RELOAD(copied.data, self._device))
 
 
+@dataclass(eq=False)
+class _Leaving:
+    """A copy out that has not ended. The device holds its source."""
+
+    source: Tensor | None
+    ticket: Tensor | None
+    """None for a stand-in."""
+    copied: weakref.ref[Tensor]
+    version: int | None
+    """Of the source, when the copy started."""
+    note: Callable[[bool], None] | None = None
+    """Told whether the device has freed the source, if it is an input."""
+
+    def end(self, *, observed: bool) -> None:
+        source, self.source = self.source, None
+        assert source is not None
+        if self.ticket is not None:
+            OFFLOAD_WAIT(self.ticket, source)
+        copied: Any = self.copied()
+        if copied is not None and _version(source) != self.version:
+            copied.zpasses_changed = True  # which of its elements were copied before is not known
+        if observed and self.note is not None:
+            is_freed = compat.storage_freed_check(source)
+            del source
+            self.note(is_freed())
+
+
+@dataclass(eq=False)
+class _Memory:
+    """Memory of what forwards of blocks return and get."""
+
+    is_freed: Callable[[], bool]
+    is_counted: bool = False
+    """Whether a forward returned it, so it is part of what that one saves."""
+    saved_by: Callable[[bool], None] | None = None
+    """Notes whether it is freed, for the forward that saves it as an input."""
+
+
+_Returned = tuple[_Memory, Callable[[bool], None]]
+
+_NEXT_BUT_ONE = 2
+
+
+def _version(value: Tensor) -> int | None:
+    return None if value.is_inference() else value._version
+
+
 class _Moves:
     """What moves in this process."""
 
     def __init__(self) -> None:
-        self.leaving: list[tuple[Tensor, Tensor]] = []
-        """Ticket and source of each copy out that has not ended. The device holds the source."""
+        self.leaving: list[_Leaving] = []
+        self.returned: list[list[_Returned]] = []
+        """What each of the last two forwards returned."""
+        self._known: dict[int, _Memory] = {}
         self.expected: _Call | None = None
         """The forward whose backward comes next, as far as it is known."""
         self.lock = threading.RLock()  # backwards of accelerators run in threads of their own
+
+    def memory_of(self, value: Tensor) -> _Memory:
+        """What is known of the memory of a tensor in this call of the model."""
+        key = compat.storage_id(value)
+        found = self._known.get(key)
+        if found is None or found.is_freed():  # another tensor had the id
+            found = self._known[key] = _Memory(compat.storage_freed_check(value))
+        return found
+
+    def note_returned(self) -> None:
+        """The forward after the next one of some forward has run: note what it returned and was
+        freed, although no other forward saves it.
+        """
+        if len(self.returned) == _NEXT_BUT_ONE:
+            for memory, note in self.returned.pop(0):
+                note(memory.is_freed() and memory.saved_by is None)
+
+    def forget(self) -> None:
+        """The call of the model has ended."""
+        self.returned.clear()
+        self._known.clear()
 
 
 _moves = _Moves()
 
 
-def end_copies_out() -> None:
-    """Has the device wait until the copies out have ended, and free what they copied."""
+def end_copies_out(*, observed: bool = True) -> None:
+    """Has the device wait until the copies out have ended, and free what they copied.
+
+    Args:
+        observed: whether to note what else holds it. An exception holds everything.
+    """
     with _moves.lock:
         while _moves.leaving:
-            OFFLOAD_WAIT(*_moves.leaving.pop(0))
+            _moves.leaving.pop(0).end(observed=observed)
 
 
-def with_values_out(code: _Code, movable: Sequence[int], arenas: SavedArenas) -> _Code:
-    """Returns the code of a forward graph that moves to the host what its plan says: everything
-    until there is a plan. What finds no memory there stays.
+class _ValuesOut:
+    """Code of a forward graph that moves to the host what its plan says: everything until there is
+    a plan. What finds no memory there stays.
 
     Args:
         movable: positions of the outputs that may rest there, in the order in which they are
             chosen.
-        arenas: where they rest.
+        inputs: positions of the outputs that are inputs.
+        arenas: where they rest; None for values that have no memory.
     """
-    planned: int | None = None
 
-    def run(args: list[Any]) -> Any:
-        nonlocal planned
-        values = code(args)
-        if compat.in_backward() or any(isinstance(each, compat.FakeTensor) for each in values):
+    def __init__(
+        self,
+        code: _Code,
+        movable: Sequence[int],
+        inputs: Sequence[int],
+        arenas: SavedArenas | None,
+    ) -> None:
+        self._code, self._movable, self._inputs = code, movable, frozenset(inputs)
+        self._arenas, self._had_plan = arenas, False
+
+    def __call__(self, args: list[Any]) -> Any:
+        values = self._code(args)
+        fake = any(isinstance(each, compat.FakeTensor) for each in values)
+        if compat.in_backward() or fake != (self._arenas is None):
             return values
         values = list(values)
         with _moves.lock:
             end_copies_out()
             call = _moves.expected = _Call(place_of_call(), _moves.expected)
-            count = block_schedule().moved_by(whose_call(current_params()))
-            if count is not None and planned is None:
-                arenas.release()  # those that hold everything
-            planned = count
-            chosen = movable[:count] if values_may_move() else ()
-            chosen = [at for at in chosen if fills_its_storage(values[at])]
-            size = sum(aligned(values[at].nbytes) for at in chosen)
-            if not chosen:
-                return values
-            try:
-                with arenas.run(size, values[chosen[0]].device):
-                    call.move_out(values, chosen)
-            except MemoryBudgetError:
-                if count is not None:
-                    _warn()
+            params = whose_call(current_params())
+            planned = block_schedule().moved_by(params)
+            if planned is not None and not self._had_plan and self._arenas is not None:
+                self._arenas.release()  # those that hold everything
+            self._had_plan = planned is not None
+            if planned is not None:
+                notes: Mapping[int, Callable[[bool], None]] = dict.fromkeys(
+                    self._inputs, _warn_if_held
+                )
+            elif values_may_move() and block_schedule().knows(params):
+                notes = self._observed(values, params, first=call.before is None)
+            else:
+                notes = {}
+            self._move(call, values, planned, notes)
         return values
 
-    return run
+    def _observed(
+        self, values: Sequence[Any], params: object, *, first: bool
+    ) -> dict[int, Callable[[bool], None]]:
+        """Notes what becomes of what forwards returned, and returns for each input what notes
+        whether the device has freed it.
+
+        Args:
+            first: whether this is the first forward of a call of the model.
+        """
+        if first:
+            _moves.forget()
+        schedule = block_schedule()
+        _moves.note_returned()
+        returned: list[_Returned] = []
+        for at, value in enumerate(values):
+            if isinstance(value, Tensor) and at not in self._inputs and at not in self._movable:
+                memory = _moves.memory_of(value)
+                memory.is_counted = True
+                note = functools.partial(schedule.note_returned, params, at)
+                returned.append((memory, note))
+        _moves.returned.append(returned)
+        notes: dict[int, Callable[[bool], None]] = {}
+        for number, at in enumerate(each for each in self._movable if each in self._inputs):
+            memory = _moves.memory_of(values[at])
+            counted = memory.is_counted
+            note = functools.partial(schedule.note_input, params, number, counted=counted)
+            if memory.saved_by is not None:  # as long as one of both does not move it, it stays
+                memory.saved_by(False)
+                note(False)
+            memory.saved_by = notes[at] = note
+        return notes
+
+    def _move(
+        self,
+        call: _Call,
+        values: list[Any],
+        planned: Collection[int] | None,
+        notes: Mapping[int, Callable[[bool], None]],
+    ) -> None:
+        chosen = [
+            at
+            for at in self._movable
+            if (planned is None or at in planned)
+            and values_may_move()
+            and fills_its_storage(values[at])
+        ]
+        if self._arenas is None:
+            call.stand_in(values, [at for at in chosen if at in self._inputs], notes)
+        elif chosen:
+            size = sum(aligned(values[at].nbytes) for at in chosen)
+            try:
+                with self._arenas.run(size, values[chosen[0]].device):
+                    call.move_out(values, chosen, notes)
+            except MemoryBudgetError:
+                if planned is not None:
+                    _warn()
+
+
+def with_values_out(
+    code: _Code, movable: Sequence[int], inputs: Sequence[int], arenas: SavedArenas | None
+) -> _Code:
+    """Returns the code of a forward graph that moves values to the host; see `_ValuesOut`."""
+    return _ValuesOut(code, movable, inputs, arenas)
+
+
+@functools.cache
+def _warn_once_of_held() -> None:
+    log.warning(
+        "what a block gets from code before it rests on the host until backward, but was not freed "
+        "on the device, because something else holds it in this step, such as a list of hidden "
+        "states. The step takes more memory than planned."
+    )
+
+
+def _warn_if_held(freed: bool) -> None:
+    if not freed:
+        _warn_once_of_held()
 
 
 @functools.cache
@@ -170,6 +364,7 @@ def with_values_back(code: _Code) -> _Code:
             resting = [at for at, each in enumerate(args) if hasattr(each, "zpasses_call")]
             call: _Call | None = args[resting[0]].zpasses_call if resting else _moves.expected
             _moves.expected = None if call is None else call.before
+            _moves.forget()
             for each in (call, _moves.expected):
                 if each is not None:
                     each.start_back()

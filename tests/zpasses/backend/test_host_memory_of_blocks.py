@@ -39,6 +39,10 @@ TARGET = "h100,tflops=0.001,host_out_gb_s=2000,host_in_gb_s=2000"
 """Copies to the host are faster than matmuls there."""
 ONE = ROWS * 4 * WIDTH * 4
 """Bytes of the largest value that a block saves."""
+INPUT = ONE // 4
+"""Bytes of what it gets from the one before, and saves, too."""
+MOVED = 3 * ONE + 3 * INPUT
+"""What the plan of most of these tests moves."""
 
 
 class Net(nn.Module):
@@ -135,10 +139,11 @@ def test_what_the_plan_says_rests_on_the_host_and_the_bits_are_the_same(lean):
     runs, limit = lean.step.runs, lean.step.limit_bytes("6.5MiB")
     whole, found = step_cost(runs, 0), plan()
     assert found == lean.step.planned(limit)
-    assert found.moved[:LAYERS] == (1, 1, 1, 1, 0, 0)  # the last ones would come back at once
-    assert held == [LAYERS * ONE, 4 * ONE, 4 * ONE]  # without a plan, everything
+    # The caller holds the batch, and values of the last blocks would come back at once.
+    assert found.moved[:LAYERS] == (1, 2, 2, 1, 0, 0)
+    assert held == [LAYERS * (ONE + INPUT), MOVED, MOVED]  # without a plan, everything
     assert host.live == 0
-    assert found.peak_bytes == whole.peak_bytes - 4 * ONE <= limit < whole.peak_bytes
+    assert found.peak_bytes == whole.peak_bytes - MOVED <= limit < whole.peak_bytes
     assert found.total_us == whole.total_us  # copies are beside compute
 
 
@@ -191,13 +196,19 @@ def test_copies_run_beside_the_next_block_and_end_where_they_are_needed(lean, sa
     model.between = between
     model(batch(2)).backward()
     assert_same([param.grad.to_local() for param in model.parameters()], lean.expected[3:])
-    out, back = ["out ended", "out starts"], ["in starts", "in ended"]
+    # Of the four blocks, the first and the last one move one value, and the others two.
     assert said == [
-        *("out starts", "forward 0", *out, "forward 1", *out, "forward 2", *out, "forward 3"),
+        *("out starts", "forward 0"),
+        *("out ended", *["out starts"] * 2, "forward 1"),
+        *(*["out ended"] * 2, *["out starts"] * 2, "forward 2"),
+        *(*["out ended"] * 2, "out starts", "forward 3"),
         *("out ended", "forward 4", "forward 5"),
         *("backward 6", "backward 5"),
         *("in starts", "backward 4"),
-        *(*back, "backward 3", *back, "backward 2", *back, "backward 1", "in ended"),
+        *(*["in starts"] * 2, "in ended", "backward 3"),
+        *(*["in starts"] * 2, *["in ended"] * 2, "backward 2"),
+        *("in starts", *["in ended"] * 2, "backward 1"),
+        "in ended",
     ]
 
 
@@ -228,7 +239,7 @@ def test_a_step_that_failed_leaves_nothing_behind(lean, said):
     model.zero_grad()
     model.between = lambda number, x: None
     results, held = train(model)
-    assert held == [4 * ONE] * 3
+    assert held == [MOVED] * 3
     assert_same(results, lean.expected)
     gc.collect()
     assert host.live == 0
@@ -241,13 +252,13 @@ def test_what_checkpoints_save_stays_and_what_they_compute_again_too(lean):
     with events.listen(BlockStep, lambda step: lean.checkpointed.append(step.runs)):
         results, held = train(lean.model)
     assert_same(results, lean.expected)
-    assert held[1:] == [ONE, ONE]  # so there is more room
+    assert held[1:] == [ONE + INPUT] * 2  # so there is more room
     (runs,) = lean.checkpointed
     kept = runs[0].saved_bytes
     assert [run.saved_bytes for run in runs] == [
         *(kept, 0, 0, kept, kept, kept, 0, 0, 0, kept, 0, kept, 0, 0)
     ]
-    assert [len(run.movable) for run in runs[:LAYERS]] == [1, 0, 0, 1, 1, 1]
+    assert [len(run.movable) for run in runs[:LAYERS]] == [1, 0, 0, 2, 2, 2]
     whole, without = (step_cost(each, 0).peak_bytes for each in (lean.step.runs, runs))
     assert without == whole - 2 * kept
 
@@ -266,14 +277,14 @@ def test_a_second_backward_of_one_forward_and_a_forward_without_one(lean):
 
     twice(0)
     model.zero_grad()
-    assert [twice(number) for number in range(3)] == [4 * ONE] * 3
+    assert [twice(number) for number in range(3)] == [MOVED] * 3
     grads = [param.grad.to_local().clone() for param in model.parameters()]
     model.zero_grad()
     with mock.patch.object(saved_values, "values_may_move", return_value=False):
         assert [twice(number) for number in range(3)] == [0] * 3
     assert_same(grads, [param.grad.to_local() for param in model.parameters()])
     unused = model(batch(4))
-    assert host.live == 4 * ONE
+    assert host.live == MOVED
     del unused
     gc.collect()
     assert host.live == 0
@@ -291,11 +302,11 @@ def test_forwards_for_which_the_host_has_no_room_keep_their_values(mesh, lean, c
     with own_block_schedule():
         model = build(mesh, "6.5MiB", f"{5 * ONE}B", **EAGER)
         results, held = train(model)
-        assert held == [5 * ONE, 4 * ONE, 4 * ONE]
+        assert held == [5 * ONE, MOVED, MOVED]
         assert_same(results, lean.expected)
         assert not said_by_zpasses(caplog)
         losses = [model(batch(number)) for number in range(2)]
-        assert 4 * ONE <= host.live <= 5 * ONE
+        assert MOVED <= host.live <= 5 * ONE
         assert host.reserved <= 5 * ONE
     (text,) = said_by_zpasses(caplog)
     assert "values that forwards of blocks save stay on the device" in text
@@ -428,16 +439,20 @@ def test_blocks_of_all_kinds_whose_values_all_move_train_to_the_same_bits(case):
     with own_block_schedule():
         expected = test_per_block.train(net, options, per_block=True, **how)
     options |= {"memory_budget": "1GiB", "host_memory": "1GiB"}
-    movable = functools.partial(host_copies.offloadable_values, least_bytes=0)
+    movable, given = (
+        functools.partial(each, least_bytes=0)
+        for each in (host_copies.offloadable_values, host_copies.offloadable_inputs)
+    )
     moved, move_out = [], saved_values._Call.move_out
 
-    def counted(self, values, positions):
+    def counted(self, values, positions, notes):
         moved.append(len(positions))
-        move_out(self, values, positions)
+        move_out(self, values, positions, notes)
 
     with (
         own_block_schedule(),
         mock.patch.object(split, "offloadable_values", movable),
+        mock.patch.object(split, "offloadable_inputs", given),
         mock.patch.object(BlockSchedule, "moved_by", return_value=None),
         mock.patch.object(saved_values._Call, "move_out", counted),
     ):

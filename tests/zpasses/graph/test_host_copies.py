@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch import fx
 from torch._inductor.utils import run_and_get_code
 
 from tests.streams import GraphBuilder, inputs_of, races_and_difference
@@ -21,9 +22,11 @@ from zpasses.graph.host_copies import (
     host_copy_of,
     is_on_host,
     offload_saved,
+    offloadable_inputs,
     offloadable_values,
 )
 from zpasses.graph.queries import collective_of
+from zpasses.graph.tags import Tag, add_tag
 from zpasses.sdma.saved_arenas import host, loose
 
 aten = torch.ops.aten
@@ -291,3 +294,32 @@ def test_a_host_value_that_is_freed_before_its_copy_has_ended_is_refused(faulty)
     gm = build.returns(build.call(aten.mul.Tensor, more, back))
     races, difference, _ = races_and_difference(gm)
     assert bool(races) == (difference is not None) == faulty
+
+
+# --- inputs that are saved ------------------------------------------------------------------------
+def given_and_saved(saved, write=False, tagged=False):
+    """Names of the inputs that may move, of a forward that saves some of its three inputs."""
+    forward, backward, mode = fx.Graph(), fx.Graph(), compat.FakeTensorMode()
+    with mode:
+        values = [torch.empty(256, 256), torch.empty(256, 256), torch.empty(4, 4)]
+    nodes = [forward.placeholder(f"given_{at}") for at in range(3)]
+    for node, value in zip(nodes, values, strict=True):
+        node.meta["val"] = value
+    if tagged:
+        add_tag(nodes[0], Tag("shard", ("weight",), 1, origin="test"))
+    if write:
+        forward.call_function(aten.copy_.default, (nodes[0], nodes[2]))
+    total = forward.call_function(aten.add.Tensor, (nodes[0], nodes[1]))
+    total.meta["val"] = values[0] + values[1]
+    forward.output((total, *[nodes[at] for at in saved]))
+    read = [backward.placeholder(nodes[at].name) for at in dict.fromkeys(saved)]
+    backward.output(tuple(backward.call_function(aten.neg.default, (each,)) for each in read))
+    return [node.name for node in offloadable_inputs(forward, backward, 1)]
+
+
+def test_inputs_that_forward_saves_may_move_unless_they_are_shards_small_or_written_to():
+    assert given_and_saved([0, 1, 2]) == ["given_0", "given_1"]
+    assert given_and_saved([1]) == ["given_1"]
+    assert given_and_saved([0, 0, 1]) == ["given_1"]  # saved twice
+    assert given_and_saved([0, 1], write=True) == ["given_1"]
+    assert given_and_saved([0, 1], tagged=True) == ["given_1"]

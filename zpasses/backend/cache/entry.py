@@ -61,6 +61,8 @@ class ForwardFacts:
     """The most that a run takes above what rests."""
     movable: tuple[int, ...] = ()
     """As `Decisions.movable`."""
+    returned_inputs: tuple[int, ...] = ()
+    """Positions of the outputs that are inputs."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,11 @@ class MovableValue:
     """Duration of the copy to the host."""
     in_us: float
     """Duration of the copy back."""
+    at: int = 0
+    """Its position among the outputs of the forward."""
+    is_input: bool = False
+    """Whether the forward got it. Its memory is then that of whoever made it, and moving it frees
+    that only if nothing else holds it."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,13 @@ class GraphRun:
     """Number of its launches, of all kinds."""
     movable: tuple[MovableValue, ...] = ()
     """What may rest on the host, in the order in which values are chosen."""
+    returned: tuple[tuple[int, int], ...] = ()
+    """Position and bytes of each tensor in `saved_bytes`."""
+    dropped_bytes: int = 0
+    """What code between the graphs drops of `saved_bytes`: it is freed when the next forward but
+    one has run."""
+    held_bytes: int = 0
+    """Inputs that would rest there if nothing else held them."""
     copies_compute: bool = False
     """Whether no kernel runs beside a copy to or from the host, as on CPUs."""
     residual_bytes: int = 0
@@ -251,6 +263,8 @@ class _Step:
         self._reducing: list[tuple[float, int]] = []
         """When each reduction in flight ends, and its bytes."""
         self._saved = self._peak = 0
+        self._freed: dict[int, int] = {}
+        """Forward -> bytes of what it saved that code between the graphs has dropped."""
         self._out = self._in = 0.0
         """When the copies to and from the host that have started will have ended."""
         self._leaving: list[tuple[float, int]] = []
@@ -284,7 +298,8 @@ class _Step:
             self._wait(self._arrived[number])
         if run.is_backward and number in self._forward_of:
             # Its own peak counts them.
-            self._saved -= self._runs[self._forward_of[number]].saved_bytes
+            forward = self._forward_of[number]
+            self._saved -= self._runs[forward].saved_bytes - self._freed.get(forward, 0)
         if run.turn_us is not None:
             turn_us = run.turn_us
             self._hold(number, run.turn_peak_bytes)
@@ -296,12 +311,20 @@ class _Step:
         self._waited += run.waited_us
         if not run.is_backward:
             self._saved += run.saved_bytes
+            self._drop_before(number)
             self._free_left()
             self._move_out(number)
         if run.reduce_us:
             self._channel = max(self._channel, self._now) + run.reduce_us
             self._reducing.append((self._channel, run.reduced_bytes))
             self._reduce(max(1, self._ahead))
+
+    def _drop_before(self, number: int) -> None:
+        """Free what code after the forward but one before has dropped."""
+        before = self._runs[max(0, number - 2) : number]
+        if len(before) > 1 and not any(run.is_backward for run in before):
+            self._freed[number - 2] = before[0].dropped_bytes
+            self._saved -= before[0].dropped_bytes
 
     def _move_out(self, number: int) -> None:
         values, run = self._values[number], self._runs[number]

@@ -210,6 +210,16 @@ def test_copies_on_a_cpu_take_the_time_of_kernels():
     assert cost.total_us == step_cost(runs, 0).total_us + 110 + 80 + 130 + 90
 
 
+def test_what_code_between_graphs_drops_is_freed_when_the_next_forward_but_one_has_run():
+    runs = saving(6, replace(SAVING, dropped_bytes=300))
+    peaks = [step_cost(runs[:count], 0).peak_bytes for count in range(1, 13)]
+    assert peaks[:6] == [400, 800, 1200, 1300, 1400, 1500]
+    # Of the last two forwards, nothing was seen to be dropped before their backward.
+    assert max(peaks) == peaks[5]
+    last = [*runs[:-1], replace(runs[-1], peak_bytes=1 << 20)]
+    assert step_cost(last, 0).peak_bytes == 1 << 20  # each is freed once
+
+
 def test_long_copies_are_waited_for_where_they_are_needed():
     slow = replace(SAVING, movable=(MovableValue(192, 250.0, 350.0),))
     cost = step_cost(saving(6, slow), 0, (1, 0, 0, 0, 0, 0))
