@@ -26,7 +26,21 @@ def _encoder():
     return nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
 
 
-@pytest.mark.parametrize(("build", "shape"), [(_layers, (4,)), (_encoder, (5, 4))])
+class _Decoder(nn.Module):
+    """Backward reads the bias of a norm with some batches only, to compute its result again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True)
+        self.query = nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x):
+        return self.layers(x, self.query.expand(len(x), -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"), [(_layers, (4,)), (_encoder, (5, 4)), (_Decoder, (6, 8))]
+)
 def test_ranks_ask_for_the_same_plans_whatever_their_batch(build, shape, monkeypatch):
     asked, adopt = [], schedule.adopt
 
