@@ -54,7 +54,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 def takes_mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether `mean_loss` has to run an operator."""
     at = _LOSSES.get(func) or _LOSS_GRADIENTS.get(func)
-    return at is not None and _MEAN == (args[at] if at < len(args) else kwargs.get("reduction", 1))
+    return at is not None and (args[at] if at < len(args) else kwargs.get("reduction", 1)) == _MEAN
 
 
 def mean_loss(

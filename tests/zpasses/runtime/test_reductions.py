@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 import zpasses
 from tests.on_ranks import on_ranks
