@@ -122,7 +122,7 @@ class _Partitioner:
 
     def run(self) -> Partitioned:
         budget, share, gm = self._policy.budget, self._policy.share, self._trials.gm
-        if budget is None and not self._policy.keeps:
+        if budget is None and not (self._policy.keeps and share):
             return Partitioned(self._trials.partition(gm, 1.0), None, "")
         if budget is None and share < WHOLE:
             return Partitioned(self._of_a_part(), None, "")
