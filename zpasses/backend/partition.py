@@ -34,7 +34,7 @@ from zpasses.graph.encoding import records_of
 from zpasses.graph.host_copies import RELOAD
 from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.row_chunks import Gradients
-from zpasses.graph.tags import params_of
+from zpasses.graph.tags import params_of, tagged
 from zpasses.option_values import format_size
 from zpasses.pipeline.events import Events
 from zpasses.ranks.agree import adopt
@@ -122,8 +122,10 @@ class _Partitioner:
 
     def run(self) -> Partitioned:
         budget, share, gm = self._policy.budget, self._policy.share, self._trials.gm
-        if budget is None and (share < WHOLE or not self._policy.keeps):
+        if budget is None and not (self._policy.keeps and share):
             return Partitioned(self._trials.partition(gm, 1.0), None, "")
+        if budget is None and share < WHOLE:
+            return Partitioned(self._of_a_part(), None, "")
         if budget is not None and share < WHOLE:
             log.warning(
                 "memory_budget=%r bounds each graph by itself, and this graph reads %.0f %% of the "
@@ -143,6 +145,26 @@ class _Partitioner:
             graphs = self._trials.graphs(choice, copied=False)
         note = self._note(plan, choice, kept, cached, offloaded)
         return Partitioned(graphs, limit if budget is not None else None, note)
+
+    def _of_a_part(self) -> Graphs:
+        """Returns the graphs of a part of a step, which keep nothing that the ranks do not agree
+        to keep.
+        """
+        full = full_params(self._trials.gm)
+        everything = Choice(1.0, frozenset(), frozenset())
+        graphs = self._trials.graphs(everything)
+        mine = _gathered_again(graphs, full)
+        again, _ = adopt(
+            self._policy.groups,
+            "which parameters backward gathers",
+            [(params, size) for _, params, size in full],
+            mine,
+            merge=_in_all,
+        )
+        if set(mine) <= set(again):
+            return graphs
+        kept = frozenset(full[at][0].name for at in mine if at not in again)
+        return self._trials.graphs(replace(everything, kept=kept), copied=False)
 
     def _within(self, budget: str) -> StepPlan:
         """With a budget: the fastest plan that fits."""
@@ -185,17 +207,21 @@ class _Partitioner:
                 if each.name in choice.offloaded
             ],
             plan.limit_bytes,
+            _gathered_again(plan.trial.graphs, full),
         ]
-        (chunks, activations, again, kept, cached, offloaded, limit), _ = adopt(
+        (chunks, activations, again, kept, cached, offloaded, limit, gathered), _ = adopt(
             self._policy.groups,
             "which parameters to keep for backward",
             (described, replace(self._policy, groups=())),
             mine,
             planned_for=current_target(),
+            merge=lambda plans: [*plans[0][:-1], _in_all([plan[-1] for plan in plans])],
         )
         trials = self._trials.in_chunks(chunks)
         values = _in_order(trials) if again else []
         recomputed = frozenset(values[at].name for at in again if at < len(values))
+        own = _gathered_again(trials.trial(activations, recomputed).graphs, full)
+        kept = [*kept, *(at for at in own if at not in {*gathered, *kept, *cached})]
         saved = trials.saved_values(activations, recomputed) if offloaded else []
         return (
             chunks,
@@ -238,6 +264,23 @@ class _Partitioner:
             if self._trials.residual_bytes:
                 parts[-1] += f" beside {format_size(self._trials.residual_bytes)} of residuals"
         return "; ".join(parts)
+
+
+def _gathered_again(
+    graphs: Graphs, full: Sequence[tuple[fx.Node, tuple[str, ...], int]]
+) -> list[int]:
+    """Returns which of the full parameters backward gathers.
+
+    Backward may read a parameter only to compute a value again, such as the bias of a norm, and
+    which values it computes again depends on the batch. What ranks gather must not: each rank keeps
+    what another one does not gather.
+    """
+    made = {node.name for node, _ in tagged(graphs[1].graph, "full") if node.op != "placeholder"}
+    return [at for at, (node, *_) in enumerate(full) if node.name in made]
+
+
+def _in_all(gathered: Sequence[list[int]]) -> list[int]:
+    return [at for at in gathered[0] if all(at in each for each in gathered)]
 
 
 def _in_order(trials: StepTrials) -> list[SavedValue]:

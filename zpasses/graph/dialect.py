@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from zpasses import compat
+from zpasses.errors import ShardingError
 from zpasses.graph.encoding import Encoding, decode, decode_mean, encode
 from zpasses.graph.tags import Reduction
 
@@ -392,6 +393,13 @@ def set_grad_hook(hook: GradHook) -> None:
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    if grad.layout is not torch.strided:
+        raise ShardingError(
+            f"the gradient of a sharded parameter of shape {list(grad.shape)} has the layout "
+            f"{grad.layout}, as of F.embedding(..., sparse=True). Expected torch.strided, because "
+            "sparse gradients cannot be reduced to shards. Set sparse=False, or pass the parameter "
+            "as ignored_params."
+        )
     value = _grad_hook(grad, ctx.how)
     if value is not None:
         for operator, arguments in reduction_calls(ctx.how, ctx.shard_rows, grad.dtype):

@@ -253,6 +253,13 @@ def accumulate_grads(params: Sequence[Any], grads: Sequence[Tensor]) -> None:
     """
     for param in params:
         drop_cached(param)  # an optimizer step is expected after every reduction
-    with torch.enable_grad():
-        root = _StoredGrads.apply(grads, *params)  # type: ignore[no-untyped-call]
-    root.backward()
+    frozen = [param for param in params if not param.requires_grad]  # since its gradient came
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        with torch.enable_grad():
+            root = _StoredGrads.apply(grads, *params)  # type: ignore[no-untyped-call]
+        root.backward()
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)

@@ -42,7 +42,15 @@ from zpasses.runtime.inplace import (
 )
 from zpasses.runtime.layout import LAYOUT_ATTRIBUTE
 from zpasses.runtime.offloaded import DEVICE_ATTRIBUTE
-from zpasses.runtime.reductions import NEED_ELEMENTS, has_empty_part, with_full_inputs
+from zpasses.runtime.reductions import (
+    NEED_ELEMENTS,
+    OVER_DIMS,
+    has_empty_part,
+    mean_loss,
+    takes_mean,
+    with_all_dims,
+    with_full_inputs,
+)
 
 VALUE_ATTRIBUTE = "_zpasses_value"
 """Attribute of a sharded parameter that holds its `zpasses.runtime.param_value.ParamValue`."""
@@ -313,9 +321,14 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _gathered_view(*args)
         if func in NEED_ELEMENTS:
             args = with_full_inputs(args)
+        elif func in OVER_DIMS:
+            args = with_all_dims(args)
         if torch.is_grad_enabled():
             _check_gradients(func, args)
-        result = _by_torch(func, *args, **kwargs)
+        if takes_mean(func, args, kwargs):
+            result = mean_loss(func, args, kwargs, _by_torch)
+        else:
+            result = _by_torch(func, *args, **kwargs)
         if func.is_view and isinstance(args[0], DTensor):
             return _watch_views(args[0], result, func, args[1:], kwargs)
         if type(result) is DTensor and not (_is_factory(func) and _is_in_optimizer()):

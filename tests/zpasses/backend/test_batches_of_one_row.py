@@ -26,7 +26,29 @@ def _encoder():
     return nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
 
 
-@pytest.mark.parametrize(("build", "shape"), [(_layers, (4,)), (_encoder, (5, 4))])
+class _Decoder(nn.Module):
+    """Backward reads the bias of a norm with some batches only, to compute its result again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True)
+        self.query = nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x):
+        return self.layers(x, self.query.expand(len(x), -1, -1))
+
+
+class _InTwoGraphs(_Decoder):
+    def forward(self, x):
+        out = super().forward(x)
+        torch._dynamo.graph_break()
+        return out @ self.query.T
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [(_layers, (4,)), (_encoder, (5, 4)), (_Decoder, (6, 8)), (_InTwoGraphs, (6, 8))],
+)
 def test_ranks_ask_for_the_same_plans_whatever_their_batch(build, shape, monkeypatch):
     asked, adopt = [], schedule.adopt
 
@@ -45,6 +67,21 @@ def test_ranks_ask_for_the_same_plans_whatever_their_batch(build, shape, monkeyp
                 run(torch.ones(rows, *shape)).sum().backward()
     assert asked[0]
     assert asked[0] == asked[1]
+
+
+@pytest.mark.slow(quick="test_ranks_ask_for_the_same_plans_whatever_their_batch")
+@pytest.mark.parametrize("build", [_Decoder, _InTwoGraphs])
+@on_ranks(2)
+def test_ranks_gather_the_same_whatever_the_batch_of_the_first_compile(build):
+    for rows in ((1, 3), (3, 1)):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        plain = build()
+        model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+        run = torch.compile(model, backend="zpasses", options={"codegen": "eager"}, dynamic=False)
+        batches = [torch.randn(each, 6, 8) for each in rows]
+        run(batches[dist.get_rank()]).sum().backward()
+        torch.testing.assert_close(full_gradients(model), reference_gradients(plain, batches))
 
 
 @pytest.mark.slow(quick="test_ranks_ask_for_the_same_plans_whatever_their_batch")

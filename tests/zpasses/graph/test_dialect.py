@@ -1,7 +1,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
+import zpasses
 from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD, group_size, rows_per_rank
 from zpasses.graph.queries import calls
 from zpasses.testing import fake_world, random_inputs, simulate, trace_joint
@@ -53,6 +57,19 @@ def test_a_single_rank_gets_a_copy_of_its_rows(single_rank_group):
         full = unshard(shard, shard.shape[0] if shard.dim() else 0, None, None, "0")
         assert torch.equal(full, shard)
         assert full.numel() == 0 or full.data_ptr() != shard.data_ptr()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sparse_gradient_is_refused(single_rank_group, compiled):
+    model = zpasses.shard(nn.Embedding(4, 2), mesh=init_device_mesh("cpu", (1,)))
+
+    def read(words):
+        return F.embedding(words, model.weight, sparse=True).sum()
+
+    if compiled:
+        read = torch.compile(read, backend="zpasses", options={"codegen": "eager"})
+    with pytest.raises(Exception, match=r"sparse_coo.*Set sparse=False"):
+        read(torch.tensor([1])).backward()
 
 
 def test_gradient_has_the_dtype_of_the_shard(single_rank_group):

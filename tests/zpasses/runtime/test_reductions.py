@@ -1,4 +1,4 @@
-"""Reductions of tensors of which a rank has no element."""
+"""Reductions of parameters: of tensors of which a rank has no element, and losses."""
 
 import copy
 import math
@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 import zpasses
 from tests.on_ranks import on_ranks
@@ -53,3 +54,30 @@ def test_reductions_of_parameters():
         for name, reduce in REDUCTIONS.items():
             for value, expected in ((param, wanted), (param.detach() * 2, wanted.detach() * 2)):
                 assert torch.equal(_full(reduce(value)), reduce(expected)), name
+
+
+PENALTIES = {
+    "mse_loss": lambda x: F.mse_loss(x, x.detach() * 2),
+    "l1_loss": lambda x: F.l1_loss(x, x.detach() * 2),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x.detach() * 2, beta=0.1),
+    "huber_loss": lambda x: F.huber_loss(x, x.detach() * 2, delta=0.1),
+    "soft_margin_loss": lambda x: F.soft_margin_loss(x, x.detach().sign()),
+    "binary_cross_entropy": lambda x: F.binary_cross_entropy(x.sigmoid(), (x * 2).sigmoid()),
+    "with logits": lambda x: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid() * 0.5),
+    "a sum": lambda x: F.mse_loss(x, x.detach() * 2, reduction="sum"),
+    "each": lambda x: F.mse_loss(x, x.detach() * 2, reduction="none").sin().sum(),
+    "an infinite norm": lambda x: x.norm(math.inf),
+}
+
+
+@on_ranks(2)
+def test_penalties_of_parameters_have_exact_gradients():
+    model, reference = _models()
+    for name, penalty in PENALTIES.items():
+        for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+            value, expected = _full(penalty(param)), penalty(wanted)
+            torch.testing.assert_close(value, expected, msg=name)
+            value.backward()
+            expected.backward()
+            torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, msg=name)
+            param.grad = wanted.grad = None

@@ -357,6 +357,21 @@ def test_gradients_that_the_nth_backward_does_not_produce_are_reduced_after_it(o
     assert [value(tower._parameters["weight"]) for tower in model.towers] == [4, 2]
 
 
+@pytest.mark.parametrize("names", [("weight",), ("weight", "bias")])
+def test_a_parameter_that_is_frozen_in_a_window_keeps_its_gradients(one_rank, names):
+    model, step, weight = linear(one_rank)
+    params = dict(model.named_parameters())
+    with zpasses.coalesce_grad_reduction(step):
+        step(X).sum().backward()
+        for name in names:
+            params[name].requires_grad_(False)
+        if len(names) == 1:
+            step(X).sum().backward()
+    assert value(weight) == 2
+    assert not weight.requires_grad
+    assert torch.equal(params["bias"].grad.full_tensor(), torch.full((3,), 6.0 - 2 * len(names)))
+
+
 def test_an_explicit_window_replaces_backwards_per_step_but_uses_its_dtype(one_rank):
     model, step, weight = linear(one_rank, backwards_per_step=2, grad_accum_dtype=torch.float64)
     with zpasses.coalesce_grad_reduction(model):
