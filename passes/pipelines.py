@@ -21,7 +21,7 @@ from zpasses.pipeline.pipeline import Pipeline
 _STAGE2 = (MergeReads(), GatherParams(), ReduceGrads(), CacheParams())
 _STAGE3 = (
     MergeReads(max_hold_mb=1.0),
-    ExchangeRows(rows="off"),
+    ExchangeRows(rows="off"),  # so that `zero3{exchange-rows.rows=on}` finds it
     GatherParams(),
     ReduceGrads(),
     ReshardAfterForward(),

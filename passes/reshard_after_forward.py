@@ -16,7 +16,7 @@ parameters (such as views, casts or a weight norm). Saving such a value would sa
 in another form. Where a parameter has a group to gather it again from, forward saves this rank's
 part of the full parameter, and the marked gather is one of these parts (zpasses.graph.regathers).
 After a trial partition, the backend takes the marks off the parameters that `keep` selects
-(zpasses.backend.partition).
+(zpasses.backend.step_trials).
 """
 
 from __future__ import annotations

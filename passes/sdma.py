@@ -18,6 +18,9 @@ and results stay equal bit for bit. Which gathers are replaced follows only from
 graph, and all ranks of a group agree on it. Whether a copy engine then does the work is decided at
 run time by a vote (`zpasses.sdma`), with the functional collective as the fallback. The tag of
 every gather holds the decision.
+
+No stage runs this pass: there, `schedule` chooses routes while it plans. It is for pipelines
+without `schedule`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.backend.compile_job import Codegen, Compiled, CompileJob
 from zpasses.backend.levels import run_level
-from zpasses.backend.split import graph_patches, inductor_patches, partition_joint
+from zpasses.backend.partitioner import graph_patches, inductor_patches, partition_joint
 from zpasses.backend.variant_code import (
     Template,
     agree,
@@ -133,9 +133,10 @@ def _backward(
     if not job.decided.in_call:
         with no_garbage_collection(), job.compiling_late():
             return _compile_backward(job, codegen, gm, inputs)
-    # torch compiles backwards of dynamic shapes ahead, and others when they first run. Ranks
-    # may hold one of each, but must vote in one order: all compile when the backward first
-    # runs. The forward may itself run in a backward, of a checkpoint or of a hook.
+    # With the compile cache, torch hands over every backward in the call of the backend; without
+    # it, only those of dynamic shapes, and others when they first run. Ranks may hold one of each,
+    # but must vote in one order: all compile when the backward first runs. The forward may itself
+    # run in a backward, of a checkpoint or of a hook.
     state, compiled = compat.CompilerState(), list[Compiled]()
     # A compile that failed may run again, and must not find its own changes. AOTAutograd clears
     # the metadata of `gm` where it stores it.

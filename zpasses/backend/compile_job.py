@@ -41,7 +41,7 @@ class Decisions:
     pipeline: Pipeline
     """The passes that run, with the memory budget that is known so far."""
     saved_params: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """From `saved_params` of the forward graph."""
+    """Output of the forward graph -> the parameters whose shard or full value it is."""
     caches_params: bool = False
     """The forward graph takes full parameters from earlier calls."""
     output_strides: OutputStrides = ()
@@ -107,7 +107,7 @@ class CompileJob:
             free_bytes = agreed_free_bytes(captured.groups, device)
             budget = f"{free_bytes}B"
         if options.prefetch:
-            budget = None  # it bounds the whole step, see zpasses.backend.graph_runs
+            budget = None  # it bounds the whole step, see zpasses.backend.block_runs
         decided = Decisions(pipeline if budget is None else pipeline.with_memory_budget(budget))
         return cls(
             compat.current_compile_id(),

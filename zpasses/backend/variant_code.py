@@ -17,12 +17,7 @@ from torch import fx
 
 import zpasses.runtime.exchanged_rows  # noqa: F401  (the operators)
 from zpasses import compat
-from zpasses.backend.cache.entry import (
-    BackwardFacts,
-    ForwardFacts,
-)
-from zpasses.backend.compile_job import Codegen, Compiled, CompileJob
-from zpasses.backend.graph_runs import (
+from zpasses.backend.block_runs import (
     BlockStep,
     add_turning_point,
     agreed_prefetch,
@@ -30,7 +25,12 @@ from zpasses.backend.graph_runs import (
     turn_order,
     turn_text,
 )
-from zpasses.backend.split import inductor_patches
+from zpasses.backend.cache.entry import (
+    BackwardFacts,
+    ForwardFacts,
+)
+from zpasses.backend.compile_job import Codegen, Compiled, CompileJob
+from zpasses.backend.partitioner import inductor_patches
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.prefetch import GraphRun, StepCost
 from zpasses.graph.encoding import expand_encodings

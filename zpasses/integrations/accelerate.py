@@ -44,7 +44,7 @@ from zpasses.integrations.preparation import (
 )
 from zpasses.integrations.pretrained import adopt
 from zpasses.runtime.param_value import is_sharded_parameter
-from zpasses.sharding.dynamo_backends import explain_dynamo_backend
+from zpasses.sharding.accelerate_backend import explain_dynamo_backend
 
 M = TypeVar("M", bound=nn.Module)
 

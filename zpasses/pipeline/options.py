@@ -49,8 +49,8 @@ class Options:
     """The most that a step may hold above what rests between steps, such as `"60GiB"`; a percentage
     counts from the least peak with overlap, and `"auto"` takes 90 % of what is free when the first
     graph is compiled, on the rank with the least. zpasses then chooses what to keep, recompute,
-    merge and prefetch. Needs a pipeline with `schedule`; stages get it. See docs/memory-budget.md.
-    """
+    merge and prefetch. `None` leaves each graph to the option of `schedule`. Needs a pipeline with
+    `schedule`; stages get it. See docs/memory-budget.md."""
     host_memory: str | None = None
     """The most that a step may hold of the host's memory on each rank, such as `"40GiB"`: what
     forward saves may rest there until backward, where that is the best way into `memory_budget`.

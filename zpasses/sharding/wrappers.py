@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zpasses import compat
 from zpasses.errors import ShardingError
+from zpasses.sharding.accelerate_backend import explain_dynamo_backend
 from zpasses.sharding.adapters import edit_adapters_as_shards, watch_late_adapter
-from zpasses.sharding.dynamo_backends import explain_dynamo_backend
 from zpasses.sharding.module import ShardedModule, gathering_reads
 
 log = logging.getLogger("zpasses")

@@ -24,7 +24,7 @@ from tests.zpasses.backend.test_host_memory_combined import WIDTH, Block, batch,
 from tests.zpasses.cost.memory.test_liveness import allocated
 from tests.zpasses.layered_models import Checkpointed
 from zpasses.backend import split
-from zpasses.backend.graph_runs import BlockStep
+from zpasses.backend.block_runs import BlockStep
 from zpasses.cost.plan.prefetch import step_cost
 from zpasses.graph import host_copies
 from zpasses.pipeline import events

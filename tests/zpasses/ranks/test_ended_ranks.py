@@ -46,7 +46,7 @@ def _interrupted():
 
 
 def test_a_rank_that_is_interrupted_ends_the_vote_of_the_other():
-    survivor, _ = run_in_fresh_ranks(_interrupted, timeout_s=LIMIT_S, answers=1)
+    survivor, _ = run_in_fresh_ranks(_interrupted, timeout_s=LIMIT_S)
     seconds, error = survivor.result
     assert seconds < AT_ONCE_S
     assert "AgreementError: rank 1 has ended by KeyboardInterrupt; it was after graph 0/0" in error

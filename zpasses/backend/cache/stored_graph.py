@@ -17,7 +17,7 @@ from zpasses.backend.cache.graph_text import NotCacheableError
 from zpasses.backend.cache.key import graph_key, refusal, refusal_here
 from zpasses.backend.cache.lookup import decline_artifacts, find_artifacts
 from zpasses.backend.compile_job import Compiled, CompileJob, Decisions
-from zpasses.backend.split import graph_patches, inductor_patches
+from zpasses.backend.partitioner import graph_patches, inductor_patches
 from zpasses.backend.variant_code import (
     Template,
     agree_on,

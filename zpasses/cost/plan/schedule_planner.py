@@ -78,8 +78,9 @@ that of one gather and one reduction in flight."""
 
 _ROUTE_PRICE_US = 1.0
 """What a launch on copy engines must gain: figures of routes are not exact."""
-_STARTS = 3
-"""How many plans to improve. Changes of one may end in a dead end."""
+_STARTS, _NEAR_BOUND = 3, 0.001
+"""How many plans to improve, since changes of one may end in a dead end; and the share of the bound
+above it from which on none is."""
 
 
 def _most_changes(jobs: int) -> int:
@@ -92,6 +93,8 @@ def _most_changes(jobs: int) -> int:
 class _Search:
     def __init__(self, problem: ScheduleProblem, limit_bytes: int, most: int | None) -> None:
         self._problem, self._limit = problem, limit_bytes
+        self._bound_us = schedule_bound_us(problem)
+        self._near_bound_us = self._bound_us * (1 + _NEAR_BOUND)
         one_ahead = evaluate(problem, one_ahead_plan(problem))
         self._least = min(limit_bytes, one_ahead.peak_bytes)
         """Peak with one gather and one reduction in flight."""
@@ -111,6 +114,8 @@ class _Search:
                 engines = frozenset(engine_launches(problem, plan))
                 self._offer(replace(plan, engines=engines), "no search")
         for start in self._best_starts():
+            if min(self._found, key=lambda found: found[0])[2].total_us <= self._near_bound_us:
+                break
             better = improve_plan(problem, start, self._rank, self._most, self._limit)
             for plan in better:
                 self._offer(plan, "changes of other plans")
@@ -119,7 +124,7 @@ class _Search:
         return Planned(
             plan,
             cost,
-            schedule_bound_us(problem),
+            self._bound_us,
             self._limit,
             tuple((each, self._costs[each]) for each in simple),
         )
