@@ -125,7 +125,7 @@ class _Partitioner:
         if budget is None and not (self._policy.keeps and share):
             return Partitioned(self._trials.partition(gm, 1.0), None, "")
         if budget is None and share < WHOLE:
-            return Partitioned(self._of_a_part(), None, "")
+            return Partitioned(*self._of_a_part())
         if budget is not None and share < WHOLE:
             log.warning(
                 "memory_budget=%r bounds each graph by itself, and this graph reads %.0f %% of the "
@@ -146,7 +146,7 @@ class _Partitioner:
         note = self._note(plan, choice, kept, cached, offloaded)
         return Partitioned(graphs, limit if budget is not None else None, note)
 
-    def _of_a_part(self) -> Graphs:
+    def _of_a_part(self) -> tuple[Graphs, None, str]:
         """Returns the graphs of a part of a step, which keep nothing that the ranks do not agree
         to keep.
         """
@@ -157,14 +157,18 @@ class _Partitioner:
         again, _ = adopt(
             self._policy.groups,
             "which parameters backward gathers",
-            [(params, size) for _, params, size in full],
+            ([(params, size) for _, params, size in full], self._trials.with_gradients()),
             mine,
             merge=_in_all,
         )
-        if set(mine) <= set(again):
-            return graphs
-        kept = frozenset(full[at][0].name for at in mine if at not in again)
-        return self._trials.graphs(replace(everything, kept=kept), copied=False)
+        kept = [full[at] for at in mine if at not in again]
+        if not kept:
+            return graphs, None, ""
+        names = ", ".join(name for _, params, _ in kept for name in params)
+        note = f"keeps {names} until backward, because not all ranks gather them again"
+        kept_names = frozenset(node.name for node, *_ in kept)
+        graphs = self._trials.graphs(replace(everything, kept=kept_names), copied=False)
+        return graphs, None, note
 
     def _within(self, budget: str) -> StepPlan:
         """With a budget: the fastest plan that fits."""
@@ -212,7 +216,7 @@ class _Partitioner:
         (chunks, activations, again, kept, cached, offloaded, limit, gathered), _ = adopt(
             self._policy.groups,
             "which parameters to keep for backward",
-            (described, replace(self._policy, groups=())),
+            (described, self._trials.with_gradients(), replace(self._policy, groups=())),
             mine,
             planned_for=current_target(),
             merge=lambda plans: [*plans[0][:-1], _in_all([plan[-1] for plan in plans])],

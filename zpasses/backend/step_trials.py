@@ -48,7 +48,7 @@ from zpasses.graph.queries import nbytes, saved_inputs, value_of
 from zpasses.graph.regathers import drop_unread_parts, remove_regathers
 from zpasses.graph.row_chunks import Gradients, chunk_regions
 from zpasses.graph.row_regions import find_regions
-from zpasses.graph.tags import retag, tagged
+from zpasses.graph.tags import params_of, retag, tagged
 from zpasses.option_values import parse_budget
 
 FallbackCost = Callable[[fx.Graph, int], Cost | None]
@@ -219,6 +219,17 @@ class StepTrials:
     def user_outputs(self) -> int:
         """How many values forward returns before those that it saves."""
         return int(self._options["num_fwd_outputs"])
+
+    def with_gradients(self) -> list[str]:
+        """Returns which inputs get gradients: parameters by name, and others as "". It decides what
+        backward reads, and does not depend on shapes.
+        """
+        graph = self.gm.graph
+        outputs: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
+        grads = outputs[self.user_outputs :]
+        inputs = graph.find_nodes(op="placeholder")
+        with_grad = (node for node, grad in zip(inputs, grads, strict=False) if grad is not None)
+        return sorted(name for node in with_grad for name in params_of(node) or ("",))
 
     def in_chunks(self, chunks: int) -> StepTrials:
         """Returns the trials of the graph whose loss is computed in chunks. Its nodes have the same

@@ -189,7 +189,9 @@ def second_group(name: str) -> str | None:
 
 def _made_of(group: dist.ProcessGroup) -> list[str]:
     """The names of the groups that were made of a group and were not destroyed."""
-    return [name for name in _made.get(group, ()) if node_group_exists(name)]
+    made = _made.get(group, ())
+    existing = set(group_names()) if made else ()
+    return [name for name in made if name in existing]
 
 
 def make_group(like: str, name: str, ranks: Sequence[int], label: str, limit: timedelta) -> None:

@@ -271,6 +271,12 @@ class _VoteRound:
                     f"waited for the other ranks of {name_group(self.group)} to {self.missed}. "
                     f"{heartbeat.gone_store(gone)} Look at its log."
                 ) from gone
+            except AgreementError:
+                raise
+            except BaseException as cause:
+                attempt.leave(cause)
+                state.next_epoch(resumed=False)
+                raise
         if "superseded" in ended:
             state.next_epoch(resumed=True)
             raise _SupersededError(ended["superseded"])
@@ -316,6 +322,13 @@ class _Attempt:
                 self._add(below)
                 self._write(f"{self._rank}/all")
         return self._follow()
+
+    def leave(self, error: BaseException) -> None:
+        """End the vote for all ranks: this one leaves it by an error, such as an interrupt."""
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        text = f"rank {compat.global_rank()} left the vote to {self._vote.missed} by {reason}"
+        with contextlib.suppress(*heartbeat.STORE_ERRORS):  # the others find it gone, too
+            self._end({"failure": self._failure(text)})
 
     # --- ballots ----------------------------------------------------------------------------------
     def _tally_key(self, rank: int) -> str:

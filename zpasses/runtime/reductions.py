@@ -74,8 +74,9 @@ def mean_loss(
     else:
         named["reduction"] = reduction
     if backward:
-        given[0] = given[0] / given[1].numel()
-        return call(func, *given, **named)
+        # As in torch, the mean is taken of the products: quotients of a half-precision gradient
+        # would be too small for its dtype.
+        return call(func, *given, **named) / given[1].numel()
     return call(aten.mean.default, call(func, *given, **named))
 
 

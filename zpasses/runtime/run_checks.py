@@ -161,7 +161,11 @@ def with_run_check(
         with limited_collectives(asked, name, longest, longest_option), vote_timeout(timeout_s):
             values = code(args)
             if looks_for_nan() and compat.in_backward():
-                _look_for_nan(asked, name, values)
+                try:
+                    _look_for_nan(asked, name, values)
+                except AgreementError as error:
+                    report(error)
+                    raise
             return values
 
     return boxed(run)

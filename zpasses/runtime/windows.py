@@ -408,14 +408,17 @@ def drop_accumulated(params: Iterable[Any]) -> None:
     """Drop the pending gradients of parameters, whose values are replaced by those of a checkpoint.
     The next backward begins a window of `backwards_per_step`. The count of a `with` block goes on.
     """
+    windows = dict[StepWindow, None]()
     for param in params:
         state: ParamGradState | None = getattr(param, GRAD_STATE_ATTRIBUTE, None)
         if state is None:
             continue
         state.pending.clear()
         if state.step_window is not None:
-            state.step_window.discard_pending()
-            state.step_window.count, state.step_window.failure = 0, None
+            windows[state.step_window] = None
+    for window in windows:
+        window.discard_pending()
+        window.count, window.failure = 0, None
 
 
 def mark_failed(windows: Sequence[Window], reason: str) -> None:

@@ -14,6 +14,7 @@ import zpasses
 from tests.on_ranks import on_ranks
 from tests.zpasses.models import full_gradients, reference_gradients
 from zpasses.passes import schedule
+from zpasses.pipeline.events import observe_graphs
 from zpasses.ranks.agree import simulated_answers
 from zpasses.testing import fake_world, world_mesh
 
@@ -67,6 +68,25 @@ def test_ranks_ask_for_the_same_plans_whatever_their_batch(build, shape, monkeyp
                 run(torch.ones(rows, *shape)).sum().backward()
     assert asked[0]
     assert asked[0] == asked[1]
+
+
+def test_a_block_gathers_in_backward_although_the_first_one_needs_no_weight_there():
+    """The first block gets data, whose gradient nobody needs: its backward reads no weight. The
+    question about the others has the same parameters, and another answer.
+    """
+    gathers = []
+
+    def count(observed):
+        if observed.kind == "backward":
+            found = observed.graph.nodes
+            gathers.append(sum("all_gather" in str(node.target) for node in found))
+
+    with fake_world(2) as mesh, simulated_answers(), observe_graphs(count):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+        zpasses.shard(model, mesh=mesh)
+        zpasses.compile_blocks(model, "*", zero_stage=3, codegen="eager", prefetch=0)
+        model(torch.ones(2, 4)).sum().backward()
+    assert sorted(set(gathers)) == [0, 1]
 
 
 @pytest.mark.slow(quick="test_ranks_ask_for_the_same_plans_whatever_their_batch")

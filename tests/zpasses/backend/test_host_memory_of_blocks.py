@@ -23,7 +23,7 @@ from tests.zpasses.backend.cache.test_warm_start import COLD, on_fresh_ranks, sa
 from tests.zpasses.backend.test_host_memory_combined import WIDTH, Block, batch, steps_of
 from tests.zpasses.cost.memory.test_liveness import allocated
 from tests.zpasses.layered_models import Checkpointed
-from zpasses.backend import split
+from zpasses.backend import partitioner
 from zpasses.backend.block_runs import BlockStep
 from zpasses.cost.plan.prefetch import step_cost
 from zpasses.graph import host_copies
@@ -451,8 +451,8 @@ def test_blocks_of_all_kinds_whose_values_all_move_train_to_the_same_bits(case):
 
     with (
         own_block_schedule(),
-        mock.patch.object(split, "offloadable_values", movable),
-        mock.patch.object(split, "offloadable_inputs", given),
+        mock.patch.object(partitioner, "offloadable_values", movable),
+        mock.patch.object(partitioner, "offloadable_inputs", given),
         mock.patch.object(BlockSchedule, "moved_by", return_value=None),
         mock.patch.object(saved_values._Call, "move_out", counted),
     ):

@@ -1,8 +1,10 @@
 """A rank whose process ends by an exception or an interrupt tells the others, which raise."""
 
+import _thread
 import multiprocessing.util
 import os
 import signal
+import threading
 import time
 from unittest import mock
 
@@ -69,6 +71,22 @@ def test_an_interrupt_of_a_compile_that_the_program_catches_is_told():
     seconds, error = run_on_ranks(_interrupt_is_caught)[0]
     assert seconds < AT_ONCE_S
     assert "rank 1 failed while compiling graph 0/0: KeyboardInterrupt" in error
+
+
+def _interrupted_in_a_vote():
+    if dist.get_rank() == 0:
+        threading.Timer(1.0, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            store_barrier(GROUP, "a barrier", LIMIT_S)
+        return None
+    time.sleep(3)
+    return outcome_of(lambda: store_barrier(GROUP, "a barrier", LIMIT_S))
+
+
+def test_an_interrupt_in_a_vote_ends_it_for_ranks_that_come_later():
+    seconds, error = run_on_ranks(_interrupted_in_a_vote)[1]
+    assert seconds < AT_ONCE_S
+    assert "rank 0 left the vote to reach a barrier by KeyboardInterrupt" in error
 
 
 def _store_is_gone():
