@@ -29,8 +29,14 @@ AT_ONCE_S = 60.0
 GROUP = "0"
 
 
+def heed_interrupts():
+    """Programs that a shell starts in the background ignore them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def interrupt():
     """What Ctrl-C does to a process of multiprocessing."""
+    heed_interrupts()
     try:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
@@ -75,6 +81,7 @@ def test_an_interrupt_of_a_compile_that_the_program_catches_is_told():
 
 def _interrupted_in_a_vote():
     if dist.get_rank() == 0:
+        heed_interrupts()
         threading.Timer(1.0, _thread.interrupt_main).start()
         with pytest.raises(KeyboardInterrupt):
             store_barrier(GROUP, "a barrier", LIMIT_S)

@@ -352,10 +352,10 @@ class _KeptSearch:
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the memory above that of one gather and one reduction in flight: the part for kept parameters.
 """
-_FEWEST_CHANGES, _MOST_CHANGES, _MOST_WORK = 40, 240, 200_000
+_FEWEST_CHANGES, _MOST_CHANGES, _MOST_WORK = 400, 1000, 1_000_000
 """Changes of schedules to draw for each choice, which is only an estimate of what `schedule` will
 find; and segments and collectives that all of them have together, for small graphs."""
-_SMALL, _FINALISTS, _THOROUGH_CHANGES = 2_000, 3, 600
+_SMALL, _FINALISTS, _THOROUGH_CHANGES = 2_000, 3, 3000
 """Segments and collectives up to which a graph is small, and choices that are then compared again,
 by so many changes each."""
 
