@@ -16,7 +16,7 @@ places also serve torch 2.11, on which tests marked `gpu` may run: `placeholder_
 | DTensor | `dtensor.py` |
 | Dynamo, the structured trace | `dynamo.py` |
 | fake tensors, symbolic sizes | `fake.py` |
-| CPython's stack of frames | `frames.py` |
+| stacks of Python and C++ frames | `frames.py` |
 | FX graphs, operators, pytrees | `fx_graph.py` |
 | Inductor | `inductor.py` |
 | optimizers | `optimizers.py` |

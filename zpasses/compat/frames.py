@@ -1,4 +1,4 @@
-"""CPython's stack of Python frames: room for deep calls, and who called."""
+"""Stacks: room for deep Python calls, who called, and what a fatal signal prints."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 import types
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
+
+import torch
 
 _R = TypeVar("_R")
 _SLOTS = (1 << 17) + (1 << 10)
@@ -63,3 +65,10 @@ def module_among_callers(names: Collection[str]) -> str | None:
             return str(name)
         frame = frame.f_back
     return None
+
+
+def print_native_stacks_on_fatal_signals() -> None:
+    """Let SIGABRT, SIGSEGV and the like print the C++ stack of each thread before they end the
+    process. Python's faulthandler, enabled later, prints its stacks first.
+    """
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # type: ignore[attr-defined]

@@ -1,7 +1,9 @@
 """Tests of the harness that runs tests on real ranks."""
 
+import ctypes
 import os
 import re
+import signal
 import sys
 import time
 import types
@@ -45,6 +47,10 @@ def _die_on(rank):
     return "alive"
 
 
+def _aborts():
+    ctypes.CDLL(None).abort()
+
+
 def _environment(name):
     return os.environ.get(name)
 
@@ -86,6 +92,13 @@ def test_fresh_ranks_report_exit_codes_and_output():
     survivor, dead = run_in_fresh_ranks(_die_on, 1, timeout_s=30)
     assert (survivor.ok, survivor.result, survivor.exit_code is not None) == (True, "alive", True)
     assert (dead.reported, dead.exit_code, dead.output) == (False, 7, "last words\n")
+
+
+def test_a_fatal_signal_shows_python_and_native_stacks():
+    dead, _ = run_in_fresh_ranks(_aborts, timeout_s=30)
+    assert dead.exit_code == -signal.SIGABRT
+    assert re.search(r"Fatal Python error: Aborted\n(.*\n)*.*in _aborts\n", dead.output)
+    assert re.search(r"frame #\d+: abort \+ 0x\w+ in libc", dead.output)
 
 
 def test_fresh_ranks_get_their_environment():

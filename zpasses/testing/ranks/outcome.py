@@ -67,9 +67,10 @@ def describe_failure(name: str, outcomes: Sequence[Outcome], limit_s: float) -> 
 
 def without_harness_frames(stacks: str) -> str:
     """Leave out of faulthandler's stacks what every rank runs below a call, and the thread that
-    watches the parent.
+    watches the parent; out of C++ stacks the addresses and folders.
     """
     shown: list[str] = []
+    stacks = _NATIVE_ADDRESS.sub(r" in \1", stacks)
     for block in re.split(r"^(?=(?:Current t|T)hread 0x)", stacks, flags=re.MULTILINE):
         lines = block.splitlines(keepends=True)
         if re.match(r"(Current t|T)hread 0x", block):
@@ -83,4 +84,6 @@ def without_harness_frames(stacks: str) -> str:
     return "".join(shown)
 
 
+_NATIVE_ADDRESS = re.compile(r" \(0x[0-9a-f]+ in (?:\S*/)?(\S+)\)$", re.MULTILINE)
+"""Of a frame as torch prints it: `name + 0x8f (0x7f9203990c4f in /usr/lib/libc10.so)`."""
 _HARNESS = os.path.join("zpasses", "testing", "ranks") + os.sep

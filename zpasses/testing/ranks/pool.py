@@ -45,7 +45,9 @@ and its compilers. A call's own limit does not count them.
 """
 
 _SHOWN_OUTPUT = 12_000
-"""Characters at the end of a rank's output that a failure shows."""
+"""Characters at the end of a rank's output that a failure shows. A dead rank shows four times as
+many, because its threads' C++ stacks are long.
+"""
 
 # Processes fork from a server that has imported torch and its compilers.
 spawner = multiprocessing.get_context("forkserver")
@@ -292,20 +294,20 @@ class _Ranks:
         if reply is None:
             if ended:
                 process.join(GRACE_S)  # it may have closed its end a moment before it dies
-            output = without_harness_frames(self._output(rank, offset))
+            output = without_harness_frames(self._output(rank, offset, 4 * _SHOWN_OUTPUT))
             return Outcome(rank, exit_code=process.exitcode, output=output)
         succeeded, value = reply
         if succeeded:
             return Outcome(rank, result=value, output=self._output(rank, offset), reported=True)
         return Outcome(rank, error=value, output=self._output(rank, offset), reported=True)
 
-    def _output(self, rank: int, offset: int) -> str:
+    def _output(self, rank: int, offset: int, shown: int = _SHOWN_OUTPUT) -> str:
         if not self._logs[rank].exists():
             return ""
         with open(self._logs[rank], "rb") as log:
             size = log.seek(0, os.SEEK_END)
-            log.seek(max(offset, size - 4 * _SHOWN_OUTPUT))
-            return log.read().decode(errors="replace")[-_SHOWN_OUTPUT:]
+            log.seek(max(offset, size - 4 * shown))
+            return log.read().decode(errors="replace")[-shown:]
 
     def _show_stacks(self, replies: dict[int, Any]) -> None:
         for rank, process in enumerate(self._processes):

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import zpasses.graph.dialect  # noqa: F401 - as `import zpasses` does in a process that has torch
+from zpasses import compat
 
 START_S = 60.0
 """Seconds that the ranks of a group wait for each other at the start."""
@@ -89,6 +90,7 @@ def _redirect_output(log: str) -> None:
         os.dup2(sink.fileno(), 2)
     sys.stdout = os.fdopen(1, "w", 1, closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, closefd=False)
+    compat.print_native_stacks_on_fatal_signals()
     faulthandler.enable(sys.stderr)
     stays_open = open(log, "a")  # noqa: SIM115 - until the process ends
     faulthandler.register(signal.SIGUSR1, file=stays_open, all_threads=True)
