@@ -123,7 +123,7 @@ def run_with(budgets):
         with own_block_schedule():
             model, x = net()
             zpasses.shard(model, mesh=world_mesh())
-            options = {"memory_budget": budget, "target": TARGET, "codegen": "eager"}
+            options = {"memory_budget": budget, "target": TARGET}
             zpasses.compile_blocks(model, "layers.*", cache=False, **options)
             try:
                 for _ in range(3):

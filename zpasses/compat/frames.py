@@ -71,4 +71,4 @@ def print_native_stacks_on_fatal_signals() -> None:
     """Let SIGABRT, SIGSEGV and the like print the C++ stack of each thread before they end the
     process. Python's faulthandler, enabled later, prints its stacks first.
     """
-    torch._C._set_print_stack_traces_on_fatal_signal(True)  # type: ignore[attr-defined]
+    torch._C._set_print_stack_traces_on_fatal_signal(True)

@@ -73,9 +73,16 @@ def step(params, kernels, copies=1):
     return graph
 
 
-@pytest.mark.parametrize("params", [40, 700])
 @pytest.mark.slow(quick="the other tests of test_schedule_planner.py")
-def test_the_work_of_planning_grows_no_faster_than_the_graph(params):
+def test_the_work_of_planning_grows_no_faster_than_the_graph():
+    small, large = map(calls_per_node, (40, 700))
+    assert large < 1.2 * small  # a step that is quadratic in the nodes makes it 17 times as many
+
+
+def calls_per_node(params):
+    """Function calls while a schedule is planned, over the nodes of the graph. Counted instead of
+    timed.
+    """
     calls = 0
 
     def count(frame, event, arg):
@@ -92,9 +99,8 @@ def test_the_work_of_planning_grows_no_faster_than_the_graph(params):
         finally:
             sys.setprofile(None)
     assert len(graph.nodes) > 50 * params
-    # Counted instead of timed. A step that is quadratic in the nodes makes 36,000 calls per node.
-    assert calls < 6_000 * len(graph.nodes)
     assert planned.cost.total_us < 1.05 * planned.bound_us
+    return calls / len(graph.nodes)
 
 
 @pytest.mark.parametrize("target", [H100, TARGETS["mi300x"], TARGETS["cpu"]])
