@@ -37,7 +37,7 @@ from zpasses.cost.plan.repeated_layers import (
 )
 from zpasses.cost.plan.schedule_evaluation import Cost, Plan, evaluate
 from zpasses.cost.plan.schedule_problem import ScheduleProblem, problem_of
-from zpasses.cost.plan.simple_plans import one_ahead_plan, single_plan, varied_plans
+from zpasses.cost.plan.simple_plans import single_plan, varied_plans
 from zpasses.cost.time.target import Target, current_target, use_target
 from zpasses.graph.host_copies import offloadable_values
 from zpasses.inspect.units import bytes_text
@@ -70,8 +70,7 @@ class _Graph:
     @cached_property
     def plans(self) -> list[tuple[Cost, Plan]]:
         """Plans that need no search, with what they cost."""
-        plans = one_ahead_plan(self.problem), *varied_plans(self.problem)
-        return [(self._cost(plan), plan) for plan in plans]
+        return [(self._cost(plan), plan) for plan in varied_plans(self.problem)]
 
     def _cost(self, plan: Plan) -> Cost:
         return evaluate(self.problem, plan, averages=True)

@@ -338,7 +338,7 @@ class _KeptSearch:
         ranked = sorted(self._choices.values(), key=self._rank)
         if not self._step.is_small:
             return ranked[0]
-        # Small graphs have time for the search of `schedule` itself.
+        # Small graphs have time for more changes.
         finals = [
             _cost(self._step, each.kept, each.cached, self._limit, thorough=True)
             for each in ranked[:_FINALISTS]

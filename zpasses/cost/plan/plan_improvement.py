@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from random import Random
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ def improve_plan(
         problem: the graph.
         plan: the plan to improve.
         rank: how good a plan is; lower is better. First come the bytes above the limit, then the
-            duration.
+            duration, or what counts as it.
         most: how many changes to draw. Those that are not possible cost little. A plan without
             launches takes none.
         limit_bytes: the limit that `rank` knows.
@@ -42,6 +43,12 @@ def improve_plan(
         Plans of which each is better than those before it; none if the given one is best.
     """
     return _LocalSearch(problem, plan).run(rank, most, limit_bytes)
+
+
+def priced(rank: Rank, limit_bytes: int, weight: float = 1.0) -> float:
+    """Returns the duration of a plan, and more for each byte above the limit."""
+    excess, duration_us, *_ = rank
+    return float(duration_us * (1 + weight * _EXCESS * excess / max(1, limit_bytes)))
 
 
 def choose_routes(
@@ -93,9 +100,13 @@ class _Launch:
     by_engine: bool
 
 
+_members = attrgetter("members")
+
+
 class _LocalSearch:
     def __init__(self, problem: ScheduleProblem, plan: Plan) -> None:
         self._problem, self._random = problem, Random(0)
+        self._keys = [job.launch_key for job in problem.jobs]
         self._launches = sorted(_launches_of(plan), key=_members)
         slots = {action.slot for action in plan.actions}
         slots.update(slot for job in problem.jobs for slot in (job.earliest, job.latest))
@@ -114,8 +125,8 @@ class _LocalSearch:
                 continue
             plan = _plan_of(launches)
             found = rank(plan)
-            penalty = _EXCESS * _EXCESS_GROWS**done / max(1, limit_bytes)
-            slower = found[1] * (1 + penalty * found[0]) - current[1] * (1 + penalty * current[0])
+            weight = _EXCESS_GROWS**done
+            slower = priced(found, limit_bytes, weight) - priced(current, limit_bytes, weight)
             if found < best or self._accepts(slower, _TOLERATED * (1 - done) * best[1]):
                 current, self._launches = found, launches
             if found < best:
@@ -125,7 +136,9 @@ class _LocalSearch:
 
     def _accepts(self, slower_us: float, tolerated_us: float) -> bool:
         """Whether to go on with a plan that takes so much longer than the one before it."""
-        return slower_us < 0 or self._random.random() < math.exp(-slower_us / tolerated_us)
+        if slower_us < 0:
+            return True
+        return self._random.random() < math.exp(-slower_us / max(tolerated_us, 1e-9))
 
     def _changed(self) -> list[_Launch] | None:
         """Returns the launches with one change; None if what was drawn is impossible."""
@@ -169,15 +182,17 @@ class _LocalSearch:
         return _Place(slot, self._random.random())
 
     def _move_members(self, number: int) -> dict[int, _Launch] | None:
-        """Moves the first or the last members of a launch, or all of them, to a neighbour."""
+        """Moves the first or the last members of a launch, or all of them, to a neighbour among
+        those that can share a launch with it.
+        """
+        keys = [self._keys[launch.members[0]] for launch in self._launches]
+        alike = [each for each, key in enumerate(keys) if key == keys[number]]
         distance = int(1 + self._random.expovariate(_NEAR_LAUNCHES))
-        to = number + distance * self._random.choice((-1, 1))
-        if not 0 <= to < len(self._launches):
+        at = alike.index(number) + distance * self._random.choice((-1, 1))
+        if not 0 <= at < len(alike):
             return None
+        to = alike[at]
         giver, taker = self._launches[number], self._launches[to]
-        first, other = (self._problem.jobs[each.members[0]] for each in (giver, taker))
-        if first.launch_key != other.launch_key:
-            return None
         count = len(giver.members)
         if self._random.random() >= _WHOLE:
             count = self._random.randint(1, count)
@@ -240,14 +255,10 @@ _WHOLE = 0.3
 _TOLERATED = 0.001
 """Share of the duration that a change may cost at first and is still accepted by one in e."""
 _EXCESS, _EXCESS_GROWS = 3.0, 100.0
-"""By how many times its duration a plan counts as slower that takes twice the limit; at the end it
-is so many times more."""
+"""By how many times its duration a plan counts as slower that takes twice the limit; at the end of
+a search it is so many times more."""
 _CYCLES = 3
 """How often the search begins anew from the best plan."""
-
-
-def _members(launch: _Launch) -> tuple[int, ...]:
-    return launch.members
 
 
 def _first_start(jobs: Iterable[Job]) -> int:

@@ -93,7 +93,6 @@ def launch_cost(
     problem: ScheduleProblem, launch: tuple[int, ...], by_engine: bool = False
 ) -> LaunchCost:
     """Returns what a launch of these job numbers costs, on compute units or on copy engines."""
-    by_engine = by_engine or problem.jobs[launch[0]].on_engine
     key = launch, by_engine
     found: LaunchCost | None = problem.launch_costs.get(key)
     if found is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zpasses.cost.plan.bound import schedule_bound_us
-from zpasses.cost.plan.plan_improvement import engine_launches, improve_plan
+from zpasses.cost.plan.plan_improvement import engine_launches, improve_plan, priced
 from zpasses.cost.plan.schedule_evaluation import Cost, Plan, duration_us, evaluate
 from zpasses.cost.plan.schedule_problem import ScheduleProblem
 from zpasses.cost.plan.simple_plans import (
@@ -98,52 +98,60 @@ class _Search:
         one_ahead = evaluate(problem, one_ahead_plan(problem))
         self._least = min(limit_bytes, one_ahead.peak_bytes)
         """Peak with one gather and one reduction in flight."""
-        self._found: list[tuple[_Rank, Plan, Cost]] = []
-        self._costs: dict[Plan, Cost] = {}
-        self._made_by: dict[Plan, str] = {}
-        self._most = _most_changes(len(problem.jobs)) if most is None else most
-        self._starts = _STARTS if most is None else 1
+        self._found: dict[Plan, tuple[_Rank, Cost]] = {}
+        self._most = _most_changes(len(problem.jobs))
+        self._starts = _STARTS
+        if most is not None:
+            self._most, self._starts = min(most, self._most), 1
 
     def run(self) -> Planned:
         problem = self._problem
         simple = list(simple_plans(problem, "one-ahead", CAP_BYTES))
-        self._simple = [self._offer(plan, "no search") for plan in simple]
+        self._simple = [self._offer(plan) for plan in simple]
         for plan in varied_plans(problem):
-            self._offer(plan, "no search")
+            self._offer(plan)
             if problem.has_engines:
                 engines = frozenset(engine_launches(problem, plan))
-                self._offer(replace(plan, engines=engines), "no search")
+                self._offer(replace(plan, engines=engines))
+        unchanged = len(self._found)
         for start in self._best_starts():
-            if min(self._found, key=lambda found: found[0])[2].total_us <= self._near_bound_us:
+            if self._ranked()[0][1][1].total_us <= self._near_bound_us:
                 break
-            better = improve_plan(problem, start, self._rank, self._most, self._limit)
-            for plan in better:
-                self._offer(plan, "changes of other plans")
+            for plan in improve_plan(problem, start, self._rank, self._most, self._limit):
+                self._offer(plan)
         plan, cost = self._most_tolerant()
-        _log.debug("schedule: of %d plans, the one by %s", len(self._costs), self._made_by[plan])
+        changed = list(self._found).index(plan) >= unchanged
+        made_by = "changes of other plans" if changed else "no search"
+        _log.debug("schedule: of %d plans, the one by %s", len(self._found), made_by)
         return Planned(
             plan,
             cost,
             self._bound_us,
             self._limit,
-            tuple((each, self._costs[each]) for each in simple),
+            tuple((each, self._found[each][1]) for each in simple),
         )
 
-    def _best_starts(self) -> list[Plan]:
-        """Returns the best plans so far, of which no two have the same launches."""
-        best: dict[Any, Plan] = {}
-        for _, plan, _ in sorted(self._found, key=lambda found: found[0]):
-            best.setdefault(plan.launches, plan)
-        return list(best.values())[: self._starts]
+    def _ranked(self) -> list[tuple[Plan, tuple[_Rank, Cost]]]:
+        return sorted(self._found.items(), key=lambda found: found[1][0])
 
-    def _offer(self, plan: Plan, made_by: str) -> _Rank:
-        self._made_by.setdefault(plan, made_by)
-        cost = self._costs.get(plan)
-        if cost is None:
-            cost = self._costs[plan] = evaluate(self._problem, plan)
-        rank = self._rank_of(plan, cost)
-        self._found.append((rank, plan, cost))
-        return rank
+    def _best_starts(self) -> list[Plan]:
+        """Returns the best plans so far, of which no two have the same launches. One of them may
+        exceed the limit: a fast plan that does so by a little is a good start.
+        """
+        best: dict[Any, Plan] = {}
+        for plan, _ in self._ranked():
+            best.setdefault(tuple(sorted(plan.launches)), plan)
+        starts = list(best.values())[: self._starts]
+        if self._starts > 1:
+            near = min(self._found, key=lambda each: priced(self._found[each][0], self._limit))
+            starts = list(dict.fromkeys((*starts[:-1], near, *starts[-1:])))[: self._starts]
+        return starts
+
+    def _offer(self, plan: Plan) -> _Rank:
+        if plan not in self._found:
+            cost = evaluate(self._problem, plan)
+            self._found[plan] = self._rank_of(plan, cost), cost
+        return self._found[plan][0]
 
     def _rank(self, plan: Plan) -> _Rank:
         return self._rank_of(plan, evaluate(self._problem, plan))
@@ -158,17 +166,17 @@ class _Search:
         """Returns the plan that loses least if collectives take longer than predicted, of those
         that are nearly as fast as the fastest.
         """
-        self._found.sort(key=lambda found: found[0])
-        (excess, total, *_), *_ = (rank for rank, _, _ in self._found)
+        ranked = self._ranked()
+        excess, total, *_ = ranked[0][1][0]
         simple = min((rank[1] for rank in self._simple if rank[0] <= excess), default=math.inf)
         most = min(total * (1 + _TOLERANCE), max(total, simple))
-        near = [found for found in self._found if found[0][0] == excess and found[0][1] <= most]
+        near = [each for each in ranked if each[1][0][0] == excess and each[1][0][1] <= most]
 
-        def late_us(found: tuple[_Rank, Plan, Cost]) -> tuple[Any, ...]:
-            late = duration_us(self._problem, found[1], _SLOWER)
-            return round(late * 200 / max(total, 1e-9)), found[0]
+        def late_us(found: tuple[Plan, tuple[_Rank, Cost]]) -> tuple[Any, ...]:
+            late = duration_us(self._problem, found[0], _SLOWER)
+            return round(late * 200 / max(total, 1e-9)), found[1][0]
 
-        _, plan, cost = min(near[:_MOST_NEAR], key=late_us)
+        plan, (_, cost) = min(near[:_MOST_NEAR], key=late_us)
         return plan, cost
 
 

@@ -116,8 +116,6 @@ class Job:
     """Size of its process group."""
     by_engine: Job | None = None
     """The same gather on a copy engine; None if none can run it, and in that job itself."""
-    on_engine: bool = False
-    """Whether the figures are those of a copy engine."""
     reload_us: float = 0.0
     """Duration of the copy of its shard from the host, which ends before it starts."""
     average: Average | None = None
@@ -143,11 +141,6 @@ class Job:
     def transfer_us(self) -> float:
         """The part of its duration that depends on its bytes."""
         return max(0.0, self.timing.duration_us - self.latency_us)
-
-    @cached_property
-    def alone_us(self) -> float:
-        """Its duration in a launch of its own, with nothing running beside it."""
-        return self.latency_us + self.transfer_us
 
     @cached_property
     def fastest(self) -> Job:
@@ -230,11 +223,6 @@ class ScheduleProblem:
     def work_before_us(self) -> tuple[float, ...]:
         """Duration of the kernels before each slot, and of all kernels."""
         return tuple(itertools.accumulate(self.work_us, initial=0.0))
-
-    @cached_property
-    def on_engines(self) -> ScheduleProblem:
-        """The graph whose gathers run on copy engines, as far as they can."""
-        return replace(self, jobs=tuple(job.by_engine or job for job in self.jobs))
 
     @cached_property
     def has_engines(self) -> bool:
@@ -449,7 +437,6 @@ class _Reader:
             latency_us=timing.duration_us - (twice - once),
             launch_bytes=job.launch_bytes - scratch_bytes(item.started),
             packed_bytes=job.packed_bytes if packed is None else packed,
-            on_engine=True,
         )
 
     def _engine_us(self, full_bytes: Sequence[int], ranks: int) -> float:

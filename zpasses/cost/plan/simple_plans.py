@@ -44,13 +44,18 @@ def merged_neighbours(
 
 
 def single_plan(problem: ScheduleProblem, launches: Launches | None = None) -> Plan:
-    """Returns the plan in which every launch is awaited where it starts.
+    """Returns the plan in which every launch is awaited where it starts. Where a gradient is ready
+    and a parameter is needed, the reduction comes first: it frees the full gradient.
 
     Args:
         problem: the graph.
         launches: None gives every collective a launch of its own.
     """
-    order = sorted(_launches(problem, launches), key=lambda launch: _place(problem, launch))
+
+    def key(launch: tuple[int, ...]) -> tuple[int, bool]:
+        return _place(problem, launch), problem.jobs[launch[0]].is_gather
+
+    order = sorted(_launches(problem, launches), key=key)
     actions = []
     for number, launch in enumerate(order):
         slot = _place(problem, launch)
@@ -122,13 +127,16 @@ def simple_plans(problem: ScheduleProblem, name: str, cap_bytes: float) -> Itera
             yield SIMPLE_PLANS[name](problem, launches)
         if launches == single:
             break
-        cap_bytes = min(cap_bytes, sum(job.full_bytes for job in problem.jobs)) / 2
+        # Collectives of no bytes stay merged under any other cap.
+        total = sum(job.full_bytes for job in problem.jobs)
+        cap_bytes = min(cap_bytes, total) / 2 if cap_bytes >= 1 else -1.0
     if name != "single":
         yield single_plan(problem)
 
 
 def varied_plans(problem: ScheduleProblem) -> Iterator[Plan]:
     """Yields plans with launches of many sizes, awaited where they start or some launches later.
+    The first has a launch for every collective.
 
     Sizes are in latencies: a launch that takes many of them hardly loses time by its own.
     """
@@ -141,7 +149,7 @@ def varied_plans(problem: ScheduleProblem) -> Iterator[Plan]:
             yield from (ahead_plan(problem, launches, ahead) for ahead in _AHEAD)
 
 
-_LATENCIES = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
+_LATENCIES = (-1.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
 _AHEAD = (1, 2, 4, 8, 16)
 
 
