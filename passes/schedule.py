@@ -226,10 +226,7 @@ class Schedule(Pass):
         limit = memory_limit(problem, self._budget()) if limit_bytes is None else limit_bytes
         plans: Iterable[tuple[Plan, Cost]]
         if self.plan == "auto":
-            given = limit if most is None or limit_bytes is not None else most
-            planned = plan_schedule(problem, given)
-            if planned.cost.peak_bytes > planned.limit_bytes:
-                planned = plan_schedule(problem, limit)
+            planned = plan_schedule(problem, limit)
             ours = planned.plan, planned.cost
             plans = sorted((ours, *planned.simple), key=lambda each: each[1].total_us)
         else:

@@ -13,6 +13,7 @@ from zpasses import compat
 from zpasses.cost.memory.collective_moves import equal_liveness
 from zpasses.cost.plan import schedule_planner
 from zpasses.cost.plan.bound import schedule_bound_us
+from zpasses.cost.plan.plan_improvement import improve_plan
 from zpasses.cost.plan.schedule_evaluation import Action, Plan, evaluate, live_bytes
 from zpasses.cost.plan.schedule_planner import memory_limit, plan_schedule
 from zpasses.cost.plan.schedule_problem import Average, problem_of
@@ -174,6 +175,70 @@ def test_what_starts_before_a_reduction_is_awaited_in_one_slot_exists_beside_its
         live = equal_liveness(graph)
         starts = copy.items[reductions[0]].started
         assert live.live_bytes[live.nodes.index(starts)] <= live_bytes(problem, plan)[slot]
+
+
+def test_without_overlap_gradients_are_reduced_before_parameters_are_gathered():
+    """Where a gradient is ready and a parameter is needed, both would be full otherwise."""
+    with fake_world(RANKS), use_target(H100):
+        problem = problem_of(step(4, 1, copies=4), H100)
+        plan = single_plan(problem)
+
+        def gathers_first(action):
+            return action.slot, not problem.jobs[plan.launches[action.launch][0]].is_gather
+
+        other = replace(plan, actions=tuple(sorted(plan.actions, key=gathers_first)))
+        assert other != plan
+        counted = [evaluate(problem, each).peak_bytes for each in (plan, other)]
+        written = []
+        for each in (plan, other):
+            graph, copy = copied(problem)
+            write_plan(graph, copy, _by_node(problem, each), "test")
+            written.append(equal_liveness(graph).peak_bytes)
+    assert written[0] <= counted[0] < written[1] <= counted[1]
+
+
+def test_launches_merge_whatever_lies_between_them():
+    """As copies of values from the host lie between the gathers of a backward."""
+    slow = Target.parse("h100,launch_us=60,hop_us=20")
+    with fake_world(RANKS), use_target(slow):
+        problem = problem_of(step(16, 1), slow)
+        jobs = tuple(
+            replace(job, key=replace(job.key, compatibility=f"{job.number % 8}"))
+            for job in problem.jobs
+        )
+        problem = replace(problem, jobs=jobs)
+        start = single_plan(problem)
+        limit = 2 * evaluate(problem, start).peak_bytes
+
+        def rank(plan):
+            cost = evaluate(problem, plan)
+            return max(0, cost.peak_bytes - limit), cost.total_us
+
+        better = improve_plan(problem, start, rank, 400, limit)
+    assert len(better[-1].launches) <= len(start.launches) - 5
+
+
+def test_a_fast_plan_above_the_limit_is_a_start():
+    slow = Target.parse("h100,link_gb_s=100")
+    with fake_world(RANKS), use_target(slow):
+        problem = problem_of(step(6, 2), slow)
+        limit = memory_limit(problem, MemoryBudget(rise=0.3))
+        planned = plan_schedule(problem, limit)
+    assert planned.cost.peak_bytes <= limit
+    assert planned.cost.total_us < 1220  # 1241.8 from the best plans within the limit only
+
+
+def test_collectives_of_no_bytes_are_planned():
+    with fake_world(RANKS), use_target(H100):
+        problem = problem_of(step(3, 1), H100)
+        jobs = tuple(
+            replace(job, full_bytes=0, latency_us=0.0, timing=replace(job.timing, duration_us=0.0))
+            for job in problem.jobs
+        )
+        problem = replace(problem, jobs=jobs, work_us=[0.0 for _ in problem.work_us])
+        planned = plan_schedule(problem, 1 << 40)
+        rank = 0, planned.cost.total_us
+        assert improve_plan(problem, planned.plan, lambda plan: rank, 50, 1 << 40) == []
 
 
 def test_more_memory_is_never_slower():
