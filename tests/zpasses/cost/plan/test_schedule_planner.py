@@ -194,7 +194,8 @@ def test_without_overlap_gradients_are_reduced_before_parameters_are_gathered():
             graph, copy = copied(problem)
             write_plan(graph, copy, _by_node(problem, each), "test")
             written.append(equal_liveness(graph).peak_bytes)
-    assert written[0] <= counted[0] < written[1] <= counted[1]
+    assert counted[0] < counted[1]
+    assert written[0] < written[1]
 
 
 def test_launches_merge_whatever_lies_between_them():
