@@ -289,9 +289,20 @@ class Schedule(Pass):
     def _warn_over_budget(self, written: Planned) -> None:
         """Warn if the plan that all ranks share, made for another graph with these collectives,
         exceeds this rank's budget. Ranks must still follow it. Without a budget of the program's,
-        that is only noted, because programs that train and evaluate have such graphs.
+        that is only noted, because programs that train and evaluate have such graphs. Warn also if
+        no plan fits a budget in bytes.
         """
         peak, limit_bytes = written.cost.peak_bytes, written.limit_bytes
+        given = self._budget().most_bytes
+        if given is not None and given + NOTABLE_BYTES < peak <= limit_bytes:
+            _log.warning(
+                "%s: the peak of this graph is %s, because it holds more than the memory budget of "
+                "%s even if every collective is awaited where it starts. Raise memory_budget, or "
+                "take a smaller batch.",
+                self.name,
+                format_size(peak),
+                format_size(given),
+            )
         if peak > limit_bytes + NOTABLE_BYTES:
             is_default = self.memory_budget == Schedule.memory_budget
             _log.log(

@@ -415,6 +415,17 @@ def test_later_passes_recognise_reductions_on_their_own_group():
     assert_step_equals_reference(captures)
 
 
+def test_a_graph_that_holds_more_than_its_budget_is_warned_of(caplog):
+    params = [Param((2048, 1024)), Param((1024, 1024))]
+    for budget, warned in (("2MiB", True), ("1GiB", False)):
+        caplog.clear()
+        scheduled(*params, memory_budget=budget)
+        assert warned == any(
+            "holds more than the memory budget of 2 MiB even if every collective is awaited" in each
+            for each in caplog.messages
+        )
+
+
 def test_the_note_says_the_duration_and_peak_of_the_graph_that_was_written(caplog):
     """The planner counts the copies of flat launches from above."""
     params = [Param((64, 8)), Param((32, 8)), Param((48, 8))]

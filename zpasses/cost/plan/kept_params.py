@@ -342,6 +342,7 @@ class _KeptSearch:
         finals = [
             _cost(self._step, each.kept, each.cached, self._limit, thorough=True)
             for each in ranked[:_FINALISTS]
+            if each.total_us <= _CLOSE * ranked[0].total_us
         ]
         return min(finals, key=self._rank)
 
@@ -355,9 +356,9 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _FEWEST_CHANGES, _MOST_CHANGES, _MOST_WORK = 400, 1000, 1_000_000
 """Changes of schedules to draw for each choice, which is only an estimate of what `schedule` will
 find; and segments and collectives that all of them have together, for small graphs."""
-_SMALL, _FINALISTS, _THOROUGH_CHANGES = 2_000, 3, 3000
-"""Segments and collectives up to which a graph is small, and choices that are then compared again,
-by so many changes each."""
+_SMALL, _FINALISTS, _CLOSE, _THOROUGH_CHANGES = 2_000, 3, 1.01, 3000
+"""Segments and collectives up to which a graph is small, and how many choices are then compared
+again, if they are nearly as fast as the first, by so many changes each."""
 
 
 def _size(problem: ScheduleProblem) -> int:
