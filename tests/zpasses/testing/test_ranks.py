@@ -78,8 +78,8 @@ def test_failed_assertion_shows_the_values():
 
 def test_a_hanging_rank_is_killed_at_its_multiplied_limit_and_its_stack_is_shown(monkeypatch):
     run_on_ranks(_sum_of_ranks, 0)  # the ranks have started
-    monkeypatch.setenv("ZPASSES_TEST_PATIENCE", "0.008")
-    with pytest.raises(RanksError, match=r"rank 1 of 2 did not finish within 8 s") as error:
+    monkeypatch.setenv("ZPASSES_TEST_PATIENCE", "0.004")
+    with pytest.raises(RanksError, match=r"rank 1 of 2 did not finish within 4 s") as error:
         run_on_ranks(_sleep_on, 1, timeout_s=1000)
     assert re.search(r"rank 1: did not finish\n(.*\n)*.*in _sleep_on", str(error.value))
     for wrong in ("soon", "0", "nan", "inf"):
