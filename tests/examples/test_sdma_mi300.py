@@ -16,7 +16,6 @@ from zpasses.testing import run_on_ranks
 FOLDER = Path(__file__).parents[2] / "examples" / "sdma_mi300"
 
 
-@pytest.mark.slow(quick="tests/zpasses/sdma, and plans with copy engines in tests/tools")
 def test_the_dry_run_says_which_gathers_would_be_swapped_and_what_that_gains():
     program = FOLDER / "dry_run.py"
     (done,) = run_program(program, "--model", "gpt-7b", "--layers", "1", "--gathers")
