@@ -235,7 +235,7 @@ class LayerPlanner:
             _Way(_saved_bytes(step) / most, step, params, values) for step, params, values in found
         ]
         self._ways.sort(key=lambda way: way.bound_us)
-        self._on_host: dict[tuple[float, tuple[str, ...]], _Way] = {}
+        self._on_host: dict[tuple[_Way, tuple[str, ...]], _Way] = {}
 
     def least_bytes(self) -> int:
         """Returns the least limit that a plan fits."""
@@ -287,7 +287,7 @@ class LayerPlanner:
         fewest, most = fewest_that_fit(way.step, ranked, limit_bytes), len(ranked)
 
         def first(count: int) -> _Way:
-            key = way.activations, tuple(each.name for each in ranked[:count])
+            key = way, tuple(each.name for each in ranked[:count])
             if key not in self._on_host:
                 self._on_host[key] = way.with_on_host(ranked[:count])
             return self._on_host[key]
