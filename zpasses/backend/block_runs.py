@@ -121,7 +121,8 @@ def graph_cost(
     saved = {
         node: None for node in returned if isinstance(node, fx.Node) and node.op != "placeholder"
     }
-    sizes = [(at, nbytes(value_of(node))) for at, node in enumerate(returned) if node in saved]
+    places = {node: at for at, node in enumerate(returned) if node in saved}
+    sizes = [(at, nbytes(value_of(node))) for node, at in places.items()]
     gathers = [hoisted.gathers.graph] if hoisted.gathers is not None else []
     reductions = hoisted.reductions
     ends = [reductions.start, reductions.end] if reductions is not None else []

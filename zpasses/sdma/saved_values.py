@@ -252,6 +252,9 @@ class _ValuesOut:
             call = _moves.expected = _Call(place_of_call(), _moves.expected)
             params = whose_call(current_params())
             planned = block_schedule().moved_by(params)
+            if planned is not None and not {*self._movable}.issuperset(planned):
+                # The plan is that of another graph of this block, such as for other lengths.
+                planned = self._movable[: len(planned)]
             if planned is not None and not self._had_plan and self._arenas is not None:
                 self._arenas.release()  # those that hold everything
             self._had_plan = planned is not None
@@ -263,6 +266,8 @@ class _ValuesOut:
                 notes = self._observed(values, params, first=call.before is None)
             else:
                 notes = {}
+                _moves.note_returned()
+                _moves.returned.append([])  # it counts as a forward after others
             self._move(call, values, planned, notes)
         return values
 
