@@ -124,7 +124,6 @@ class Schedule(Pass):
             uses_engines=self._uses_engines(),
             cacheable=self.reduction_group == "shared",
             plans_within=self.memory_budget if searches else None,
-            fallback_cost=self._fallback_cost if searches else None,
             # Collectives that leave their graph are functional ones.
             without_schedule=(
                 "schedule{plan=single,cap_mb=1e6,memory_budget=1000%,copy_engines=off}"
@@ -135,14 +134,6 @@ class Schedule(Pass):
         if self.copy_engines == "auto":
             return planned_route(current_target()) is not None
         return self.copy_engines == "on"
-
-    def _fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Cost | None:
-        problem = self.problem(graph)
-        simple = simple_plans(problem, "one-ahead", CAP_BYTES)
-        costs = [(each, evaluate(problem, each)) for each in simple]
-        costs.sort(key=lambda each: each[1].total_us)
-        found = self._first_fitting(problem, costs, limit_bytes)
-        return None if found is None else found[1]
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of collectives saved, or 1 if nodes only moved."""

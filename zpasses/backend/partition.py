@@ -19,7 +19,6 @@ from torch import fx
 from zpasses.backend.step_trials import (
     WHOLE,
     Choice,
-    FallbackCost,
     Graphs,
     StepPlan,
     StepTrials,
@@ -81,7 +80,6 @@ def partition_step(
     policy: PartitionPolicy,
     *,
     events: Events,
-    fallback_cost: FallbackCost | None = None,
     copy_engines: bool = False,
     **kwargs: Any,
 ) -> Partitioned:
@@ -92,7 +90,7 @@ def partition_step(
         joint_inputs: its inputs.
         policy: what the step may keep and recompute.
         events: gets the trials before anything is decided, if parameters may be kept.
-        fallback_cost, copy_engines: as in `StepTrials`.
+        copy_engines: as in `StepTrials`.
         kwargs: passed on to torch's partitioner.
 
     Raises:
@@ -106,7 +104,6 @@ def partition_step(
         policy.recompute_elementwise,
         policy.repetition,
         kwargs,
-        fallback_cost,
         copy_engines,
         int(policy.host_bytes * policy.share),
         policy.chunks_loss,

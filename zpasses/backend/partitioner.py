@@ -80,7 +80,6 @@ def partition_joint(
             joint_inputs,
             policy,
             events=job.listeners,
-            fallback_cost=pipeline.fallback_cost,
             copy_engines=pipeline.uses_engines,
             **kwargs,
         )

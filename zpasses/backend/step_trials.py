@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,6 @@ from zpasses.cost.plan.offloaded_values import (
 )
 from zpasses.cost.plan.recomputed_values import cheapest_first, kernels_again
 from zpasses.cost.plan.relaxation import Relaxation
-from zpasses.cost.plan.schedule_evaluation import Cost
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import single_plan
 from zpasses.cost.time.target import current_target
@@ -51,7 +50,6 @@ from zpasses.graph.row_regions import find_regions
 from zpasses.graph.tags import params_of, retag, tagged
 from zpasses.option_values import parse_budget
 
-FallbackCost = Callable[[fx.Graph, int], Cost | None]
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 """Forward and backward."""
 
@@ -64,9 +62,6 @@ in forward take less time than those in backward, and about as much memory, as b
 values while they compute a chunk."""
 WHOLE = 0.999
 """Least share of the parameters of a graph that is a whole step."""
-_MARGIN = 1.004
-"""How much longer a graph may take than its estimate here: `schedule` prefers plans that tolerate
-slower collectives among those that differ by less."""
 _NEAR = 1.02
 """A step this close to its bound without a memory limit needs no more memory."""
 
@@ -174,8 +169,6 @@ class StepTrials:
         recompute_elementwise: as in `zpasses.compat.partition`.
         repetition: how often a step runs the graph while parameters do not change.
         options: further arguments of torch's partitioner.
-        fallback_cost: what the pipeline's schedule does at least as well as on a graph, within a
-            limit in bytes; see `zpasses.pipeline.facts.Facts.fallback_cost`.
         copy_engines: whether copy engines may run gathers.
         host_bytes: how many bytes of the host the saved values of the graph may take.
         chunks_loss: where gradients are computed if the loss is computed in chunks; None if it may
@@ -191,7 +184,6 @@ class StepTrials:
         recompute_elementwise: bool,
         repetition: Repetition,
         options: Mapping[str, Any],
-        fallback_cost: FallbackCost | None = None,
         copy_engines: bool = False,
         host_bytes: int = 0,
         chunks_loss: Gradients | None = None,
@@ -202,7 +194,7 @@ class StepTrials:
         self._chunks, self._chunked = 1, {1: self}
         self.gm, self.share, self._keeps, self.repetition = gm, share, keeps, repetition
         self._inputs, self._recompute, self._options = joint_inputs, recompute_elementwise, options
-        self._fallback_cost, self._copy_engines = fallback_cost, copy_engines
+        self._copy_engines = copy_engines
         self._made: dict[tuple[float, frozenset[str], frozenset[str]], Trial] = {}
         self._saved: dict[tuple[float, frozenset[str]], list[SavedValue]] = {}
         self._leaving: list[SavedValue] | None = None
@@ -419,44 +411,9 @@ class StepTrials:
         choice = choose_kept(
             trial.step, self._keepable(trial), limit_bytes, caches=self.share >= WHOLE
         )
-        plan = StepPlan(
+        return StepPlan(
             trial, choice.kept, choice.cached, choice.total_us, choice.peak_bytes, limit_bytes
         )
-        return self._or_fallback(plan) if trial.activations == 1.0 or not plan.fits else plan
-
-    def _or_fallback(self, plan: StepPlan) -> StepPlan:
-        """Returns a plan, or a fallback if only that surely fits, or if it may be faster.
-
-        Fallbacks keep nothing, or what is kept without a budget. Their figures are exact, while
-        the memory of other plans is known from above only.
-        """
-        trial = plan.trial
-        if self._fallback_cost is None or (plan.fits and plan.total_us <= _bound_us(trial.step)):
-            return plan
-        found = [plan, *self._fallback(plan, trial.graphs, ())]
-        unbudgeted = self.fitting() if self.share >= WHOLE and plan.activations == 1.0 else plan
-        if unbudgeted.kept and (trial.step.is_small or not any(each.fits for each in found)):
-            choice = replace(unbudgeted.choice, offloaded=plan.choice.offloaded)
-            found += self._fallback(plan, self.graphs(choice), unbudgeted.kept)
-        margin = _MARGIN if plan.kept or plan.cached else 1.0
-
-        def rank(each: StepPlan) -> tuple[int, float]:
-            excess, total = each._rank
-            return excess, total * (margin if each is plan else 1.0)
-
-        return min(found, key=rank)
-
-    def _fallback(
-        self, plan: StepPlan, graphs: Graphs, kept: tuple[KeptParam, ...]
-    ) -> Iterator[StepPlan]:
-        """Yields the fallback with these graphs within the limit of a plan, if there is one."""
-        assert self._fallback_cost is not None
-        costs = [self._fallback_cost(each.graph, plan.limit_bytes) for each in graphs]
-        fitting = [each for each in costs if each is not None]
-        if len(fitting) == len(graphs):
-            total = sum(each.total_us for each in fitting)
-            peak = max(each.peak_bytes for each in fitting)
-            yield StepPlan(plan.trial, kept, (), total, peak, plan.limit_bytes)
 
     def limit_bytes(self, budget: str) -> int:
         """Returns the largest peak of this graph that the option `memory_budget` allows, beside the

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zpasses.cost.plan.schedule_evaluation import Cost
 from zpasses.graph.row_chunks import Gradients
 
 
@@ -52,10 +51,6 @@ class Facts:
     plans_within: str | None = None
     """The memory budget of a pass that plans a schedule, such as "10%" or "60GiB". It is the pass's
     option `memory_budget`; the option `memory_budget` of the backend replaces it."""
-    fallback_cost: Callable[[fx.Graph, int], Cost | None] | None = None
-    """(graph, limit in bytes) -> the cost of a schedule that the pass does at least as well as on
-    the graph, if the graph's peak may reach the limit; None if no schedule surely fits. The graph
-    stays as it is. Only passes that plan a schedule have it."""
     without_schedule: str = ""
     """Pipeline text of what replaces a pass that plans a schedule in the stages with the option
     `prefetch`, where collectives leave their graph."""

@@ -13,7 +13,6 @@ from typing import Any, cast
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.plan.schedule_evaluation import Cost
 from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import build_dataclass
 from zpasses.pipeline.facts import Facts
@@ -118,12 +117,6 @@ class Pipeline(compat.CustomGraphPass):
     def uses_engines(self) -> bool:
         """Whether copy engines may run collectives of the graphs, on the current target."""
         return any(each.facts.uses_engines for each in self.passes)
-
-    def fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Cost | None:
-        """Return the first cost that one of the passes knows; see `Facts.fallback_cost`."""
-        known = (each.facts.fallback_cost for each in self.passes)
-        found = (cost_of(graph, limit_bytes) for cost_of in known if cost_of is not None)
-        return next((cost for cost in found if cost is not None), None)
 
     def changes_values(self, graph: fx.Graph) -> None:
         """Rewrite the dialect of a graph to what the passes make of its values, if they change any;
