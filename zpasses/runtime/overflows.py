@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.graph.dialect import TO_HOST
 from zpasses.graph.encoding import Encoding
-from zpasses.graph.host_copies import TO_HOST
 from zpasses.graph.tags import tag_of
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.grad_slots import returned_gradients
