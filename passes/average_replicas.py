@@ -67,7 +67,7 @@ from zpasses.graph.queries import (
     value_of,
 )
 from zpasses.graph.tags import REDUCE_ROLES, Tag, add_tag, tag_of
-from zpasses.passes.writers.encode_options import EncodeOptions, EncodingPass
+from zpasses.passes.writers.encode_options import EXACT_BELOW_KIB, EncodeOptions, EncodingPass
 from zpasses.passes.writers.encoded_average import EncodedAverage, EncodedMember
 from zpasses.passes.writers.two_hops import is_second_hop
 from zpasses.pipeline.passes import Level
@@ -81,6 +81,10 @@ class AverageReplicas(EncodingPass):
 
     name: ClassVar[str] = "average-replicas"
     encoded: ClassVar[compat.OpOverload] = AVERAGE_GRAD
+    exact_because: ClassVar[str] = (
+        "Without replicas there is no average, as on a mesh of one dimension; reduce-grads.encode "
+        f"encodes the reduction there. {EncodingPass.exact_because}"
+    )
     level: ClassVar[Level] = Level.BACKWARD
 
     encode: Literal["int8", "fp8"] | None = None
@@ -89,7 +93,7 @@ class AverageReplicas(EncodingPass):
     exact. See docs/encoding.md."""
     block: int | None = None
     """Most values that share one scale; `none` takes 128. Needs `encode`."""
-    exact_below_kib: float = 16.0
+    exact_below_kib: float = EXACT_BELOW_KIB
     """Gradients of which a full block of a shard is smaller than this, in KiB, stay exact."""
 
     def choose_encoding(self, node: fx.Node, options: EncodeOptions) -> None:
@@ -101,6 +105,7 @@ class AverageReplicas(EncodingPass):
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of averages lowered."""
         self.choose_encodings(graph)
+        self.say_if_exact(graph)
         copies = _move_copies_last(graph)
         launches, found = _launches(graph), 0
         order = {node: at for at, node in enumerate(graph.nodes)}

@@ -48,7 +48,7 @@ from zpasses.graph.queries import (
     value_of,
 )
 from zpasses.graph.tags import Tag, add_tag, tag_of
-from zpasses.passes.writers.encode_options import EncodeOptions, EncodingPass
+from zpasses.passes.writers.encode_options import EXACT_BELOW_KIB, EncodeOptions, EncodingPass
 from zpasses.pipeline.passes import Level
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ class GatherParams(EncodingPass):
     small parameters stay exact. See docs/encoding.md."""
     block: int | None = None
     """Most values that share one scale; `none` takes 128, or 32 of mxfp8. Needs `encode`."""
-    exact_below_kib: float = 16.0
+    exact_below_kib: float = EXACT_BELOW_KIB
     """Parameters that are smaller than this in full, in KiB, stay exact."""
 
     def choose_encoding(self, node: fx.Node, options: EncodeOptions) -> None:
@@ -81,6 +81,7 @@ class GatherParams(EncodingPass):
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of reads lowered."""
         self.choose_encodings(graph)
+        self.say_if_exact(graph)
         reads = calls(graph, UNSHARD)
         decoded = {reader for read in reads for reader in read.users if reader.target is DECODE}
         for read in reads:

@@ -55,7 +55,7 @@ from zpasses.graph.queries import (
 )
 from zpasses.graph.tags import Reduction, Tag, add_tag, retag, tag_of
 from zpasses.option_values import format_size
-from zpasses.passes.writers.encode_options import EncodeOptions, EncodingPass
+from zpasses.passes.writers.encode_options import EXACT_BELOW_KIB, EncodeOptions, EncodingPass
 from zpasses.passes.writers.two_hops import (
     Nodes,
     ReduceArguments,
@@ -90,7 +90,7 @@ class ReduceGrads(EncodingPass):
     `average-replicas` encodes averages over replicas. See docs/encoding.md."""
     block: int | None = None
     """Most values that share one scale; `none` takes 128. Needs `encode`."""
-    exact_below_kib: float = 16.0
+    exact_below_kib: float = EXACT_BELOW_KIB
     """Gradients that are smaller than this in full, in KiB, stay exact."""
     feedback: Literal["off", "on"] = "off"
     """`on` adds what encoding has lost of a gradient to the parameter's next gradient. On each
@@ -165,6 +165,7 @@ class ReduceGrads(EncodingPass):
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of reductions lowered."""
         self.choose_encodings(graph)
+        self.say_if_exact(graph)
         for text in _slower_exchanges(graph):
             note(f"{self.name}: {text}")
             _warn_once(f"{self.name}: {text}")

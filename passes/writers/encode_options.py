@@ -14,9 +14,13 @@ from zpasses import compat
 from zpasses.errors import OptionError
 from zpasses.graph.dialect import group_size, rows_per_rank
 from zpasses.graph.encoding import ENCODED_DTYPES, Encoding, Format
-from zpasses.graph.queries import calls
+from zpasses.graph.queries import calls, named_arguments
+from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
 from zpasses.pipeline.passes import Pass
+
+EXACT_BELOW_KIB = 16.0
+"""What `exact_below_kib` is if it is not given."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,11 @@ class EncodeOptions:
             )
         if encode is not None:
             return cls(Encoding.of(encode, block, feedback=feedback), exact_below_kib * 1024)
-        for given, text in ((block is not None, f"block={block}"), (feedback, "feedback=on")):
+        for given, text in (
+            (block is not None, f"block={block}"),
+            (exact_below_kib != EXACT_BELOW_KIB, f"exact_below_kib={exact_below_kib:g}"),
+            (feedback, "feedback=on"),
+        ):
             if given:
                 raise OptionError(
                     f"pass {name!r}: {text} without 'encode' has no effect. Give a format, such "
@@ -90,6 +98,11 @@ class EncodingPass(Pass):
 
     encoded: ClassVar[compat.OpOverload]
     """The operator, whose argument `encoding` says how its values are encoded."""
+    exact_because: ClassVar[str] = (
+        "Exact are scalars and vectors, what is smaller than exact_below_kib, what would not "
+        "become smaller, dtypes other than fp32, bf16 and fp16, and all on one rank"
+    )
+    """Why a graph may have nothing to encode."""
     encode: Format | None
     block: int | None
     exact_below_kib: float
@@ -111,6 +124,14 @@ class EncodingPass(Pass):
             return
         for node in calls(graph, self.encoded):
             self.choose_encoding(node, options)
+
+    def say_if_exact(self, graph: fx.Graph) -> None:
+        """Notes that a pass encodes nothing of a graph although it should."""
+        if self.encode is not None and not any(
+            named_arguments(node, self.encoded).get("encoding")
+            for node in calls(graph, self.encoded)
+        ):
+            note(f"{self.name}: encode={self.encode} encodes nothing here. {self.exact_because}")
 
     @abstractmethod
     def choose_encoding(self, node: fx.Node, options: EncodeOptions) -> None:

@@ -218,6 +218,7 @@ def test_graphs_of_other_libraries_are_rewritten(text, dtype, gathers):
         ("gather-params{block=64}", "block=64 without 'encode' has no effect. Give a format"),
         ("gather-params{encode=int8,block=0}", "'block': got 0; expected values per scale"),
         ("gather-params{exact_below_kib=-1}", "'exact_below_kib': got -1.0; expected KiB >= 0"),
+        ("gather-params{exact_below_kib=4}", "exact_below_kib=4 without 'encode' has no effect"),
         ("reduce-grads{encode=mxfp8}", "got 'mxfp8' .*'int8' or 'fp8' or none"),
         ("reduce-grads{encode=int8,form=all_reduce}", "exclude each other.*Leave form out"),
         ("average-replicas{encode=mxfp8}", "got 'mxfp8' .*'int8' or 'fp8' or none"),

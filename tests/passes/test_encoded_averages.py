@@ -1,5 +1,7 @@
 """`average-replicas{encode=...}`: what is encoded, and that lowered graphs equal the dialect."""
 
+import logging
+
 import pytest
 import torch
 from hypothesis import given
@@ -88,6 +90,27 @@ def test_scalars_vectors_small_and_double_gradients_stay_exact():
     gm = lowered(*params, ParamSpec((64, 64)), options="encode=int8,exact_below_kib=1")
     encoded = [tag.params for _, tag in tagged(gm.graph, "reduce") if tag.encoding]
     assert encoded == [("p3",)] * 2
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shape", "dtype", "said"),
+    [
+        (2, (64, 64), torch.float32, []),
+        (1, (64, 64), torch.float32, ["average-replicas"]),
+        (2, (64,), torch.float32, ["average-replicas", "gather-params", "reduce-grads"]),
+        (2, (64, 64), torch.float64, ["average-replicas", "gather-params", "reduce-grads"]),
+    ],
+)
+def test_a_pass_that_encodes_nothing_says_so(caplog, replicas, shape, dtype, said):
+    params = (ParamSpec(shape, param_dtype=dtype, dtype=dtype),)
+    how = "{encode=int8,exact_below_kib=1}"
+    with caplog.at_level(logging.INFO, logger="zpasses"):
+        JointRecipe(params, 2 * replicas, replicas=replicas).run_pipeline(
+            f"gather-params{how},reduce-grads{how},average-replicas{how}"
+        )
+    texts = [each.getMessage() for each in caplog.records]
+    found = {each.partition(":")[0] for each in texts if "encode=int8 encodes nothing" in each}
+    assert sorted(found) == said
 
 
 def test_ranks_with_fewer_rows_make_the_same_choice():

@@ -13,7 +13,7 @@ from zpasses.tools.plan.plan_table import PlanPoint, PlanTable, plan_view
 
 _MEMORY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 _TIME_UNITS = (("s", 1e6), ("ms", 1e3), ("us", 1.0))
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text, which a browser can find
     "svg.hashsalt": "zpasses",  # equal plans give equal files
     "axes.spines.top": False,
@@ -24,11 +24,11 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def check_matplotlib() -> None:
-    """Raise CommandError if matplotlib is not installed."""
+def check_matplotlib(what: str = "--html") -> None:
+    """Raise CommandError if matplotlib is not installed, with which `what` draws."""
     if importlib.util.find_spec("matplotlib") is None:
         raise CommandError(
-            '--html draws with matplotlib, which is not installed: pip install "zpasses[plot]"'
+            f'{what} draws with matplotlib, which is not installed: pip install "zpasses[plot]"'
         )
 
 
@@ -43,7 +43,7 @@ def plan_page(found: PlanTable) -> str:
     from jinja2 import Environment, select_autoescape
 
     drawn = io.StringIO()
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         plan_figure(found).savefig(drawn, format="svg", metadata={"Date": None})
     svg = drawn.getvalue()
     source = (files("zpasses.tools.plan") / "page.html").read_text(encoding="utf-8")

@@ -28,6 +28,7 @@ from zpasses.ranks.vote import vote_timeout
 from zpasses.runtime.forward import BoundParameters
 from zpasses.runtime.forward_variants import OutputStrides
 from zpasses.runtime.free_memory import agreed_free_bytes, agreed_host_bytes
+from zpasses.runtime.overflows import OverflowWatch
 from zpasses.runtime.run_checks import in_window
 
 Compiled = Callable[[list[Any]], Any]
@@ -82,6 +83,8 @@ class CompileJob:
     """What the compile cache has, or gets, of the graph; None if the graph takes no part."""
     bound: BoundParameters = field(default_factory=BoundParameters)
     """The parameters of the current call."""
+    overflows: OverflowWatch = field(default_factory=OverflowWatch)
+    """Looks at the gradients of encoded reductions."""
 
     @classmethod
     def begin(

@@ -65,6 +65,7 @@ from zpasses.runtime.free_memory import note_planned_peak
 from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import always_reduced, grad_slots, returned_gradients
 from zpasses.runtime.hoisted import HoistedCode, Surroundings
+from zpasses.runtime.overflows import EncodedGrad, encoded_grads
 from zpasses.runtime.profiling import collective_names, with_part_range, with_profiler_range
 from zpasses.runtime.residuals import with_residuals
 from zpasses.runtime.run_checks import limited_run, with_run_check, with_vote_limit
@@ -266,6 +267,7 @@ def _variant(
     inputs = [*template.inputs(), *extra]
     events = run_events(gm.graph, f"{job.name} {template.kind}")
     hoisted = _hoist(job, gm, template.kind)
+    encoded = encoded_grads(gm.graph) if template.kind == "backward" else []
     whole = expand_encodings(replace_gloo_collectives(gm))
     strides: list[tuple[int, ...] | None] = []
     with template.state.restored(strides), job.listeners.report_errors(what):
@@ -277,8 +279,10 @@ def _variant(
     _keep_output_strides(job, template, strides)
     names = collective_names(gm.graph)
     if job.artifacts is not None:
-        job.artifacts.add_code(template.kind, variant, code, events, names, sequences, residuals)
-    code = _checked(job, code, events, names, template.kind, hoisted)
+        job.artifacts.add_code(
+            template.kind, variant, code, events, names, sequences, residuals, encoded
+        )
+    code = _checked(job, code, events, names, template.kind, hoisted, encoded)
     return _with_residuals(job, code, residuals)
 
 
@@ -324,7 +328,7 @@ def _load(
     if job.options.prefetch:
         gm, *_ = _built(template, variant, job.decided.output_strides)
         hoisted = _hoist(job, gm, kind)
-    code = _checked(job, code, events, stored.collectives, kind, hoisted)
+    code = _checked(job, code, events, stored.collectives, kind, hoisted, stored.encoded_grads)
     return _with_residuals(job, code, stored.residuals)
 
 
@@ -350,10 +354,12 @@ def _checked(
     events: Mapping[str, RunEvent],
     names: Sequence[str],
     kind: str,
-    hoisted: HoistedGraph | None = None,
+    hoisted: HoistedGraph | None,
+    encoded: Sequence[EncodedGrad],
 ) -> Compiled:
     options, name = job.options, f"{job.name} {kind}"
     timeout_s = options.agreement_timeout_s
+    code = job.overflows.watching(code, encoded, f"graph {name}")
     if hoisted is not None:
         # Ranks that start gathers elsewhere start collectives in another order.
         movable = job.decided.movable if kind == "forward" else ()
@@ -376,7 +382,7 @@ def _checked(
             None if options.prefetch == "auto" else options.prefetch,
             lambda runs: _plan_prefetch(job, runs, sorted(events)),
             limits,
-            lambda gm: _part(job, gm, names, kind),
+            lambda gm: _part(job, gm, names, kind, _ended(hoisted, gm, encoded)),
         )
         communicated = [event.digest for event in events.values()] or [job.name]
         digests = " ".join([kind, *communicated])
@@ -393,9 +399,30 @@ def _with_residuals(job: CompileJob, code: Compiled, residuals: Sequence[Residua
     return boxed(with_residuals(code, residuals, job.order)) if residuals else code
 
 
-def _part(job: CompileJob, gm: fx.GraphModule, names: Sequence[str], kind: str) -> Compiled:
+def _ended(
+    hoisted: HoistedGraph, part: fx.GraphModule, encoded: Sequence[EncodedGrad]
+) -> list[EncodedGrad]:
+    """Returns the gradients of encoded reductions that a part of a graph returns."""
+    if hoisted.reductions is None or part is not hoisted.reductions.end:
+        return []
+    at = {position: place for place, position in enumerate(hoisted.reductions.gradients)}
+    return [
+        dataclasses.replace(each, position=at[each.position])
+        for each in encoded
+        if each.position in at
+    ]
+
+
+def _part(
+    job: CompileJob,
+    gm: fx.GraphModule,
+    names: Sequence[str],
+    kind: str,
+    encoded: Sequence[EncodedGrad],
+) -> Compiled:
     """Returns code of gathers before a graph, or of reductions after it."""
     code = eager_codegen(replace_gloo_collectives(gm), ())
+    code = job.overflows.watching(code, encoded, f"graph {job.name} {kind}")
     code = _with_grad_arenas(code, host_need(gm.graph))
     return with_part_range(code, names, collective_names(gm.graph), job.name, kind)
 

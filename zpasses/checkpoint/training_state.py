@@ -42,11 +42,12 @@ from zpasses.checkpoint.optimizer_states import (
     saved_paths,
 )
 from zpasses.checkpoint.random_states import packed_random_states, restore_random_states
-from zpasses.errors import ShardingError
+from zpasses.errors import ShardingError, ZpassesError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 from zpasses.runtime.early_steps import forget_steps, has_stepped
 from zpasses.runtime.residuals import drop_residuals
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, drop_accumulated
+from zpasses.sharding.module import check_is_module
 
 RANDOM_STATES = "random_states"
 
@@ -83,6 +84,7 @@ def training_state(
         AgreementError: on every rank, if another rank does not call it in time, or has another
             model or other state.
     """
+    check_is_module("training_state", model)
     writer = writing_rank(model)
     state: dict[str, Any] = {}
     held: list[Any] = []
@@ -92,7 +94,7 @@ def training_state(
         if not drop_pending:
             _check_nothing_pending(model)
         names = _names(model)
-        listed = _listed(optimizers)
+        listed = _listed(optimizers, "training_state")
         for number, optimizer in enumerate(listed):
             state[f"optimizer_{number}"] = optimizer_state(optimizer, names, writer, held)
         if listed:
@@ -143,12 +145,19 @@ def load_training_state(
             optimizer, or if one group has the parameters of groups with different settings.
         AgreementError: on every rank, if another rank does not call it in time.
     """
+    if not isinstance(source, (str, os.PathLike, StorageReader)):
+        raise ZpassesError(
+            f"load_training_state: got {type(source).__name__} as its first argument; expected the "
+            "folder of a checkpoint, or a reader of DCP: load_training_state(source, model, "
+            "optimizers)."
+        )
+    check_is_module("load_training_state", model)
     occasion, ranks = "zpasses.load_training_state", sharding_groups(model)
     reader = source if isinstance(source, StorageReader) else FileSystemReader(source)
-    listed = _listed(optimizers)
     targets: list[OptimizerTarget] = []
     settings: dict[str, Any] = {}
     with agreed(ranks, occasion, timeout_s):
+        listed = _listed(optimizers, "load_training_state")
         metadata = reader.read_metadata()
         _check_number(metadata, listed)
         names = _names(model)
@@ -183,8 +192,15 @@ def load_training_state(
 
 
 # --- the state of a rank --------------------------------------------------------------------------
-def _listed(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+def _listed(optimizers: Optimizer | Sequence[Optimizer], function: str) -> list[Optimizer]:
+    listed: Any = optimizers if isinstance(optimizers, Sequence) else [optimizers]
+    for each in listed:
+        if not isinstance(each, Optimizer):
+            raise ZpassesError(
+                f"{function}: got {type(each).__name__} as an optimizer; expected a "
+                "torch.optim.Optimizer, or a sequence of them."
+            )
+    return list(listed)
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:

@@ -38,6 +38,8 @@ from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import pending_key
 from zpasses.runtime.layout import layout_of, rows_of
 from zpasses.runtime.local_shards import accumulate_grads
+from zpasses.runtime.overflows import OverflowWatch, encoded_grads
+from zpasses.runtime.param_value import param_value_of
 from zpasses.runtime.profiling import collective_names, with_profiler_range
 from zpasses.runtime.residuals import residual_of
 from zpasses.runtime.run_checks import limited_collectives, timeout_of
@@ -190,6 +192,11 @@ class GraphLowering:
             if timeout_s is not None:
                 compare_collectives(gm.graph, "of the end of a window", timeout_s)
             self._events.collectives_compared("flush", gm.graph, timeout_s is not None)
+            encoded = [
+                replace(each, param=_path_of(each.param, params))
+                for each in encoded_grads(gm.graph)
+            ]
+            code = OverflowWatch().watching(code, encoded, "the end of a window")
             self._code[key] = code, residuals
         code, residuals = self._code[key]
         owners = {_input_name(entry.param_index): params[entry.param_index] for entry in entries}
@@ -202,9 +209,15 @@ class GraphLowering:
         return run if held else code
 
 
-def _input_name(param_index: int) -> str:
+def _input_name(param_index: int | str) -> str:
     """Returns the name that a parameter of a window has in the tags of a flush graph."""
     return f"pending_{param_index}"
+
+
+def _path_of(name: str, params: Sequence[Any]) -> str:
+    """Returns the path of a parameter in its model, of a name that `_input_name` has made."""
+    param = params[int(name.removeprefix(_input_name("")))]
+    return param_value_of(param).identity.partition(":")[2]
 
 
 def flush(window: Window, timeout_s: float | None, failure: str | None = None) -> None:

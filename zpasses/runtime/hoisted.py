@@ -20,6 +20,7 @@ from zpasses.runtime.block_schedule import (
     block_schedule,
 )
 from zpasses.runtime.local_shards import (
+    bound_call,
     current_call,
     current_params,
     local_shards_node,
@@ -126,8 +127,11 @@ class HoistedCode:
         started = [*self._start_reductions(extra[: reductions.inputs]), *extra[reductions.inputs :]]
         del extra
 
+        call = current_call()
+
         def finish() -> list[Tensor]:
-            return list(self._end(started))
+            with bound_call(call, params):  # another backward may run by now
+                return list(self._end(started))
 
         trained = [params[position] for position in self._reduced]
         if _are_accumulated(self._reduced) and not any(map(_has_hooks, trained)):

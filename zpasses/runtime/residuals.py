@@ -34,15 +34,22 @@ def with_residuals(code: _Code, residuals: Sequence[Residual], order: Mapping[st
     """
     positions = [order[each.param] for each in residuals]
 
-    def run(args: list[Any]) -> Any:
+    def held_residuals() -> list[Tensor]:
         source = local_shards_node()
         assert source is not None, "a gradient is reduced, but no parameter of the call is trained"
         consumers = compat.grad_consumers(source)
+        result = []
         for position, residual in zip(positions, residuals, strict=True):
             held = residual_of(source.zpasses_params[position], residual)
             # A gradient that nobody gets must not take the residual with it.
             lost = compat.will_accumulate(consumers[position]) is False
-            args.append(held.clone() if lost else held)
+            result.append(held.clone() if lost else held)
+        return result
+
+    def run(args: list[Any]) -> Any:
+        # While the code runs, nothing here may refer to the consumers of gradients: one that is
+        # held may have hooks, so its reduction would be awaited at once.
+        args.extend(held_residuals())
         return code(args)
 
     return run

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from zpasses import compat
-from zpasses.errors import ShardingError
+from zpasses.errors import ShardingError, ZpassesError
 from zpasses.runtime.edits import (
     EditedParam,
     ShardMemory,
@@ -111,6 +111,20 @@ class WatchedShard(DTensor):
             ShardingError: for another shape or dtype.
         """
         _set_data(self, value)
+
+    def requires_grad_(self, mode: bool = True) -> WatchedShard:
+        """Refused with its name for a parameter of codes, of which torch says only the dtype."""
+        if mode and not (self.is_floating_point() or self.is_complex()):
+            value = getattr(self, VALUE_ATTRIBUTE, None)
+            name = value.identity.partition(":")[2] if value is not None else ""
+            raise ZpassesError(
+                f"parameter{f' {name!r}' if name else ''} holds {self.dtype}, as "
+                "parameters that rest encoded do, and cannot be trained. Give requires_grad_() to "
+                "the parts of the model that are trained, or train it before "
+                "zpasses.encode_parameters."
+            )
+        super().requires_grad_(mode)
+        return self
 
     def share_memory_(self) -> NoReturn:
         """Refused: torch would end the process."""

@@ -2,7 +2,8 @@
 records, and refuses the others.
 
 Taken are 4-bit weights of bitsandbytes (`Linear4bit`) and of torchao (`NF4Tensor`). They become
-parameters that rest encoded, as those of `zpasses.encode_parameters`, and decode to the same bits.
+parameters that rest encoded, as those of `zpasses.encode_parameters`. In the dtype that they were
+quantized from, they decode to the same bits. In another one, values are not rounded to the former.
 To cut any other one as if it were plain data would separate codes from their scales.
 """
 
@@ -58,6 +59,9 @@ def foreign_weight(
         return _of_bitsandbytes(path, name, module, param, param_dtype)
     if (kind := _imported("torchao.quantization", "NF4Tensor")) and isinstance(param, kind):
         return _of_torchao(path, name, param, param_dtype)
+    if (kind := _imported("bitsandbytes.nn", "Int8Params")) and isinstance(param, kind):
+        # Before model.to(device), it has the dtype of plain numbers, and no codes yet.
+        raise _refusal(path, param, "its module reads scales, which zpasses cannot cut with it.")
     cls = type(param)
     if cls.__module__.startswith(("torch.", "zpasses.")):
         return None

@@ -16,6 +16,7 @@ import zpasses
 from tests.on_ranks import on_ranks
 from tests.zpasses.checkpoint.checkpoint_models import assert_equal_values
 from tests.zpasses.models import integers
+from zpasses import ZpassesError
 from zpasses.checkpoint import optimizer_states
 from zpasses.checkpoint.random_states import packed_random_states, restore_random_states
 from zpasses.runtime.early_steps import has_stepped
@@ -143,6 +144,22 @@ def test_what_would_be_lost_is_refused(tmp_path):
     local["mine"] = torch.zeros(local["exp_avg"].to_local().shape)
     with pytest.raises(zpasses.ShardingError, match=r"mine of first\.weight .* this rank's part"):
         zpasses.training_state(model, optimizer)
+
+
+def test_arguments_in_another_order_say_what_is_expected(tmp_path):
+    with fake_world(2) as mesh:
+        model = zpasses.shard(nn.Linear(4, 4), mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for arguments, said in (
+            ((model, optimizer, tmp_path), r"got Linear as its first argument; expected the fold"),
+            ((tmp_path, optimizer, model), r"got SGD; expected a torch\.nn\.Module"),
+        ):
+            with pytest.raises(ZpassesError, match=said):
+                zpasses.load_training_state(*arguments)
+        with pytest.raises(ZpassesError, match=r"training_state: got SGD; expected"):
+            zpasses.training_state(optimizer, model)
+        with pytest.raises(ZpassesError, match=r"got Linear as an optimizer; expected"):
+            zpasses.training_state(model, model)
 
 
 @on_ranks(2)

@@ -103,10 +103,17 @@ CASES = {
     "a block checkpointed": (Checkpointed, {}),
     "frozen": (Frozen, {}),
     "dropout": (partial(Net, Dropout), {}),
+    "error feedback": (
+        Net,
+        {
+            "pipeline": "zero3{reduce-grads.encode=int8,reduce-grads.exact_below_kib=0,"
+            "reduce-grads.feedback=on}"
+        },
+    ),
 }
 
 
-@pytest.mark.parametrize("case", some_quick(CASES, ["defaults of stage 3"]))
+@pytest.mark.parametrize("case", some_quick(CASES, ["defaults of stage 3", "error feedback"]))
 @on_ranks(2)
 def test_steps_in_backward_have_the_same_bits(case):
     kind, options = CASES[case]

@@ -117,9 +117,10 @@ KINDS = [MergeReads, GatherParams, ReduceGrads, ReshardAfterForward, CacheParams
 
 
 ALONE = {
-    GatherParams: {"block": st.none()},
+    GatherParams: {"block": st.none(), "exact_below_kib": st.just(16.0)},
     ReduceGrads: {
         "block": st.none(),
+        "exact_below_kib": st.just(16.0),
         "form": st.just("reduce_scatter"),
         "feedback": st.just("off"),
         "hops": st.just("auto"),
@@ -225,6 +226,7 @@ def test_uuid_changes_with_every_option(cls):
         encodes = {"encode": "int8"}
         needs = {
             "block": encodes,
+            "exact_below_kib": encodes,
             "feedback": encodes,
             "hops": encodes,
             "cap_mb": {"plan": "single"},

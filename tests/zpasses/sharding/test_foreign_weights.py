@@ -134,6 +134,7 @@ def test_weights_of_bitsandbytes_that_cannot_be_cut_are_refused(monkeypatch):
 
     wide, _ = linear_4bit(width=96, rows=64)
     int8 = nn.Sequential(bnb.nn.Linear8bitLt(128, 48, has_fp16_weights=False)).to("cpu")
+    unmoved = nn.Sequential(bnb.nn.Linear8bitLt(128, 48, has_fp16_weights=False))
     table = nn.Sequential(bnb.nn.Embedding4bit(64, 128)).to("cpu")
     hooked, _ = linear_4bit()
     hooked[0].forward = hooked[0].forward
@@ -143,6 +144,7 @@ def test_weights_of_bitsandbytes_that_cannot_be_cut_are_refused(monkeypatch):
         (wide, r"Params4bit.*rows of 96 values are not whole blocks of 64"),
         (linear_4bit(to=None), r"parameter 0\.weight is bitsandbytes's Params4bit.*no codes yet"),
         (int8, r"parameter 0\.weight is bitsandbytes's Int8Params \[48, 128\].*ignored_params"),
+        (unmoved, r"parameter 0\.weight is bitsandbytes's Int8Params \[48, 128\].*reads scales"),
         (table, r"its module, Embedding4bit, has another forward than Linear4bit"),
         (hooked, r"forward of module 0 was replaced on the instance.*remove_hook_from_module"),
         (packed, r"packed for inference"),

@@ -29,6 +29,7 @@ from zpasses.ranks.run_order import RunEvent
 from zpasses.runtime.backward_variants import BackwardVariant
 from zpasses.runtime.forward_variants import ForwardVariant, OutputStrides, ParamSlot
 from zpasses.runtime.grad_slots import GradSlot
+from zpasses.runtime.overflows import EncodedGrad
 
 log = logging.getLogger("zpasses")
 
@@ -96,6 +97,8 @@ class StoredVariant:
     """Of a variant of a backward graph."""
     residuals: Sequence[Residual]
     """What its code takes as last inputs."""
+    encoded_grads: Sequence[EncodedGrad]
+    """What its code returns of encoded reductions."""
 
 
 @dataclass
@@ -216,13 +219,14 @@ class GraphArtifacts:
         collectives: tuple[str, ...],
         sequences: Sequences,
         residuals: Sequence[Residual],
+        encoded: Sequence[EncodedGrad],
     ) -> None:
         """Stores what Inductor generated for a variant (None: for the graph itself)."""
         data = compat.pack_code(code)
         if data is None:
             self.give_up("Inductor's code of it cannot be stored")
             return
-        stored = StoredVariant(data, events, collectives, sequences, residuals)
+        stored = StoredVariant(data, events, collectives, sequences, residuals, encoded)
         self._add(self._variant_name(kind, variant), pickle.dumps(stored))
 
     def write_if_complete(self) -> None:
