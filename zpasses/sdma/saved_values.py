@@ -254,7 +254,7 @@ class _ValuesOut:
             planned = block_schedule().moved_by(params)
             if planned is not None and not {*self._movable}.issuperset(planned):
                 # The plan is that of another graph of this block, such as for other lengths.
-                planned = self._movable[: len(planned)]
+                planned = tuple(self._movable[: len(planned)])
             if planned is not None and not self._had_plan and self._arenas is not None:
                 self._arenas.release()  # those that hold everything
             self._had_plan = planned is not None

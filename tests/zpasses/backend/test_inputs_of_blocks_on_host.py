@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
@@ -250,3 +251,19 @@ def test_bytes_that_something_else_holds_are_not_planned_to_fall():
         assert_same(results, expected)
         assert (found.host_bytes, found.peak_bytes) == (0, step_cost(runs, 0).peak_bytes)
         assert peak == most
+
+
+def test_the_plan_of_another_graph_of_a_block_moves_as_many_values(monkeypatch):
+    """A recompile for other lengths may save other values."""
+    moved = []
+    monkeypatch.setattr(saved_values, "block_schedule", lambda: mock.Mock(moved_by=lambda _: (2,)))
+    monkeypatch.setattr(
+        saved_values._ValuesOut,
+        "_move",
+        lambda self, call, values, planned, notes: moved.append(planned),
+    )
+    with FakeTensorMode():
+        values = [torch.zeros(4) for _ in range(3)]
+        for movable in ((1, 2), (1, 0)):
+            saved_values._ValuesOut(lambda args: values, movable, (), None)([])
+    assert moved == [(2,), (1,)]
