@@ -124,12 +124,11 @@ class OverflowWatch:
             samples += [flat[:: each.stride], flat[-1:]]
         norms = compat.foreach_norm(samples, math.inf, torch.float32)
         largest = torch.stack(list(norms)).to("cpu", non_blocking=True)
-        if device.type == "cpu":
-            self._judge(_Look(None, largest, there, where))
+        look = _Look(_arrival(device), largest, there, where)
+        if look.arrived is None:
+            self._judge(look)
         else:
-            arrived = torch.Event(device)
-            arrived.record()
-            self._look = _Look(arrived, largest, there, where)
+            self._look = look
 
     def _judge(self, look: _Look) -> None:
         finite = look.largest.isfinite().view(-1, 2).all(1).tolist()
@@ -151,6 +150,15 @@ class OverflowWatch:
             lost[0].encoding,
             names,
         )
+
+
+def _arrival(device: torch.device) -> torch.Event | None:
+    """Returns when copies of a device that have started are on the host; None if they are."""
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device)
+    event.record()
+    return event
 
 
 def _has_values(value: Any) -> bool:

@@ -3,6 +3,7 @@
 import logging
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +46,30 @@ def test_finite_gradients_and_others_say_nothing(said):
     for grad in (torch.full((33,), 3e38), None, torch.empty(0), torch.zeros(1, 1)):
         code([lost, grad])
     assert said() == []
+
+
+def test_an_accelerator_is_not_waited_for(said, monkeypatch):
+    done = []
+    event = SimpleNamespace(query=lambda: bool(done))
+    monkeypatch.setattr("zpasses.runtime.overflows._arrival", lambda device: event)
+    code = OverflowWatch().watching(lambda args: (None, *args), CODE, "graph 0/0")
+    code([torch.full((8,), torch.nan)])
+    code([torch.zeros(8)])
+    assert said() == []
+    done.append(True)
+    code([torch.zeros(8)])
+    code([torch.zeros(8)])
+    assert len(said()) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_says_it_in_the_next_backward(said):
+    code = OverflowWatch().watching(lambda args: (None, *args), CODE, "graph 0/0")
+    code([torch.full((8,), torch.nan, device="cuda")])
+    torch.cuda.synchronize()
+    code([torch.zeros(8, device="cuda")])
+    assert len(said()) == 1
 
 
 def test_only_encoded_gradients_are_watched():
