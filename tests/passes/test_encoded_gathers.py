@@ -85,8 +85,7 @@ return [mul, None, mul_1]
 # --- what is encoded ------------------------------------------------------------------------------
 def test_each_option_changes_the_graph():
     params = (Param((512, 64)), Param((64, 64)))
-    exact = listing(lowered(*params))
-    seen = {exact}
+    seen = {listing(lowered(*params))}
     for options in (
         *({"encode": name} for name in FORMATS),
         {"encode": "int8", "block": 64},
@@ -94,7 +93,6 @@ def test_each_option_changes_the_graph():
     ):
         seen.add(listing(lowered(*params, **options)))
     assert len(seen) == 6
-    assert listing(lowered(*params, exact_below_kib=64.0)) == exact
 
 
 def encoded(*params, **options):
