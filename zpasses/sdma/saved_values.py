@@ -250,6 +250,8 @@ class _ValuesOut:
         with _moves.lock:
             end_copies_out()
             call = _moves.expected = _Call(place_of_call(), _moves.expected)
+            if call.before is None:
+                _moves.forget()  # what another call of the model returned is freed by now
             params = whose_call(current_params())
             planned = block_schedule().moved_by(params)
             if planned is not None and not {*self._movable}.issuperset(planned):
@@ -263,7 +265,7 @@ class _ValuesOut:
                     self._inputs, _warn_if_held
                 )
             elif values_may_move() and block_schedule().knows(params):
-                notes = self._observed(values, params, first=call.before is None)
+                notes = self._observed(values, params)
             else:
                 notes = {}
                 _moves.note_returned()
@@ -271,17 +273,10 @@ class _ValuesOut:
             self._move(call, values, planned, notes)
         return values
 
-    def _observed(
-        self, values: Sequence[Any], params: object, *, first: bool
-    ) -> dict[int, Callable[[bool], None]]:
+    def _observed(self, values: Sequence[Any], params: object) -> dict[int, Callable[[bool], None]]:
         """Notes what becomes of what forwards returned, and returns for each input what notes
         whether the device has freed it.
-
-        Args:
-            first: whether this is the first forward of a call of the model.
         """
-        if first:
-            _moves.forget()
         schedule = block_schedule()
         _moves.note_returned()
         returned: list[_Returned] = []

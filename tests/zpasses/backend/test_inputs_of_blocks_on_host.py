@@ -267,3 +267,22 @@ def test_the_plan_of_another_graph_of_a_block_moves_as_many_values(monkeypatch):
         for movable in ((1, 2), (1, 0)):
             saved_values._ValuesOut(lambda args: values, movable, (), None)([])
     assert moved == [(2,), (1,)]
+
+
+def test_a_call_that_begins_unobserved_says_nothing_of_the_call_before(monkeypatch):
+    """What that one returned has been freed since, whoever held it."""
+    noted = []
+    moves = saved_values._Moves()
+    monkeypatch.setattr(saved_values, "_moves", moves)
+    monkeypatch.setattr(saved_values, "place_of_call", lambda: "now")
+    monkeypatch.setattr(saved_values, "block_schedule", lambda: mock.Mock(moved_by=lambda _: None))
+    monkeypatch.setattr(saved_values, "values_may_move", lambda: False)
+    freed = saved_values._Memory(lambda: True)
+    with FakeTensorMode():
+        values = [torch.zeros(4)]
+        for place, expected in (("before", 0), ("now", 2)):
+            moves.returned = [[(freed, noted.append)] for _ in range(2)]
+            moves.expected = saved_values._Call(place, None)
+            for _ in range(2):
+                saved_values._ValuesOut(lambda args: values, (), (), None)([])
+            assert len(noted) == expected
