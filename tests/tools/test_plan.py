@@ -81,13 +81,14 @@ def large_head():
 
 @pytest.mark.slow(quick="test_backward_holds_no_call_of_a_chunk_whatever_it_recomputes")
 def test_plans_with_chunks_of_the_loss_compute_gradients_in_forward():
-    request = PlanRequest(f"{HERE}:large_head", WORLD, "h100", points=2, chunk_loss=True)
+    request = PlanRequest(
+        f"{HERE}:large_head", WORLD, "h100", points=2, pipeline="chunk-loss,zero3"
+    )
     trials = []
     with listen(StepTrials, trials.append):
         found = plan_step(dataclasses.replace(request, stages=False))
     lean = found.plans[0]
     assert lean.chunks > 1
-    assert found.options_of(lean)["pipeline"] == "chunk-loss,zero3"
     graphs = trials[0].in_chunks(lean.chunks).trial(1.0).graphs
     calls = [sum(map(compat.is_subgraph_call, gm.graph.nodes)) for gm in graphs]
     assert calls == [lean.chunks, 0]
@@ -269,6 +270,16 @@ def test_budget_chooses_the_fastest_plan_within_it(tmp_path):
     assert zero3["least_us"] is None
 
 
+def test_a_pipeline_is_planned_as_it_is_compiled():
+    encoded = "zero3{gather-params.encode=int8}"
+    found = json.loads(run(f"{HERE}:blocks", *SMALL, "--pipeline", encoded, "--json").stdout)
+    assert found["pipeline"] == found["options"]["pipeline"] == encoded
+    assert_same_figures(found["plans"][-1], 2, found["options"])
+    (stage,) = found["stages"]
+    assert stage["name"] == "pipeline"
+    assert_same_figures(stage, 2, {"pipeline": encoded, "target": "h100"})
+
+
 @pytest.mark.slow(quick="test_too_small_budget_says_what_is_missing_and_what_holds_the_memory")
 def test_budget_that_nothing_fits_says_what_is_missing():
     done = run(f"{HERE}:blocks", *SMALL, "--memory", "1MiB")
@@ -287,6 +298,8 @@ def test_budget_that_nothing_fits_says_what_is_missing():
         ([f"{HERE}:blocks", "--memory", "much"], "--memory: got 'much'; expected how far the peak"),
         ([f"{HERE}:blocks", "--memory", "auto"], "expected a size such as '70GiB'"),
         ([f"{HERE}:blocks", "--world", 1], "got 1; expected at least 2 ranks"),
+        ([f"{HERE}:blocks", "--pipeline", "zero2"], "expected passes that gather again"),
+        ([f"{HERE}:blocks", "--pipeline", "zero4"], "no pass is called 'zero4'"),
         ([f"{HERE}:unused_parameters"], "gathers no sharded parameters"),
         ([f"{HERE}:broken"], "compiled as 2 graphs with sharded parameters; expected one"),
     ],

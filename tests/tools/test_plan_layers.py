@@ -137,6 +137,8 @@ def test_number_of_layers_must_be_given():
         request(repeat="depth").check()
     with pytest.raises(OptionError, match="at least 4"):
         request(layers=3, repeat="layers").check()
+    with pytest.raises(OptionError, match="in chunks does not go together with --repeat-layers"):
+        request(layers=6, repeat="layers", pipeline="chunk-loss,zero3").check()
 
 
 @pytest.mark.parametrize("more", [("--compile-blocks", "layers.*"), ("--backwards-per-step", "2")])

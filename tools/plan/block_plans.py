@@ -45,7 +45,7 @@ def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -
     started, memory, target = time.perf_counter(), request.memory, request.parsed_target()
     host_bytes = request.host_bytes(target)
     steps, report, resting = _captured(request)
-    step = replace(steps[3], host_bytes=host_bytes)
+    step = replace(steps[_stage_of(request)], host_bytes=host_bytes)
 
     def add(point: PlanPoint) -> PlanPoint:
         progress(point)
@@ -73,7 +73,9 @@ def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -
     }
     plans = worth_showing(made.values(), chosen)
     stages: tuple[PlanPoint, ...] = ()
-    if 2 in steps:
+    if request.stages and request.pipeline is not None:
+        stages = (add(_point("pipeline", None, None, step.runs, plan_prefetch(step.runs, None))),)
+    elif 2 in steps:
         whole = steps[2].runs
         kept = sum(run.gathered_bytes for run in whole if not run.is_backward)
         cost = plan_prefetch(whole, None)
@@ -126,20 +128,25 @@ def _captured(
     resting: list[RestingBytes] = []
     capture = replace(
         request.capture(
-            lambda model: resting.append(RestingBytes.of(model, request)), zero_stage=3
+            lambda model: resting.append(RestingBytes.of(model, request)),
+            **({"zero_stage": 3} if request.pipeline is None else {"pipeline": request.pipeline}),
         ),
         steps=2,
-        more_options=[{"zero_stage": 2}] if request.stages else [],
+        more_options=[{"zero_stage": 2}] if request.stages and request.pipeline is None else [],
     )
     with listen(BlockStep, lambda step: seen.__setitem__(step.zero_stage, step)):
         report = run_capture(capture)
-    if 3 not in seen:
+    if _stage_of(request) not in seen:
         raise CaptureError(
             f"{request.function}: the blocks {request.compile_blocks!r} gather no sharded "
             "parameters in forward and backward, so there is nothing to plan. Name modules with "
             "trained parameters with --compile-blocks."
         )
     return seen, report, resting[0]
+
+
+def _stage_of(request: PlanRequest) -> int | None:
+    return 3 if request.pipeline is None else None
 
 
 def _point(

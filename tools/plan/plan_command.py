@@ -52,9 +52,10 @@ from zpasses.tools.plan.shape_table import shape_view
     "zpasses.step_in_backward. With --compile-blocks and --optimizer.",
 )
 @click.option(
-    "--chunk-loss",
-    is_flag=True,
-    help="A plan may compute the head and its loss in chunks of tokens, as with the pass.",
+    "--pipeline",
+    metavar="PASSES",
+    help='Passes of the step, as in the option: "zero3{gather-params.encode=int8}", '
+    '"chunk-loss,zero3". Default: zero3.',
 )
 @click.option(
     "--points",
@@ -100,7 +101,7 @@ def plan(
     optimizer: str | None,
     device_memory: str | None,
     step_in_backward: bool,
-    chunk_loss: bool,
+    pipeline: str | None,
     points: int,
     backwards_per_step: int,
     compile_blocks: str | None,
@@ -133,9 +134,9 @@ def plan(
     from zpasses.tools.plan.step_plans import plan_shapes, plan_step
 
     if compile_blocks is not None:
-        _check_blocks(ctx, backwards_per_step, chunk_loss)
+        _check_blocks(ctx, backwards_per_step)
     if repeat is not None:
-        _check_repeat(step, backwards_per_step, compile_blocks, chunk_loss)
+        _check_repeat(backwards_per_step, compile_blocks)
 
     if picture is not None:
         check_matplotlib()
@@ -157,7 +158,7 @@ def plan(
         backwards_per_step=backwards_per_step,
         compile_blocks=compile_blocks,
         host_memory=host_memory,
-        chunk_loss=chunk_loss,
+        pipeline=pipeline,
         repeat=repeat,
         optimizer=optimizer,
         device_memory=device_memory,
@@ -183,7 +184,7 @@ def _is_given(ctx: click.Context, option: str) -> bool:
     return ctx.get_parameter_source(option) is not click.core.ParameterSource.DEFAULT
 
 
-def _check_blocks(ctx: click.Context, backwards_per_step: int, chunk_loss: bool) -> None:
+def _check_blocks(ctx: click.Context, backwards_per_step: int) -> None:
     """Refuses options that change nothing in a step of blocks."""
     if _is_given(ctx, "points"):
         raise CommandError(
@@ -196,21 +197,13 @@ def _check_blocks(ctx: click.Context, backwards_per_step: int, chunk_loss: bool)
             "--compile-blocks, which plans each backward by itself when it ends; leave it out to "
             "plan one that reduces its gradients."
         )
-    if chunk_loss:
-        raise CommandError(
-            "--chunk-loss does not go together with --compile-blocks, because the loss is outside "
-            "of the blocks; leave out one of the two."
-        )
 
 
-def _check_repeat(
-    step: StepOptions, backwards_per_step: int, compile_blocks: str | None, chunk_loss: bool
-) -> None:
+def _check_repeat(backwards_per_step: int, compile_blocks: str | None) -> None:
     """Refuses options that a plan of repeated layers does not know."""
     given = {
         "--compile-blocks": compile_blocks is not None,
         "--backwards-per-step": backwards_per_step > 1,
-        "--chunk-loss": chunk_loss,
     }
     for name in (name for name, is_given in given.items() if is_given):
         raise CommandError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ import zpasses.optim
 from zpasses.cost.plan.repeated_layers import FEWEST_LAYERS
 from zpasses.cost.time.target import Target, current_target
 from zpasses.errors import MemoryBudgetError, OptionError, suggestion
+from zpasses.graph.row_chunks import Gradients
 from zpasses.option_values import format_size, parse_budget, parse_size
+from zpasses.passes.pipelines import ZERO3
+from zpasses.pipeline.pipeline import Pipeline
 from zpasses.tools.capture.capture_command import StepOptions
 from zpasses.tools.capture.captured_step import CaptureRequest
 
@@ -53,13 +57,14 @@ class PlanRequest(StepOptions):
     one graph."""
     host_memory: str | None = None
     """What a plan may take of the host on each rank, such as "40GiB"; None is nothing."""
-    chunk_loss: bool = False
-    """Whether a plan may compute the head and its loss in chunks of tokens."""
+    pipeline: str | None = None
+    """Passes that gather parameters again in backward and have a schedule, as text; None is
+    "zero3"."""
     repeat: str | None = None
     """Argument of the function that is the number of layers: a few are captured, and the others are
     copies of one of them. None captures all."""
     stages: bool = True
-    """Whether to plan stages 2 and 3 without a budget, too."""
+    """Whether to plan stages 2 and 3 without a budget, too; or the pipeline, if there is one."""
     optimizer: str | None = None
     """Class of the optimizer whose states the device holds as well, such as "AdamW"; None plans
     without states."""
@@ -69,10 +74,25 @@ class PlanRequest(StepOptions):
     step_in_backward: bool = False
     """Whether parameters of blocks step in backward, so that their gradients are freed there."""
 
+    @cached_property
+    def passes(self) -> Pipeline:
+        """The passes of the step.
+
+        Raises:
+            OptionError: for text that is no pipeline.
+        """
+        return ZERO3 if self.pipeline is None else Pipeline.parse(self.pipeline)
+
+    @property
+    def chunks_loss(self) -> Gradients | None:
+        """Where gradients are computed if a plan may compute the loss in chunks; else None."""
+        return next((e.facts.chunks_loss for e in self.passes if e.facts.chunks_loss), None)
+
     def check(self) -> None:
         """Raises OptionError for sizes that are none, options that do not go together, or too few
         ranks.
         """
+        self._check_pipeline()
         if self.memory is not None:
             where = "--memory"
             if self.memory == "auto":
@@ -115,6 +135,27 @@ class PlanRequest(StepOptions):
                 f"{self.repeat}=80; got {given!r}."
             )
 
+    def _check_pipeline(self) -> None:
+        facts = [each.facts for each in self.passes]
+        if not any(each.regathers for each in facts) or not any(
+            each.plans_within is not None for each in facts
+        ):
+            raise OptionError(
+                f"--pipeline: got {self.pipeline!r}; expected passes that gather again in backward "
+                "and have a schedule, so that there is something to plan, such as "
+                "'zero3{gather-params.encode=int8}'."
+            )
+        if self.chunks_loss is not None:
+            others = {
+                "--compile-blocks, because the loss is outside of the blocks": self.compile_blocks,
+                "--repeat-layers, which plans the loss as one": self.repeat,
+            }
+            for name in (name for name, given in others.items() if given is not None):
+                raise OptionError(
+                    f"--pipeline {self.pipeline!r}: the pass that computes the loss in chunks does "
+                    f"not go together with {name}; leave out one of the two."
+                )
+
     def parsed_target(self) -> Target:
         """Returns the hardware to plan for.
 
@@ -149,6 +190,7 @@ class PlanRequest(StepOptions):
             "world": self.world,
             "target": target.name,
             "given_target": self.target,
+            "pipeline": self.pipeline,
             "backwards_per_step": self.backwards_per_step,
             "blocks": self.compile_blocks,
             "step_in_backward": self.step_in_backward,

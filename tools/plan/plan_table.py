@@ -64,7 +64,7 @@ class PlanPoint:
     """One plan of the step, or a stage without a budget."""
 
     name: str
-    """"plan", "zero2", "zero3" or "zero3, no copy engines"."""
+    """"plan", "zero2", "zero3" or "pipeline"; also "zero3, no copy engines"."""
     budget: str | None
     """Text of the option `memory_budget`; None for a stage without a budget."""
     limit_bytes: int | None
@@ -165,6 +165,8 @@ class StepTable:
     """The option `target`; None for this machine."""
     backwards_per_step: int
     """The option of this name: forwards from one optimizer step to the next."""
+    pipeline: str | None = field(default=None, kw_only=True)
+    """The option `pipeline`; None for stage 3."""
     blocks: str | None = field(default=None, kw_only=True)
     """Names of the modules that are compiled one by one; None if the step is one graph."""
     step_in_backward: bool = field(default=False, kw_only=True)
@@ -176,6 +178,8 @@ class StepTable:
     def options_of(self, point: PlanPoint) -> dict[str, str | int]:
         """The options of the backend that reproduce a plan."""
         found: dict[str, str | int] = {}
+        if self.pipeline is not None:
+            found["pipeline"] = self.pipeline
         if point.budget is not None:
             found["memory_budget"] = point.budget
         if self.backwards_per_step > 1:
@@ -216,7 +220,8 @@ class StepTable:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         found = {name: getattr(self, name) for name in ("function", "world", "target")}
-        return found if self.blocks is None else {**found, "compile_blocks": self.blocks}
+        given = {"pipeline": self.pipeline, "compile_blocks": self.blocks}
+        return found | {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -257,8 +262,6 @@ class PlanTable(StepTable):
         found = super().options_of(point)
         if point.host_bytes and self.host_memory is not None:
             found["host_memory"] = self.host_memory
-        if point.chunks > 1:
-            found["pipeline"] = "chunk-loss,zero3"
         return found
 
     @property
@@ -510,7 +513,7 @@ def _routes_text(routes: Sequence[str]) -> Text:
     shown = [f"  {each}" for each in routes[:_MOST_ROUTES]]
     if len(routes) > _MOST_ROUTES:
         shown.append(f"  and {len(routes) - _MOST_ROUTES} more, which --json has")
-    return Text((f"zero3: copy engines run {taken} of {len(routes)} gathers", *shown))
+    return Text((f"copy engines run {taken} of {len(routes)} gathers", *shown))
 
 
 def _row(mark: str, point: PlanPoint) -> dict[str, str]:

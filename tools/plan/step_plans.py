@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from zpasses.passes.pipelines import ZERO2, ZERO3
 from zpasses.passes.schedule import Schedule
 from zpasses.pipeline.events import Events, listen, run_reported_passes
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.passes import Level
+from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.predictor import Predictor
 from zpasses.pipeline.runner import run_passes
@@ -98,7 +98,7 @@ def plan_step(
         steps += 1
         if steps == 1:
             trials.host_bytes = host_bytes
-            trials.chunks_loss = "forward" if request.chunk_loss else None
+            trials.chunks_loss = request.chunks_loss
             also = resting[0].limits(request, device_bytes)
             planner = (
                 _Planner(request, target, trials, probe.seen[-1], also, progress)
@@ -109,11 +109,10 @@ def plan_step(
             )
             tables.append(planner.run())
 
-    joint = tuple(each for each in ZERO3 if each.level is Level.JOINT)
     capture = request.capture(
         lambda model: resting.append(RestingBytes.of(model, request)),
         # With deferred reductions, because the compile warns of windows without them.
-        pipeline=Pipeline((probe, *joint, _Unscheduled(), DeferReduction())),
+        pipeline=Pipeline((probe, *_captured(request.passes), DeferReduction())),
         backwards_per_step=request.backwards_per_step,
     )
     with listen(StepTrials, observe):
@@ -191,7 +190,7 @@ class _Planner:
     def run(self) -> PlanTable:
         started, memory = time.perf_counter(), self._request.memory
         with use_target(self._target):
-            stages = (self._zero2(), *self._zero3()) if self._request.stages else ()
+            stages = (*self._zero2(), *self._zero3()) if self._request.stages else ()
             least, most = self._trials.least_bytes(), self._trials.most_bytes()
             sweep(self._point, least, most, self._request.points, self._also)
             chosen, missing = self._chosen()
@@ -234,7 +233,7 @@ class _Planner:
         if budget not in self._made:
             limit = self._trials.limit_bytes(budget)
             plan = self._trials.fastest(limit)
-            pipeline = ZERO3.with_memory_budget(f"{limit}B")
+            pipeline = self._request.passes.with_memory_budget(f"{limit}B")
             self._made[budget] = self._judged(
                 "plan",
                 budget,
@@ -250,19 +249,21 @@ class _Planner:
         return self._made[budget]
 
     def _zero3(self) -> list[PlanPoint]:
-        """Returns stage 3 without a budget; before it the same without copy engines, if its plan
-        may use them.
+        """Returns stage 3, or the pipeline, without a budget; before it the same without copy
+        engines, if its plan may use them.
         """
+        pipeline = self._request.passes
+        name = "zero3" if pipeline is ZERO3 else "pipeline"
         plan = self._trials.fitting()
         kept = _bytes(*plan.kept)
-        points, off = [], _without_engines(ZERO3)
+        points, off = [], _without_engines(pipeline)
         if planned_route(self._target) is not None:
             graphs = self._graphs_of(plan)
             points.append(
-                self._judged("zero3, no copy engines", None, None, off, graphs, kept, 1.0)
+                self._judged(f"{name}, no copy engines", None, None, off, graphs, kept, 1.0)
             )
         graphs = self._graphs_of(plan)
-        points.append(self._judged("zero3", None, None, ZERO3, graphs, kept, 1.0))
+        points.append(self._judged(name, None, None, pipeline, graphs, kept, 1.0))
         for side, gm in zip(("forward", "backward"), graphs, strict=True):
             for _, tag in tagged(gm.graph, "gather"):
                 if tag.note:
@@ -270,13 +271,18 @@ class _Planner:
                     self._routes.append(f"{side}, {tag.params[0]}{more}: {tag.note}")
         return points
 
-    def _zero2(self) -> PlanPoint:
+    def _zero2(self) -> list[PlanPoint]:
+        """Returns stage 2 without a budget, if the joint graph has not been rewritten for a
+        pipeline.
+        """
+        if self._request.passes is not ZERO3:
+            return []
         run_passes(self._joint.graph, ZERO2.at(Level.JOINT), verify="off")
         self._joint.recompile()
         recomputes = Options(zero_stage=2).recomputes_elementwise()
         kept = sum(size for *_, size in full_params(self._joint))
         graphs = self._trials.other(self._joint, recomputes)
-        return self._judged("zero2", None, None, ZERO2, graphs, kept, 1.0, kept)
+        return [self._judged("zero2", None, None, ZERO2, graphs, kept, 1.0, kept)]
 
     def _graphs_of(self, plan: StepPlan) -> Graphs:
         """Returns the graphs of a plan as copies, which are rewritten."""
@@ -381,6 +387,17 @@ class _Unscheduled(Schedule):
 
     def rewrite(self, graph: fx.Graph) -> int:
         return 0
+
+
+def _captured(pipeline: Pipeline) -> Iterator[Pass]:
+    """Yields the passes that rewrite the joint graph, and one that schedules nothing. Each plan
+    chooses its chunks of the loss by itself.
+    """
+    for each in pipeline:
+        if each.level is Level.JOINT and not each.facts.chunks_loss:
+            yield each
+        elif isinstance(each, Schedule):
+            yield _Unscheduled(**vars(each))
 
 
 def _without_engines(pipeline: Pipeline) -> Pipeline:
