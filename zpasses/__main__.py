@@ -1,6 +1,6 @@
 """`python -m zpasses` is the command line, `zpasses`."""
 
-from zpasses.tools.cli import main
+from zpasses.tools.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -70,7 +70,7 @@ def test_exit_status_of_diff_tells_equal_from_different(dump):
 
 _LEAVES = """
 import atexit, sys, threading, time
-from zpasses.tools.cli import main
+from zpasses.tools.cli.main import main
 from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.tools.cli.catalogue import pass_view
 from zpasses.tools.cli.main import cli
@@ -108,7 +108,7 @@ def test_console_script_is_installed():
     from importlib.metadata import entry_points
 
     (script,) = entry_points(group="console_scripts", name="zpasses")
-    assert script.value == "zpasses.tools.cli:main"
+    assert script.value == "zpasses.tools.cli.main:main"
 
 
 def on_a_terminal(*arguments, **environment):

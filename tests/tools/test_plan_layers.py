@@ -7,9 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.zpasses.cost.plan.test_repeated_layers import WIDTH, Net
-from zpasses.backend import equal_layers
-from zpasses.backend.equal_layers import EqualPartitions
+from tests.tools.test_repeated_layers import WIDTH, Net
 from zpasses.backend.partition_marks import mark_kept
 from zpasses.backend.step_trials import StepTrials
 from zpasses.errors import OptionError
@@ -19,7 +17,8 @@ from zpasses.testing import capture_graphs
 from zpasses.tools.capture.captured_step import CaptureError
 from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
 from zpasses.tools.cli.main import cli
-from zpasses.tools.plan import step_plans
+from zpasses.tools.plan import equal_layers, step_plans
+from zpasses.tools.plan.equal_layers import EqualPartitions
 from zpasses.tools.plan.plan_request import PlanRequest
 from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point, shape_view
 from zpasses.tools.plan.step_plans import plan_shapes, plan_step

@@ -4,7 +4,3 @@ passes.
 Exit codes: 0 for success; 1 from `diff` if graphs differ, and from `bisect` if a pass was found; 2
 for an error, whose message says what to do.
 """
-
-from zpasses.tools.cli.main import main
-
-__all__ = ["main"]

@@ -1,7 +1,7 @@
 """Plans of a step with many equal layers, of which a few are captured.
 
 The captured step is partitioned in several ways, each of which saves the same in every layer. The
-step with all layers is made of copies of one of them (`zpasses.cost.plan.repeated_layers`), and
+step with all layers is made of copies of one of them (`zpasses.tools.plan.repeated_layers`), and
 planned by the cost model.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from zpasses.backend.equal_layers import EqualPartitions
 from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import (
@@ -22,7 +21,6 @@ from zpasses.cost.plan.kept_params import (
     fitting_params,
     keepable_params,
 )
-from zpasses.cost.plan.linear_program import can_solve
 from zpasses.cost.plan.offloaded_values import (
     SavedValue,
     fewest_that_fit,
@@ -30,11 +28,6 @@ from zpasses.cost.plan.offloaded_values import (
     worthwhile,
 )
 from zpasses.cost.plan.plan_improvement import improve_plan
-from zpasses.cost.plan.repeated_layers import (
-    FEWEST_LAYERS,
-    RepeatedLayers,
-    with_values_on_host,
-)
 from zpasses.cost.plan.schedule_evaluation import Cost, Plan, evaluate
 from zpasses.cost.plan.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.plan.simple_plans import single_plan, varied_plans
@@ -43,12 +36,19 @@ from zpasses.graph.host_copies import offloadable_values
 from zpasses.inspect.units import bytes_text
 from zpasses.option_values import parse_budget
 from zpasses.tools.capture.captured_step import CaptureError
+from zpasses.tools.plan.equal_layers import EqualPartitions
 from zpasses.tools.plan.plan_request import PlanRequest
 from zpasses.tools.plan.plan_table import (
     GraphFigures,
     PlanPoint,
     PlanTable,
     worth_showing,
+)
+from zpasses.tools.plan.relaxation import LeastTimes
+from zpasses.tools.plan.repeated_layers import (
+    FEWEST_LAYERS,
+    RepeatedLayers,
+    with_values_on_host,
 )
 from zpasses.tools.plan.sweep import sweep
 
@@ -184,7 +184,7 @@ class LayerTable:
                         "budget, give --host-memory, take a smaller batch, or train on more ranks."
                     )
             shown = worth_showing((each for each in self._made.values() if _fits(each)), chosen)
-            plans = [planner.with_least(each) for each in shown]
+            plans = [planner.least.of(each) for each in shown]
         if chosen is not None:
             chosen = plans[shown.index(chosen)]
         return PlanTable(
@@ -211,7 +211,8 @@ class LayerPlanner:
     """
 
     def __init__(self, trials: StepTrials, layers: int, partitions: EqualPartitions) -> None:
-        self._trials, self._copies = trials, layers - FEWEST_LAYERS
+        self._trials = trials
+        self.least = LeastTimes(trials, layers - FEWEST_LAYERS)
         found = []
         for graphs in partitions.of(trials):
             forward, backward = (each.graph for each in graphs)
@@ -253,12 +254,6 @@ class LayerPlanner:
         if parsed.most_bytes is not None:
             return parsed.most_bytes
         return parsed.limit_bytes(self._ways[0].step.peak_bytes())
-
-    def with_least(self, point: PlanPoint) -> PlanPoint:
-        """Returns a plan with the least time within its limit, if scipy is there to find it."""
-        if point.limit_bytes is None or not can_solve():
-            return point
-        return replace(point, least_us=self._trials.least_us(point.limit_bytes, self._copies))
 
     def fastest(self, budget: str) -> PlanPoint:
         """Returns the fastest plan within a budget, or that which exceeds it least."""

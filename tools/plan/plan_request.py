@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zpasses.optim
-from zpasses.cost.plan.repeated_layers import FEWEST_LAYERS
 from zpasses.cost.time.target import Target, current_target
 from zpasses.errors import MemoryBudgetError, OptionError, suggestion
 from zpasses.graph.row_chunks import Gradients
@@ -21,6 +20,7 @@ from zpasses.passes.pipelines import ZERO3
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.tools.capture.capture_command import StepOptions
 from zpasses.tools.capture.captured_step import CaptureRequest
+from zpasses.tools.plan.repeated_layers import FEWEST_LAYERS
 
 
 def optimizer_class(name: str) -> type[Optimizer]:

@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.backend.per_block import find_blocks
-from zpasses.cost.plan.repeated_layers import FEWEST_LAYERS, layer_starts
-from zpasses.cost.time.step_time import optimizer_kernels_us, streamed_states_us
 from zpasses.cost.time.target import Target
 from zpasses.errors import OptionError
 from zpasses.graph.queries import nbytes
@@ -31,6 +29,7 @@ from zpasses.optim.state_buckets import (
 from zpasses.option_values import parse_size
 from zpasses.tools.plan.plan_request import PlanRequest, optimizer_class
 from zpasses.tools.plan.plan_table import DeviceUse, PlanPoint, PlanTable, Resting, budget_text
+from zpasses.tools.plan.repeated_layers import FEWEST_LAYERS, layer_starts
 
 BUCKET_BYTES = parse_size(DEFAULT_BUCKET, "bucket_bytes")
 """The default of `zpasses.offload_optimizer`."""
@@ -204,3 +203,35 @@ def _state_sizes(cls: Any, trained: Sequence[Tensor]) -> tuple[int, ...]:
                 "Name the optimizer that has most of them."
             ) from error
         return tuple(map(nbytes_of, expected_layouts(optimizer).values()))
+
+
+def optimizer_kernels_us(
+    shard_bytes: int, gradient_bytes: int, state_bytes: int, target: Target
+) -> float:
+    """Returns how long the kernels of an optimizer's step take that reads gradients, and reads and
+    writes shards and states, once each, as fused AdamW does. Products, as of Muon, are not counted.
+
+    Args:
+        shard_bytes: of the trained parameters on this rank.
+        gradient_bytes: of their gradients.
+        state_bytes: of the states, wherever they rest.
+        target: hardware that the step runs on.
+    """
+    moved = 2 * shard_bytes + gradient_bytes + 2 * state_bytes
+    return target.kernel_us + moved / (target.memory_gb_s * 1e3)
+
+
+def streamed_states_us(host_bytes: int, in_flight_bytes: int, target: Target) -> float:
+    """Returns how much longer a step of an optimizer takes because its states rest on the host.
+
+    They come and go in buckets, two of which are on the device at a time: while one comes in, the
+    one before it goes out. So the slower direction counts. The last two buckets go out during the
+    next forward, and come in when nothing goes out any more.
+
+    Args:
+        host_bytes: of the states on the host.
+        in_flight_bytes: of two buckets.
+    """
+    inward, outward = target.host_in_gb_s * 1e3, target.host_out_gb_s * 1e3
+    last = min(in_flight_bytes, host_bytes)
+    return max(host_bytes / inward, (host_bytes - last) / outward + last / inward)

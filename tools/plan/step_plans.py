@@ -17,7 +17,6 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.equal_layers import EqualPartitions
 from zpasses.backend.partition import too_little_memory
 from zpasses.backend.step_trials import (
     Graphs,
@@ -27,7 +26,6 @@ from zpasses.backend.step_trials import (
 )
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import KeptParam
-from zpasses.cost.plan.linear_program import can_solve
 from zpasses.cost.time.route_figures import planned_route
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.tags import tagged
@@ -50,6 +48,7 @@ from zpasses.testing.step_graphs import GraphProbe
 from zpasses.tools.capture.captured_step import CaptureError, run_capture
 from zpasses.tools.capture.mesh_shapes import AutoMesh
 from zpasses.tools.plan.block_plans import plan_blocks
+from zpasses.tools.plan.equal_layers import EqualPartitions
 from zpasses.tools.plan.layer_plans import LayerTable
 from zpasses.tools.plan.plan_request import PlanRequest
 from zpasses.tools.plan.plan_table import (
@@ -58,6 +57,7 @@ from zpasses.tools.plan.plan_table import (
     PlanTable,
     worth_showing,
 )
+from zpasses.tools.plan.relaxation import LeastTimes
 from zpasses.tools.plan.resting_bytes import RestingBytes
 from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point
 from zpasses.tools.plan.sweep import sweep
@@ -196,7 +196,7 @@ class _Planner:
             chosen, missing = self._chosen()
             limit = self._trials.limit_bytes(memory) if memory is not None else None
             shown = worth_showing(self._made.values(), chosen)
-            plans = [self._with_least(each) for each in shown]
+            plans = list(map(LeastTimes(self._trials).of, shown))
         if chosen is not None:
             chosen = plans[shown.index(chosen)]
         return PlanTable(
@@ -221,11 +221,6 @@ class _Planner:
         if not plan.fits:
             return None, too_little_memory(budget, plan)
         return self._point(budget), None
-
-    def _with_least(self, point: PlanPoint) -> PlanPoint:
-        if point.limit_bytes is None or not can_solve():
-            return point
-        return replace(point, least_us=self._trials.least_us(point.limit_bytes))
 
     # --- plans ------------------------------------------------------------------------------------
     def _point(self, budget: str) -> PlanPoint:

@@ -36,7 +36,6 @@ from zpasses.cost.plan.offloaded_values import (
     worthwhile,
 )
 from zpasses.cost.plan.recomputed_values import cheapest_first, kernels_again
-from zpasses.cost.plan.relaxation import Relaxation
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import single_plan
 from zpasses.cost.time.target import current_target
@@ -198,7 +197,6 @@ class StepTrials:
         self._made: dict[tuple[float, frozenset[str], frozenset[str]], Trial] = {}
         self._saved: dict[tuple[float, frozenset[str]], list[SavedValue]] = {}
         self._leaving: list[SavedValue] | None = None
-        self._relaxation: Relaxation | None = None
         saves_all = compat.reads_changed_inputs_at_once(gm.graph)
         self._fractions = (1.0,) if saves_all else _ACTIVATIONS
 
@@ -233,11 +231,11 @@ class StepTrials:
             made.chunk_notes = chunk_regions(gm.graph, chunks, self.chunks_loss or "forward").notes
             made.gm, made.chunks_loss, made._chunks = gm, None, chunks
             made._made, made._saved, made._chunked = {}, {}, {chunks: made}
-            made._relaxation = made._leaving = None
+            made._leaving = None
             self._chunked[chunks] = made
         return self._chunked[chunks]
 
-    def _chunk_counts(self) -> Iterator[int]:
+    def chunk_counts(self) -> Iterator[int]:
         """The numbers of chunks to compare with one."""
         regions = find_regions(self.gm.graph)[0] if self.chunks_loss else ()
         yield from (each for each in _CHUNKS if any(each <= one.rows for one in regions))
@@ -350,7 +348,7 @@ class StepTrials:
         """Returns the fastest plan within a limit, or that which exceeds it least if none fits."""
         best = self._fastest(limit_bytes)
         in_one = self._unlimited_us(self.trial(1.0))
-        for chunks in self._chunk_counts():
+        for chunks in self.chunk_counts():
             if best.fits and best.total_us <= _NEAR * in_one:
                 break
             trials = self.in_chunks(chunks)
@@ -436,28 +434,7 @@ class StepTrials:
     def least_bytes(self) -> int:
         """Returns the least limit that a plan fits."""
         found = min(each.step.peak_bytes(single_plan) for each in self._leanest())
-        return min([found, *(self.in_chunks(each).least_bytes() for each in self._chunk_counts())])
-
-    def least_us(self, limit_bytes: int, copies: int = 0) -> float | None:
-        """Returns a duration that no plan within a limit can beat, whatever it saves, keeps and
-        moves; None if there is none. Needs scipy.
-
-        Args:
-            limit_bytes: the largest peak of either graph.
-            copies: how many more layers like its third one the step has; the same in each call.
-
-        Raises:
-            ValueError: if there are too few layers to copy one of them.
-        """
-        if self._relaxation is None:
-            self._relaxation = Relaxation(
-                self.gm.graph, self.trial(1.0).step, self.user_outputs, self.host_bytes, copies
-            )
-        own = self._relaxation.least_us(limit_bytes)
-        chunked = (
-            self.in_chunks(each).least_us(limit_bytes, copies) for each in self._chunk_counts()
-        )
-        return min((each for each in (own, *chunked) if each is not None), default=None)
+        return min([found, *(self.in_chunks(each).least_bytes() for each in self.chunk_counts())])
 
     def most_bytes(self) -> int:
         """Returns a limit that is larger than the peak of any plan."""

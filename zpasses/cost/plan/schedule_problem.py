@@ -200,7 +200,7 @@ class ScheduleProblem:
     inputs are ready."""
     items: tuple[SchedulableCollective, ...]
     """The nodes of each job; empty if the problem is not that of a graph
-    (`zpasses.cost.plan.repeated_layers`)."""
+    (`zpasses plan --repeat-layers`)."""
     fixed: tuple[FixedEvent, ...]
     """In graph order."""
     regrouped: tuple[str, ...] = ()

@@ -222,38 +222,6 @@ def host_copy_timing(copy: HostCopy, target: Target) -> CollectiveTiming:
     return CollectiveTiming(target.kernel_us + took, slowdown, slowdown, channel)
 
 
-def optimizer_kernels_us(
-    shard_bytes: int, gradient_bytes: int, state_bytes: int, target: Target
-) -> float:
-    """Returns how long the kernels of an optimizer's step take that reads gradients, and reads and
-    writes shards and states, once each, as fused AdamW does. Products, as of Muon, are not counted.
-
-    Args:
-        shard_bytes: of the trained parameters on this rank.
-        gradient_bytes: of their gradients.
-        state_bytes: of the states, wherever they rest.
-        target: hardware that the step runs on.
-    """
-    moved = 2 * shard_bytes + gradient_bytes + 2 * state_bytes
-    return target.kernel_us + moved / (target.memory_gb_s * 1e3)
-
-
-def streamed_states_us(host_bytes: int, in_flight_bytes: int, target: Target) -> float:
-    """Returns how much longer a step of an optimizer takes because its states rest on the host.
-
-    They come and go in buckets, two of which are on the device at a time: while one comes in, the
-    one before it goes out. So the slower direction counts. The last two buckets go out during the
-    next forward, and come in when nothing goes out any more.
-
-    Args:
-        host_bytes: of the states on the host.
-        in_flight_bytes: of two buckets.
-    """
-    inward, outward = target.host_in_gb_s * 1e3, target.host_out_gb_s * 1e3
-    last = min(in_flight_bytes, host_bytes)
-    return max(host_bytes / inward, (host_bytes - last) / outward + last / inward)
-
-
 def latency_of(node: fx.Node, transfer: Transfer, target: Target) -> float:
     """Returns the part of a transfer's duration that does not depend on its bytes."""
     if isinstance(transfer, HostCopy):

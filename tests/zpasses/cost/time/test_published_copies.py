@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from zpasses.cost.time.step_time import host_copy_timing, streamed_states_us
+from zpasses.cost.time.step_time import host_copy_timing
 from zpasses.cost.time.target import TARGETS
 from zpasses.graph.host_copies import HostCopy
+from zpasses.tools.plan.resting_bytes import streamed_states_us
 
 
 @dataclass(frozen=True)

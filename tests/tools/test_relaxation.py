@@ -6,17 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.graphs import drawn_examples, few_examples
+from tests.tools.test_repeated_layers import ROWS, WIDTH, Net
 from tests.zpasses.backend.test_drawn_budgets import TARGETS, Stack, steps
 from tests.zpasses.backend.test_memory_budget import Blocks
 from tests.zpasses.backend.test_step_trials import within_compile
-from tests.zpasses.cost.plan.test_repeated_layers import ROWS, WIDTH, Net
 from zpasses.backend.step_trials import Choice
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import StepProblem, keepable_params
-from zpasses.cost.plan.linear_program import LinearProgram
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import single_plan
 from zpasses.cost.time.target import current_target
+from zpasses.tools.plan.linear_program import LinearProgram
+from zpasses.tools.plan.relaxation import LeastTimes
 
 ROUNDING = 1 - 1e-6
 FRACTIONS = (1.0, 0.7, 0.4, 0.2, 0.1)
@@ -64,7 +65,7 @@ def test_no_choice_is_faster_than_the_least_time_at_its_peak(
             graphs = trials.graphs(choice)
             step = StepProblem(*(problem_of(each.graph, current_target()) for each in graphs))
             assert step.peak_bytes(single_plan) <= peak
-            least = trials.least_us(peak)
+            least = LeastTimes(trials).least_us(peak)
             assert least is not None
             assert least * ROUNDING <= planned.mean_us(schedule_bound_us)
 
@@ -92,7 +93,7 @@ def test_no_plan_is_faster_than_the_least_time_of_its_budget(step, target, share
         limit = int(least + share * (most - least))
         plan = trials.fastest(limit)
         assert plan.fits
-        assert trials.least_us(limit) * ROUNDING <= plan.total_us
+        assert LeastTimes(trials).least_us(limit) * ROUNDING <= plan.total_us
 
     options = {"target": target, "memory_budget": "1GiB", "host_memory": "1MiB"}
     within_compile(check, model, x=batch, fake=fake, **options)
@@ -101,7 +102,7 @@ def test_no_plan_is_faster_than_the_least_time_of_its_budget(step, target, share
 def test_less_memory_takes_longer_until_nothing_fits():
     def check(trials):
         limits = [trials.most_bytes(), trials.least_bytes(), 1 << 14]
-        rich, lean, none = (trials.least_us(each) for each in limits)
+        rich, lean, none = map(LeastTimes(trials).least_us, limits)
         assert rich < lean <= trials.fastest(limits[1]).total_us
         assert none is None
 
@@ -125,12 +126,11 @@ def test_least_time_of_further_layers_is_that_of_a_capture():
     limits, captured, estimated, ignored = [1_150_000, 1_400_000, 2_500_000], [], [], []
 
     def of_six(trials):
-        captured.extend(map(trials.least_us, limits))
+        captured.extend(map(LeastTimes(trials).least_us, limits))
 
     def of_four(trials):
-        estimated.extend(trials.least_us(each, 2) for each in limits)
-        trials._relaxation = None
-        ignored.extend(map(trials.least_us, limits))
+        estimated.extend(map(LeastTimes(trials, 2).least_us, limits))
+        ignored.extend(map(LeastTimes(trials).least_us, limits))
 
     given = {"x": torch.zeros(ROWS, WIDTH), "memory_budget": "1GiB", "target": SLOW}
     within_compile(of_six, Net(6), **given)

@@ -28,22 +28,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 from torch import fx
 
-from zpasses.cost.plan.copied_layers import CopiedLayers
-from zpasses.cost.plan.joint_values import JointValues, Side, Value, value_bytes
+from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.plan.kept_params import StepProblem, keepable_params
-from zpasses.cost.plan.linear_program import Linear, LinearProgram
 from zpasses.cost.plan.schedule_problem import Job, ScheduleProblem
 from zpasses.cost.time.clock import CollectiveTiming
 from zpasses.cost.time.step_time import host_copy_timing, transfer_of
 from zpasses.cost.time.target import current_target
 from zpasses.graph.host_copies import HostCopy
 from zpasses.graph.queries import is_dialect
+from zpasses.tools.plan.copied_layers import CopiedLayers
+from zpasses.tools.plan.joint_values import JointValues, Side, Value, value_bytes
+from zpasses.tools.plan.linear_program import Linear, LinearProgram, can_solve
+from zpasses.tools.plan.plan_table import PlanPoint
 
 
 class Relaxation:
@@ -425,3 +428,47 @@ def _points(live: np.ndarray, part: range) -> list[int]:
     places = np.delete(np.arange(len(live)), slice(part.start, part.stop))
     parts = np.array_split(places, _POINTS)
     return [int(each[np.argmax(live[each])]) for each in parts if len(each)]
+
+
+class LeastTimes:
+    """Durations that no plan of a step can beat, whatever it saves, keeps, moves and computes in
+    chunks. Needs scipy.
+
+    Args:
+        trials: of the step's joint graph. Use it with its target and process groups.
+        copies: how many more layers like its third one the step has.
+    """
+
+    def __init__(self, trials: StepTrials, copies: int = 0) -> None:
+        self._trials, self._copies = trials, copies
+
+    @cached_property
+    def _relaxations(self) -> list[Relaxation]:
+        """With the loss as one, and in each number of chunks."""
+        trials = self._trials
+        return [
+            Relaxation(
+                each.gm.graph,
+                each.trial(1.0).step,
+                each.user_outputs,
+                each.host_bytes,
+                self._copies,
+            )
+            for each in (trials, *map(trials.in_chunks, trials.chunk_counts()))
+        ]
+
+    def least_us(self, limit_bytes: int) -> float | None:
+        """Returns the least duration of any plan whose graphs have at most this peak; None if there
+        is none.
+
+        Raises:
+            ValueError: if there are too few layers to copy one of them.
+        """
+        found = (each.least_us(limit_bytes) for each in self._relaxations)
+        return min((each for each in found if each is not None), default=None)
+
+    def of(self, point: PlanPoint) -> PlanPoint:
+        """Returns a plan with the least time within its limit, if scipy is there to find it."""
+        if point.limit_bytes is None or not can_solve():
+            return point
+        return replace(point, least_us=self.least_us(point.limit_bytes))

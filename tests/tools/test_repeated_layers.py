@@ -9,10 +9,10 @@ from torch import nn
 from tests.zpasses.cost.plan.test_kept_params import LOWER, step_of
 from zpasses.cost.plan.kept_params import keepable_params
 from zpasses.cost.plan.offloaded_values import saved_values
-from zpasses.cost.plan.repeated_layers import RepeatedLayers, with_values_on_host
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.host_copies import offload_saved, offloadable_values
 from zpasses.testing import capture_graphs
+from zpasses.tools.plan.repeated_layers import RepeatedLayers, with_values_on_host
 
 WIDTH, ROWS = 64, 512
 

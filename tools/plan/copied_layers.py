@@ -1,7 +1,7 @@
 """How often a step with many equal layers has what a joint graph with few of them has once.
 
-The third layer of the joint graph stands for its copies (`zpasses.cost.plan.repeated_layers`). What
-a linear program decides of it is the mean over all of them.
+The third layer of the joint graph stands for its copies (`zpasses.tools.plan.repeated_layers`).
+What a linear program decides of it is the mean over all of them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from zpasses.cost.plan.joint_values import JointValues, Side, Value
 from zpasses.cost.plan.kept_params import StepProblem
-from zpasses.cost.plan.repeated_layers import FEWEST_LAYERS, layer_starts
 from zpasses.cost.plan.schedule_problem import ScheduleProblem
+from zpasses.tools.plan.joint_values import JointValues, Side, Value
+from zpasses.tools.plan.repeated_layers import FEWEST_LAYERS, layer_starts
 
 
 class CopiedLayers:

@@ -16,9 +16,9 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.backend.partition_marks import mark, marks_of
 from zpasses.backend.step_trials import Graphs, StepTrials
-from zpasses.cost.plan.repeated_layers import layer_starts
 from zpasses.graph.queries import value_of
 from zpasses.graph.tags import tag_of
+from zpasses.tools.plan.repeated_layers import layer_starts
 
 _FRACTIONS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05)
 """Of all activations, from which what a layer saves is taken."""
