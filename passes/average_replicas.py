@@ -70,7 +70,7 @@ from zpasses.graph.tags import REDUCE_ROLES, Tag, add_tag, tag_of
 from zpasses.passes.writers.encode_options import EXACT_BELOW_KIB, EncodeOptions, EncodingPass
 from zpasses.passes.writers.encoded_average import EncodedAverage, EncodedMember
 from zpasses.passes.writers.two_hops import is_second_hop
-from zpasses.pipeline.passes import Level
+from zpasses.pipeline.base_pass import Level
 
 aten = torch.ops.aten
 

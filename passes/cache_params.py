@@ -23,7 +23,7 @@ from typing import ClassVar
 from torch import fx
 
 from zpasses.graph.tags import retag, tagged
-from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.base_pass import Level, Pass
 
 
 @dataclass(frozen=True)

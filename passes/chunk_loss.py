@@ -24,11 +24,11 @@ After, chunks=2,gradients=backward
 Contract: a head is a product of a matrix with hidden states that makes each token's row wider, and
 whose rows are then reduced to values per token. All that is as wide as the logits is computed in
 subgraphs, between which only values per token, hidden states, their gradients and sums over tokens
-pass (zpasses.graph.row_chunks). No logits are saved. Parameters are gathered and gradients reduced
+pass (zpasses.graph.loss_chunks). No logits are saved. Parameters are gathered and gradients reduced
 as before. A graph that returns its logits, or does with them what has no rows, stays as it is.
 
 Gradients are computed together with the loss, for a gradient of one of the loss, if they are linear
-in the gradient of one value that is not float16 (zpasses.graph.row_gradients). Backward then
+in the gradient of one value that is not float16 (zpasses.graph.loss_gradients). Backward then
 multiplies them by the true gradient, and does not read the head. Otherwise, it computes the logits
 of each chunk again.
 
@@ -46,10 +46,10 @@ from typing import ClassVar, Literal
 from torch import fx
 
 from zpasses.errors import OptionError
-from zpasses.graph.row_chunks import Gradients, chunk_regions
+from zpasses.graph.loss_chunks import Gradients, chunk_regions
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
-from zpasses.pipeline.passes import Level, Pass
 
 
 @dataclass(frozen=True)

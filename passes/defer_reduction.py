@@ -30,8 +30,8 @@ from typing import ClassVar, Literal
 from torch import fx
 
 from zpasses.graph.patterns import tag_foreign_reductions
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.facts import Facts
-from zpasses.pipeline.passes import Level, Pass
 from zpasses.runtime.grad_slots import mark_deferrable
 
 

@@ -58,9 +58,9 @@ from zpasses.graph.row_exchange import (
 )
 from zpasses.graph.tags import Role, Tag, add_tag, params_of, retag, tag_of
 from zpasses.graph.walks import reachable
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
-from zpasses.pipeline.passes import Level, Pass
 from zpasses.ranks.agree import adopt
 
 aten = torch.ops.aten

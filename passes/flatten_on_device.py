@@ -45,9 +45,9 @@ from zpasses.graph.tags import add_tag, tag_of
 from zpasses.option_values import format_size
 from zpasses.passes.writers.flatten_patterns import find_flattenings
 from zpasses.passes.writers.flatten_writer import FlattenPlan, Tier, freed_bytes
+from zpasses.pipeline.base_pass import Level, Pass, process_token
 from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
-from zpasses.pipeline.passes import Level, Pass, process_token
 from zpasses.ranks.agree import exchange
 from zpasses.ranks.vote import has_other_ranks
 

@@ -49,7 +49,7 @@ from zpasses.graph.queries import (
 )
 from zpasses.graph.tags import Tag, add_tag, tag_of
 from zpasses.passes.writers.encode_options import EXACT_BELOW_KIB, EncodeOptions, EncodingPass
-from zpasses.pipeline.passes import Level
+from zpasses.pipeline.base_pass import Level
 
 aten = torch.ops.aten
 

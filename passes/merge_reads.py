@@ -28,8 +28,8 @@ from torch import fx
 from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, TO_HOST, UNSHARD
 from zpasses.graph.queries import Editor, calls, nbytes, replace_node, value_of
 from zpasses.graph.tags import Tag, add_tag, tag_of
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.facts import Facts
-from zpasses.pipeline.passes import Level, Pass
 
 aten = torch.ops.aten
 _MIB = 1 << 20

@@ -63,9 +63,9 @@ from zpasses.passes.writers.two_hops import (
     is_second_hop,
     write_two_hops,
 )
+from zpasses.pipeline.base_pass import Level
 from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
-from zpasses.pipeline.passes import Level
 
 aten = torch.ops.aten
 

@@ -32,8 +32,8 @@ from zpasses.graph.queries import derived_values
 from zpasses.graph.regathers import insert_regathers
 from zpasses.graph.row_exchange import ALL_TO_ALL_ROWS
 from zpasses.graph.tags import GATHER_ROLES, tag_of
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.facts import Facts
-from zpasses.pipeline.passes import Level, Pass
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,9 @@ from zpasses.graph.reduction_groups import regroup_reductions, replicate_groups
 from zpasses.option_values import MemoryBudget, format_size, parse_budget
 from zpasses.passes.writers.route_writer import note_route
 from zpasses.passes.writers.schedule_writer import copied, exact_cost, write_plan
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
-from zpasses.pipeline.passes import Level, Pass
 from zpasses.ranks.agree import adopt
 from zpasses.ranks.new_groups import reduction_group
 

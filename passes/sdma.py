@@ -42,8 +42,8 @@ from zpasses.graph.queries import Collective, collective_of, value_of
 from zpasses.graph.tags import params_of
 from zpasses.option_values import format_size
 from zpasses.passes.writers.route_writer import can_take_engine, gather_by_engine, note_route
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.facts import Facts
-from zpasses.pipeline.passes import Level, Pass
 from zpasses.ranks.agree import adopt
 
 log = logging.getLogger("zpasses")

@@ -3,8 +3,8 @@
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.target import TARGETS
 from zpasses.dumps.describe import Describer
-from zpasses.dumps.encode import snapshot_lines
 from zpasses.dumps.format import StepEvent
+from zpasses.dumps.json_lines import snapshot_lines
 from zpasses.dumps.limits import Limits
 from zpasses.dumps.snapshots import SnapshotFiles
 

@@ -64,7 +64,7 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
     once, when it is reduced.
 
     From the first backward to the reduction, each rank holds one full gradient per trained
-    parameter: see docs/design.md.
+    parameter: see docs/accumulation.md.
 
     Args:
         model: a sharded module, a module that contains sharded modules, or the result of

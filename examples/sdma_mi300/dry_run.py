@@ -27,8 +27,8 @@ from zpasses.cost.time.step_time import StepTime, step_time
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO3, Schedule
+from zpasses.pipeline.base_pass import Level
 from zpasses.pipeline.events import ObservedGraph, observe_graphs
-from zpasses.pipeline.passes import Level
 from zpasses.testing import copy_graph, fake_world
 from zpasses.testing.step_graphs import capture_step
 

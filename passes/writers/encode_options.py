@@ -15,9 +15,9 @@ from zpasses.errors import OptionError
 from zpasses.graph.dialect import group_size, rows_per_rank
 from zpasses.graph.encoding import ENCODED_DTYPES, Encoding, Format
 from zpasses.graph.queries import calls, named_arguments
+from zpasses.pipeline.base_pass import Pass
 from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
-from zpasses.pipeline.passes import Pass
 
 EXACT_BELOW_KIB = 16.0
 """What `exact_below_kib` is if it is not given."""

@@ -12,7 +12,7 @@ from torch import fx
 from tests.tools.stressing import stress
 from zpasses.errors import OptionError
 from zpasses.pipeline import pipeline as pipelines
-from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.testing import drawing
 from zpasses.tools.stress import suites as stress_suites
 from zpasses.tools.stress.cases import CaseResult, StressConfig

@@ -34,7 +34,7 @@ from zpasses.cost.time.target import Target, use_target
 from zpasses.errors import OptionError, suggestion
 from zpasses.graph.queries import collective_of, collectives, is_wait, started_by
 from zpasses.passes import ZERO3, Schedule
-from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.tools.bench.launch import RankError, rank_main, run_ranks
 from zpasses.tools.bench.report import report_text, two_decimals

@@ -302,7 +302,7 @@ def _sizes(model: nn.Module, blocks: str | None) -> tuple[int, dict[str, int]]:
     inside = () if blocks is None else tuple(f"{name}." for name in find_blocks(model, blocks))
     shards, outside = 0, dict[str, int]()
     for name, param in model.named_parameters():
-        shards += nbytes(compat.local_of(param) if isinstance(param, DTensor) else param)
+        shards += nbytes(compat.local_part(param))
         if blocks is not None and not name.startswith(inside):
             module = name.rpartition(".")[0]
             outside[module] = outside.get(module, 0) + param.numel() * param.element_size()

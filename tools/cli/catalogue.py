@@ -11,7 +11,7 @@ from torch import nn
 
 from zpasses.errors import OptionError
 from zpasses.inspect.view import Code, Table, Text, View, table
-from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline, catalogue, unknown_pass
 from zpasses.testing import capture_graphs, listing
 from zpasses.tools.docs.fields import describe_fields

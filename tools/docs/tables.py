@@ -13,8 +13,8 @@ from tabulate import tabulate
 
 from zpasses.cost.time.target import TARGETS, Target
 from zpasses.errors import suggestion
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.tools.docs.fields import FieldDoc, describe_fields, first_sentence
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import zpasses.optim
 from zpasses.cost.time.target import Target, current_target
 from zpasses.errors import MemoryBudgetError, OptionError, suggestion
-from zpasses.graph.row_chunks import Gradients
+from zpasses.graph.loss_chunks import Gradients
 from zpasses.option_values import format_size, parse_budget, parse_size
 from zpasses.passes.pipelines import ZERO3
 from zpasses.pipeline.pipeline import Pipeline

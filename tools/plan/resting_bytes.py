@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.backend.per_block import find_blocks
@@ -55,7 +54,7 @@ class RestingBytes:
             starts = sorted(layer_starts(enumerate([name] for name, _ in params)).values())
             layer = params[starts[2] : starts[3]] if len(starts) == FEWEST_LAYERS else []
             params += layer * (request.arguments[request.repeat] - FEWEST_LAYERS)
-        local = [compat.local_of(e) if isinstance(e, DTensor) else e for _, e in params]
+        local = [compat.local_part(e) for _, e in params]
         trained = [own for own, (_, e) in zip(local, params, strict=True) if e.requires_grad]
         name: str | None = None
         sizes: tuple[int, ...] = ()
@@ -173,7 +172,7 @@ def _most_gradient_bytes(model: nn.Module, blocks: str) -> int:
         return {each for each in module.parameters() if each.requires_grad}
 
     def held(params: Iterable[nn.Parameter]) -> int:
-        return sum(nbytes(compat.local_of(e) if isinstance(e, DTensor) else e) for e in params)
+        return sum(nbytes(compat.local_part(each)) for each in params)
 
     own = [trained(block) for block in find_blocks(model, blocks).values()]
     times = Counter(itertools.chain(*own))

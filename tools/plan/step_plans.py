@@ -33,9 +33,9 @@ from zpasses.option_values import parse_size
 from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.pipelines import ZERO2, ZERO3
 from zpasses.passes.schedule import Schedule
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.events import Events, listen, run_reported_passes
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.predictor import Predictor
 from zpasses.pipeline.runner import run_passes

@@ -18,7 +18,7 @@ from torch import fx
 from zpasses.cost.time.target import TARGETS, use_target
 from zpasses.errors import OptionError, PassError
 from zpasses.pipeline import pipeline as pipelines
-from zpasses.pipeline.passes import Level
+from zpasses.pipeline.base_pass import Level
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.runner import run_passes
 from zpasses.ranks.agree import simulated_answers

@@ -2,8 +2,9 @@
 
 In Dynamo's graph a sharded parameter is a DTensor input, which `to_local` and the dialect read.
 This module replaces such inputs by plain local shards, so that AOTAutograd traces ordinary tensors.
-At run time, one autograd function converts all parameters of a call (zpasses.runtime.local_shards).
-The module also tags the dialect's ops with the parameters that they belong to.
+At run time, one autograd function converts all parameters of a call
+(zpasses.runtime.param_conversion). The module also tags the dialect's ops with the parameters that
+they belong to.
 """
 
 from __future__ import annotations
@@ -78,10 +79,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
         if isinstance(value, DTensor) and _only_read_locally(gm, placeholders[i])
     ]
     names = _unique_names([placeholders[i] for i in positions])
-    is_fake = any(
-        isinstance(compat.local_of(each) if isinstance(each, DTensor) else each, compat.FakeTensor)
-        for each in inputs
-    )
+    is_fake = any(isinstance(compat.local_part(each), compat.FakeTensor) for each in inputs)
     for i in positions:
         dtensor = inputs[i]
         local = rows_of(dtensor).detach().requires_grad_(dtensor.requires_grad)

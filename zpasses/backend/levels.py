@@ -9,8 +9,8 @@ from torch import fx
 from zpasses.backend.captured import tag_joint
 from zpasses.backend.compile_job import CompileJob
 from zpasses.graph.queries import put_inputs_first
+from zpasses.pipeline.base_pass import Level
 from zpasses.pipeline.events import ObservedGraph, run_reported_passes
-from zpasses.pipeline.passes import Level
 
 log = logging.getLogger("zpasses")
 

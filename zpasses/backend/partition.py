@@ -31,8 +31,8 @@ from zpasses.cost.time.target import current_target
 from zpasses.errors import MemoryBudgetError
 from zpasses.graph.encoding import records_of
 from zpasses.graph.host_copies import RELOAD
+from zpasses.graph.loss_chunks import Gradients
 from zpasses.graph.queries import nbytes, value_of
-from zpasses.graph.row_chunks import Gradients
 from zpasses.graph.tags import params_of, tagged
 from zpasses.option_values import format_size
 from zpasses.pipeline.events import Events

@@ -18,8 +18,8 @@ from zpasses.graph.dialect import UNSHARD
 from zpasses.graph.host_copies import RELOAD, offloadable_inputs, offloadable_values
 from zpasses.graph.queries import calls, nbytes, returned_values, value_of
 from zpasses.graph.subgraphs import read_subgraph_inputs_directly
+from zpasses.pipeline.base_pass import Level
 from zpasses.pipeline.events import RuntimeNote
-from zpasses.pipeline.passes import Level
 
 log = logging.getLogger("zpasses")
 

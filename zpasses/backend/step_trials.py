@@ -42,10 +42,10 @@ from zpasses.cost.time.target import current_target
 from zpasses.graph.encoding import records_of
 from zpasses.graph.error_feedback import residual_bytes
 from zpasses.graph.host_copies import offload_saved, offloadable_values
+from zpasses.graph.loss_chunks import Gradients, chunk_regions
+from zpasses.graph.loss_regions import find_regions
 from zpasses.graph.queries import nbytes, saved_inputs, value_of
 from zpasses.graph.regathers import drop_unread_parts, remove_regathers
-from zpasses.graph.row_chunks import Gradients, chunk_regions
-from zpasses.graph.row_regions import find_regions
 from zpasses.graph.tags import params_of, retag, tagged
 from zpasses.option_values import parse_budget
 

@@ -39,7 +39,7 @@ from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
 from zpasses.graph.host_copies import HostNeed, host_need
 from zpasses.graph.queries import returned_values, value_of
 from zpasses.pipeline.events import VariantBuilt
-from zpasses.ranks.agreement import (
+from zpasses.ranks.compared_collectives import (
     Sequences,
     call_sequences,
     compare_collectives,

@@ -172,7 +172,7 @@ class _Value:
     path: tuple[Any, ...]
     """Keys in the state of the parameter."""
     layout: str | None
-    """How it lay on the ranks; None if an earlier version did not write that."""
+    """How it lay on the ranks; None in a checkpoint of torch's `get_state_dict`."""
 
 
 @dataclass
@@ -276,7 +276,7 @@ class OptimizerTarget:
                     group.params = read[key]
                 elif path[3] not in _NOT_SETTINGS:
                     group.settings[path[3]] = read[key]
-        if not any(self._entries("groups")):  # written by an earlier version
+        if not any(self._entries("groups")):  # written from torch's get_state_dict
             self._values = [
                 _Value(key, path[2], path[3:], None) for key, path in self._entries("state")
             ]

@@ -291,7 +291,7 @@ def _read(plan: _Plan) -> None:
     for file, wanted in plan.by_file.items():
         with _opened(file) as opened, torch.no_grad():
             for name, tensor in wanted:
-                target = compat.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+                target = compat.local_part(tensor)
                 if target.numel():
                     target.copy_(_own_part(opened, name, tensor))
 

@@ -251,6 +251,11 @@ def local_of(dtensor: DTensor) -> Tensor:
     return dtensor._local_tensor
 
 
+def local_part(value: Any) -> Any:
+    """Returns the rows of a DTensor that this rank holds, and other values as they are."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
 def locals_of(dtensors: Sequence[DTensor]) -> list[Tensor]:
     """Returns `local_of` each DTensor."""
     return [each._local_tensor for each in dtensors]

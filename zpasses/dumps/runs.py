@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zpasses import compat
 from zpasses.dumps import format as data
 from zpasses.dumps.dump_errors import DumpPathError, DumpVersionError, NotADumpError, OtherRunError
-from zpasses.dumps.encode import json_line
+from zpasses.dumps.json_lines import json_line
 from zpasses.dumps.reader import HEADER
 from zpasses.version import __version__
 

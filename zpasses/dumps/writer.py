@@ -24,13 +24,13 @@ from zpasses.cost.time.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.describe import Describer, GraphDescriber, plain_argument
 from zpasses.dumps.dump_errors import DumpPathError
-from zpasses.dumps.encode import json_line, snapshot_lines
+from zpasses.dumps.json_lines import json_line, snapshot_lines
 from zpasses.dumps.nodes import Repr, Snapshot
 from zpasses.dumps.runs import now, write
 from zpasses.errors import AgreementError, raising_line
 from zpasses.graph.verifier import CHECKS
 from zpasses.pipeline import events
-from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.predictor import Predictor
 
 log = logging.getLogger("zpasses")

@@ -14,7 +14,7 @@ from zpasses.inspect.measured_page import joined_data, joined_text, measured_dat
 from zpasses.inspect.model_sources import parameter_sources, source_text, sources_of
 from zpasses.inspect.modules import modules_of, modules_text
 from zpasses.inspect.overview_page import prediction_text
-from zpasses.inspect.shared import (
+from zpasses.inspect.page_parts import (
     about_step,
     failure_parts,
     prediction_of,

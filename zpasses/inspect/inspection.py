@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from zpasses.dumps.dump_errors import NotATraceError
 from zpasses.inspect.collectives_page import CollectiveRows, collectives_view
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.difference import Difference, compare
-from zpasses.inspect.diffs import comparison_view, differences_view, pass_differences
+from zpasses.inspect.difference_page import comparison_view, differences_view, pass_differences
 from zpasses.inspect.find import (
     SelectedGraph,
     node_named,
@@ -24,6 +23,7 @@ from zpasses.inspect.find import (
 from zpasses.inspect.flight_recorder import read_recorder
 from zpasses.inspect.hang_page import hang_view
 from zpasses.inspect.listing import MAX_ITEMS, NodeFilter
+from zpasses.inspect.listing_page import show_view
 from zpasses.inspect.measured import Measured, measure
 from zpasses.inspect.measured_page import no_runs_text
 from zpasses.inspect.memory import Memory, memory, parameter_sizes
@@ -34,7 +34,6 @@ from zpasses.inspect.overview_page import list_view
 from zpasses.inspect.timeline import chrome_trace
 from zpasses.inspect.traces import read_trace
 from zpasses.inspect.view import View
-from zpasses.inspect.views import show_view
 
 
 def open_dump(
@@ -215,11 +214,6 @@ class Inspection:
     def write_html(self, path: str | Path) -> Path:
         """Write `html()` to a file."""
         Path(path).write_text(self.html(), encoding="utf-8")
-        return Path(path)
-
-    def write_timeline(self, path: str | Path, graph: str | None = None) -> Path:
-        """Write `timeline()` to a file."""
-        Path(path).write_text(json.dumps(self.timeline(graph)), encoding="utf-8")
         return Path(path)
 
     # --- figures ----------------------------------------------------------------------------------

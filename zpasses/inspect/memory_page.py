@@ -15,7 +15,7 @@ from zpasses.inspect.graph_notes import (
 )
 from zpasses.inspect.memory import Memory, memory, parameter_sizes, peaks
 from zpasses.inspect.modules import fold_modules
-from zpasses.inspect.shared import about_step, failure_parts, unmodelled
+from zpasses.inspect.page_parts import about_step, failure_parts, unmodelled
 from zpasses.inspect.units import bytes_text, change_text, some_of
 from zpasses.inspect.view import Table, Text, View, table
 

@@ -17,8 +17,8 @@ from zpasses.dumps.format import (
 )
 from zpasses.inspect.find import select_rank
 from zpasses.inspect.graph_notes import capacity_warning, variant_text
+from zpasses.inspect.page_parts import to_json_value
 from zpasses.inspect.rank_agreement import RankAgreement, rank_agreements, ranks_text
-from zpasses.inspect.shared import to_json_value
 from zpasses.inspect.units import bytes_text, count, cut, time_text
 from zpasses.inspect.view import Table, Text, View, table, table_of, text_of
 

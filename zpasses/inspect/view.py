@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zpasses.inspect.columns import Lines, fitted_table
 from zpasses.inspect.escape import one_line
+from zpasses.inspect.fitted_table import Lines, fitted_table
 from zpasses.inspect.units import cut
 from zpasses.inspect.wrap import code_lines, wrapped_lines
 

@@ -36,7 +36,6 @@ from zpasses.integrations.joint_states import (
     save_states,
 )
 from zpasses.integrations.preparation import (
-    check_optimizer,
     finish_preparation,
     preparation_of,
     prepare_model,
@@ -45,6 +44,7 @@ from zpasses.integrations.preparation import (
 from zpasses.integrations.pretrained import adopt
 from zpasses.runtime.param_value import is_sharded_parameter
 from zpasses.sharding.accelerate_backend import explain_dynamo_backend
+from zpasses.sharding.replaced_params import check_current
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -173,7 +173,7 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        check_optimizer(optimizer)
+        check_current(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
 
     @contextlib.contextmanager

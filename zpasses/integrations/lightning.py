@@ -39,13 +39,13 @@ from zpasses.integrations.joint_states import (
     save_states,
 )
 from zpasses.integrations.preparation import (
-    check_optimizer,
     preparation_of,
     prepare_model,
     prepared,
 )
 from zpasses.integrations.pretrained import adopt
 from zpasses.pipeline import Options
+from zpasses.sharding.replaced_params import check_current
 from zpasses.sharding.shard import shard
 
 STATES = "sharded_state"
@@ -143,7 +143,7 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                check_optimizer(optimizer)
+                check_current(optimizer)
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:

@@ -20,7 +20,6 @@ from zpasses.accumulation import GradientWindow, coalesce_grad_reduction
 from zpasses.errors import ShardingError, ZpassesError
 from zpasses.pipeline import Options
 from zpasses.sharding.module import is_ignored
-from zpasses.sharding.replaced_params import sharded_form
 from zpasses.sharding.shard import shard
 
 M = TypeVar("M", bound=nn.Module)
@@ -194,18 +193,6 @@ def finish_preparation(model: nn.Module) -> Preparation:
     done = replace(inner, reduction=DeferredReduction(model))
     setattr(model, ATTRIBUTE, done)
     return done
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ShardingError for an optimizer over parameters from before the sharding."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if sharded_form(param) is not None:
-                raise ShardingError(
-                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} "
-                    "from before prepare(), so its steps would not reach the model. Create the "
-                    "optimizer after prepare()."
-                )
 
 
 def _device_type() -> str:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zpasses.optim.rows import Rows, SumOverRanks, local, run_in_rounds
+from zpasses import compat
+from zpasses.optim.rows import Rows, SumOverRanks, run_in_rounds
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -48,7 +49,7 @@ class Adafactor(torch.optim.Adafactor):
         by_rows = len(rows.shape) == 2 and rows.mesh is not None  # columns lie on all ranks
         sums = [rows.param.square().sum().view(1)]
         if grad.dim() > 1:
-            row_var = local(state["row_var"])
+            row_var = compat.local_part(state["row_var"])
             row_mean = torch.norm(grad, dim=-1, keepdim=True).square_().div_(grad.size(-1))
             row_var.lerp_(row_mean, one_minus_beta2)
             squares = grad.square().sum(dim=-2, keepdim=True)
@@ -62,11 +63,11 @@ class Adafactor(torch.optim.Adafactor):
             mean = row_var.mean(dim=-2, keepdim=True)
             if by_rows:
                 mean, squares = total[1].view(1, 1) / rows.shape[0], total[2:].view_as(squares)
-            col_var = local(state["col_var"])
+            col_var = compat.local_part(state["col_var"])
             col_var.lerp_(squares / rows.shape[-2], one_minus_beta2)
             estimate = (row_var @ col_var).div_(mean.clamp_(min=eps1))
         else:
-            variance = local(state["variance"])
+            variance = compat.local_part(state["variance"])
             variance.lerp_(grad * grad, one_minus_beta2)
             estimate = variance.clone()
         update = estimate.clamp_(min=eps1 * eps1).rsqrt_().mul_(grad)

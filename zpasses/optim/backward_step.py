@@ -10,8 +10,8 @@ from zpasses.errors import ZpassesError
 from zpasses.runtime.early_steps import EarlyStep, early_step_of, step_early
 from zpasses.runtime.offloaded import device_of_shard, is_offloaded
 from zpasses.runtime.param_value import is_sharded_parameter
-from zpasses.runtime.partial_step import EARLY_ATTRIBUTE
 from zpasses.runtime.shard_step import steps_by_element
+from zpasses.runtime.step_hook import EARLY_ATTRIBUTE
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zpasses import compat
 from zpasses.errors import ZpassesError
-from zpasses.optim.state_buckets import ValueLayout, layouts_of, local_part
+from zpasses.optim.state_buckets import ValueLayout, layouts_of
 from zpasses.runtime.partial_step import PartialStep
 
 
@@ -33,7 +33,7 @@ def expected_layouts(optimizer: Optimizer) -> dict[Tensor, tuple[ValueLayout, ..
             if entries:
                 found[param] = layouts_of(entries)
             elif param.requires_grad or param.grad is not None:
-                local = local_part(param.detach())
+                local = compat.local_part(param.detach())
                 key = (number, local.shape, local.stride(), local.dtype)
                 if key not in tried:
                     tried[key] = _layouts_after_step(optimizer, number, local)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.graph.dialect import rows_per_rank
-from zpasses.optim.rows import Rows, local
+from zpasses.optim.rows import Rows
 
 
 class Muon(torch.optim.Muon):
@@ -47,7 +47,7 @@ class Muon(torch.optim.Muon):
             if "momentum_buffer" not in state:
                 zeros = torch.zeros_like(rows.grad)
                 state["momentum_buffer"] = rows.state(zeros, rows.shape)
-            buffer = local(state["momentum_buffer"])
+            buffer = compat.local_part(state["momentum_buffer"])
             buffer.lerp_(rows.grad, 1 - momentum)
             update = rows.grad.lerp(buffer, momentum) if group["nesterov"] else buffer
             updates.append(update.bfloat16())

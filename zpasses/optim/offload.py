@@ -56,7 +56,6 @@ from zpasses.optim.state_buckets import (
     ValueLayout,
     in_parts,
     layout_of_value,
-    local_part,
     nbytes_of,
     plan_states,
     plan_states_beside,
@@ -65,12 +64,8 @@ from zpasses.option_values import format_size
 from zpasses.ranks.failures import report_failure
 from zpasses.runtime.free_memory import planned_peak_bytes, usable_bytes
 from zpasses.runtime.offloaded import OFFLOAD_ATTRIBUTE, device_of_shard, is_offloaded
-from zpasses.runtime.partial_step import (
-    EARLY_ATTRIBUTE,
-    PartialStep,
-    run_last,
-    with_evaluated_closure,
-)
+from zpasses.runtime.partial_step import PartialStep
+from zpasses.runtime.step_hook import EARLY_ATTRIBUTE, run_last, with_evaluated_closure
 from zpasses.sdma.platform import SideStream, platform_of
 
 log = logging.getLogger("zpasses")
@@ -207,7 +202,7 @@ def _riding_bytes(params: Iterable[Tensor]) -> list[int]:
     and their gradients.
     """
     return [
-        2 * nbytes(local_part(param)) if device_of_shard(param) is not None else 0
+        2 * nbytes(compat.local_part(param)) if device_of_shard(param) is not None else 0
         for param in params
     ]
 
@@ -220,7 +215,9 @@ class _Offload:
         self._options = options
         params = _params_of(optimizer)
         trained = [param for param in params if param.requires_grad] or params
-        devices = {device_of_shard(param) or local_part(param.detach()).device for param in trained}
+        devices = {
+            device_of_shard(param) or compat.local_part(param.detach()).device for param in trained
+        }
         self._device = next(iter(devices))
         if len(devices) > 1 or self._device.type == "meta":
             raise ZpassesError(
@@ -286,7 +283,7 @@ class _Offload:
             for key, value in state.raw(param).items()
             if (layout := layout_of_value(key, value)) is not None
             and value is not _rest(self._values.get(param, {}).get(key))
-            and local_part(value).device == self._device
+            and compat.local_part(value).device == self._device
         )
 
     def _planned(self, agreed: AgreedSizes) -> StatePlan:
@@ -391,7 +388,7 @@ class _Offload:
                     entries[key] = stays[key] = on_device(value, param)
                 else:
                     self._outward.synchronize()
-                    moves[key].host.copy_(local_part(value))
+                    moves[key].host.copy_(compat.local_part(value))
                     entries[key] = moves[key].rest_like(value)
         return True
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zpasses import compat
 from zpasses.optim.host_arena import HostArena
-from zpasses.optim.state_buckets import ValueLayout, layout_of_value, local_part
+from zpasses.optim.state_buckets import ValueLayout, layout_of_value
 from zpasses.runtime.offloaded import device_of_shard
 from zpasses.sdma.platform import SideStream
 
@@ -75,7 +75,7 @@ def on_device(value: Any, param: Tensor) -> Any:
     """Returns a state at rest where the optimizer would have it."""
     if layout_of_value(None, value) is None:
         return value
-    return wrapped(local_part(value).to(local_part(param).device), value)
+    return wrapped(compat.local_part(value).to(compat.local_part(param).device), value)
 
 
 def wrapped(local: Tensor, like: Any) -> Any:
@@ -243,7 +243,7 @@ class Turn:
             if found is None or found is not value.placed:
                 if layout_of_value(key, found) != value.layout:
                     continue
-                there, local = value.view(self.slot), local_part(found)
+                there, local = value.view(self.slot), compat.local_part(found)
                 if local.data_ptr() != there.data_ptr():
                     there.copy_(local)
             entries[key], value.placed = value.rest_like(found), None

@@ -31,22 +31,18 @@ class Rows:
     """The parameter in the optimizer."""
 
     @classmethod
-    def of(cls, param: Tensor, *, elementwise: bool = False) -> Rows:
+    def of(cls, param: Tensor) -> Rows:
         """Return what this rank holds of a parameter.
 
-        Args:
-            elementwise: the optimizer treats every element by itself, so the part of a parameter
-                may have any form.
-
         Raises:
-            ShardingError: if this rank does not hold whole rows, unless `elementwise`.
+            ShardingError: if this rank does not hold whole rows.
         """
         grad = param.grad
         assert grad is not None
         if not isinstance(param, DTensor):
             return cls(param, grad, param.shape, None, param)
         layout = layout_of(param)
-        if not elementwise and (layout.dim or layout.inner_mesh is not None):
+        if layout.dim or layout.inner_mesh is not None:
             raise ShardingError(
                 f"a parameter of shape {tuple(param.shape)} has placements {param.placements} on "
                 f"{param.device_mesh}: a rank does not hold whole rows of it, which this optimizer "
@@ -55,7 +51,7 @@ class Rows:
                 "along another dimension than 0."
             )
         mesh = layout.mesh if param.dim() else None
-        return cls(compat.local_of(param), local(grad), param.shape, mesh, param)
+        return cls(compat.local_of(param), compat.local_part(grad), param.shape, mesh, param)
 
     def state(self, rows: Tensor, shape: Sequence[int], *, replicated: bool = False) -> Tensor:
         """Wrap local state as a DTensor if the parameter is one.
@@ -70,10 +66,6 @@ class Rows:
         if replicated:
             placements = (Replicate(),) * mesh.ndim
         return compat.make_dtensor(rows, mesh, placements, torch.Size(shape))
-
-
-def local(tensor: Tensor) -> Tensor:
-    return compat.local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 SumOverRanks = Generator[Tensor, Tensor, None]

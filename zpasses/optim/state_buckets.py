@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 
@@ -33,16 +32,11 @@ class ValueLayout:
         return -(-math.prod(self.shape) * self.dtype.itemsize // _ALIGN) * _ALIGN
 
 
-def local_part(value: Any) -> Any:
-    """Returns the rows of a DTensor that this rank holds, and other values as they are."""
-    return compat.local_of(value) if isinstance(value, DTensor) else value
-
-
 def layout_of_value(key: Any, value: Any) -> ValueLayout | None:
     """Returns the layout of a value; None for what stays where it is: numbers, counts of steps,
     lists, and tensors that have gaps or are of a subclass, such as quantized ones.
     """
-    local = local_part(value)
+    local = compat.local_part(value)
     if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided:
         return None
     if not local.dim():

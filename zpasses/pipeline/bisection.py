@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zpasses import compat
-from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.probe import BisectTrial, requested
 

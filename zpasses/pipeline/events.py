@@ -1,4 +1,4 @@
-"""Events of compiles: what the backend, window flushes and `pack_parameters` tell their listeners.
+"""Events of compiles: what the backend and window flushes tell their listeners.
 
 A listener is a function that takes every event and picks those that it knows. A dump and torch's
 structured trace listen to one compile. `listen` adds a listener for all compiles of this process,
@@ -19,9 +19,9 @@ from torch import fx
 
 from zpasses.errors import AgreementError, PassError
 from zpasses.graph.queries import collectives_by_group
-from zpasses.pipeline.passes import Pass
+from zpasses.pipeline.base_pass import Pass
 from zpasses.pipeline.runner import PassRecord, Verify, run_passes
-from zpasses.ranks.agreement import digest
+from zpasses.ranks.compared_collectives import digest
 from zpasses.ranks.vote import has_other_ranks
 
 log = logging.getLogger("zpasses")
@@ -75,8 +75,7 @@ class ObservedGraph:
     name: str
     """Dynamo's compile id and the kind of graph: "0/0 joint", "0/0 forward", "0/0 backward"."""
     kind: str
-    """"captured", "joint", "forward", "backward" or "inference"; "pack" for a graph that lays
-    parameters into flat buffers."""
+    """"captured", "joint", "forward", "backward" or "inference"."""
     graph: fx.Graph
     records: list[PassRecord] = field(default_factory=list)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zpasses.graph.row_chunks import Gradients
+from zpasses.graph.loss_chunks import Gradients
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,6 @@ class Facts:
     """Rewrites a copy of the graph before the pass to one that says which values the pass changes,
     such as arguments of the dialect that round. `verify="simulate"` and the checks of
     `zpasses.testing` compare the pass with that graph, bit for bit. None if it changes none."""
-    warn_if_unchanged: bool = False
-    """Log a warning when the pass changes nothing."""
     votes: bool = False
     """The ranks vote on what the pass does to a graph."""
     uses_engines: bool = False

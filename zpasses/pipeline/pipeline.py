@@ -15,8 +15,8 @@ from torch import fx
 from zpasses import compat
 from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import build_dataclass
+from zpasses.pipeline.base_pass import Level, Pass, vote_key_suffix
 from zpasses.pipeline.facts import Facts
-from zpasses.pipeline.passes import Level, Pass, vote_key_suffix
 from zpasses.pipeline.runner import run_passes
 
 _FACT_OF = {

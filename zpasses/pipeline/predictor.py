@@ -14,8 +14,8 @@ from zpasses.cost.plan.schedule_planner import memory_limit
 from zpasses.cost.plan.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.time.target import Target
 from zpasses.option_values import MemoryBudget, parse_budget
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.events import LevelStarted, PassRan
-from zpasses.pipeline.passes import Level, Pass
 
 T = TypeVar("T")
 _log = logging.getLogger("zpasses")

@@ -106,8 +106,6 @@ def run_passes(
             snapshot = None
         elif snapshot is not None:
             check_unchanged(graph, snapshot, each.name)
-        if not changes and facts.warn_if_unchanged:
-            log.warning("pass %s changed nothing", each)
         after = _Totals.of(graph) if changes else before
         records.append(
             PassRecord(

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh as torch_init_device_
 from zpasses import compat
 from zpasses.errors import OptionError
 from zpasses.ranks.agree import compare
-from zpasses.ranks.group_names import list_ranks
+from zpasses.ranks.group_texts import list_ranks
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S, Ballot
 
 

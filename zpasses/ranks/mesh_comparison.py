@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zpasses import compat
 from zpasses.errors import AgreementError
-from zpasses.ranks.group_names import call_dimension, list_ranks, name_group
+from zpasses.ranks.group_texts import call_dimension, list_ranks, name_group
 from zpasses.ranks.notes import compare_note, end_conflict, leave_conflict
 from zpasses.ranks.vote import group_state, has_other_ranks
 

@@ -22,7 +22,7 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
 from zpasses.ranks.agree import Answers, exchange, first_two, forget_answer
-from zpasses.ranks.group_names import name_group
+from zpasses.ranks.group_texts import name_group
 from zpasses.ranks.vote import (
     COMPILE_TIMEOUT,
     GROUP_TIMEOUT,

@@ -20,12 +20,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from zpasses.ranks.agree import compare
-from zpasses.ranks.group_names import name_group
+from zpasses.ranks.edit_log import EditLog
+from zpasses.ranks.group_texts import name_group
 from zpasses.ranks.vote import COMPILE_TIMEOUT, NOT_ALONE, Ballot, GroupState, group_state
 
 ALIKE = (
@@ -60,31 +60,12 @@ class RunEvent:
         return cls(digest, text)
 
 
-class Edits(Protocol):
-    """Edits of parameters since the last event of their group."""
-
-    count: int
-    digest: int
-    """Depends on all of them, and on their order."""
-    values: int
-    """Depends on their arguments, too, and on edits since the last vote."""
-
-    def needs_vote(self) -> bool:
-        """Whether arguments have not been compared for long."""
-
-    def end_event(self, *, voted: bool) -> None:
-        """Forget the edits."""
-
-    def told(self) -> list[tuple[str, int]]:
-        """Returns the last of them, each in words and as a number of its arguments."""
-
-
 def check_run_event(
     group: str,
     event: RunEvent,
     timeout_s: float,
     *,
-    edits: Edits,
+    edits: EditLog,
     always_vote: bool = False,
     timeout_option: str = COMPILE_TIMEOUT,
 ) -> None:
@@ -123,7 +104,7 @@ def _vote(
     group: str,
     state: GroupState,
     event: RunEvent,
-    edits: Edits,
+    edits: EditLog,
     digest: str,
     timeout_s: float,
     timeout_option: str,
@@ -178,7 +159,7 @@ def _other_events(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot) ->
     )
 
 
-def _since_last_time(state: GroupState, event: RunEvent, edits: Edits) -> str:
+def _since_last_time(state: GroupState, event: RunEvent, edits: EditLog) -> str:
     """Says what edits came before an event that was expected, if others were."""
     expected = state.successors.get(state.events)
     if expected is None or expected.partition(" ")[0] != event.digest:

@@ -33,7 +33,7 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
 from zpasses.ranks.compiled_graph import compiled_graph, graphs_differ
-from zpasses.ranks.group_names import dimension_of, list_ranks, name_group
+from zpasses.ranks.group_texts import dimension_of, list_ranks, name_group
 from zpasses.ranks.notes import found_conflict
 from zpasses.ranks.tally import Count, Tally, add_to, ranks_below, text_of
 

@@ -17,7 +17,7 @@ from zpasses import compat
 from zpasses.errors import ZpassesError
 from zpasses.runtime.backward_variants import BackwardVariant
 from zpasses.runtime.grad_slots import GradSlot
-from zpasses.runtime.local_shards import local_shards_node
+from zpasses.runtime.param_conversion import local_shards_node
 from zpasses.runtime.windows import (
     EngineRun,
     Lowering,

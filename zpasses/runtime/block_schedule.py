@@ -34,7 +34,7 @@ from zpasses.cost.plan.prefetch import GraphRun, StepCost
 from zpasses.runtime.early_steps import is_complete, run_early_steps
 from zpasses.runtime.edits import memory_of
 from zpasses.runtime.layout import rows_of
-from zpasses.runtime.local_shards import accumulate_grads, wrap_shard_grad
+from zpasses.runtime.param_conversion import accumulate_grads, wrap_shard_grad
 from zpasses.runtime.param_value import stamp_of
 from zpasses.runtime.windows import EngineRun
 

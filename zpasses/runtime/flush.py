@@ -26,19 +26,19 @@ from zpasses.graph.encoding import expand_encodings
 from zpasses.graph.error_feedback import Residual, add_residual_inputs, residual_inputs
 from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.tags import Reduction, Tag, add_tag
+from zpasses.pipeline.base_pass import Level
 from zpasses.pipeline.events import Events, run_reported_passes
-from zpasses.pipeline.passes import Level
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.runner import Verify
-from zpasses.ranks.agreement import compare_collectives
+from zpasses.ranks.compared_collectives import compare_collectives
 from zpasses.ranks.failures import is_reported, post_failure, report_failure
 from zpasses.ranks.vote import COMPILE_TIMEOUT, WINDOW_TIMEOUT, has_other_ranks, vote, vote_timeout
 from zpasses.runtime.codegen import eager_codegen
 from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import pending_key
 from zpasses.runtime.layout import layout_of, rows_of
-from zpasses.runtime.local_shards import accumulate_grads
 from zpasses.runtime.overflows import OverflowWatch, encoded_grads
+from zpasses.runtime.param_conversion import accumulate_grads
 from zpasses.runtime.param_value import param_value_of
 from zpasses.runtime.profiling import collective_names, with_profiler_range
 from zpasses.runtime.residuals import residual_of

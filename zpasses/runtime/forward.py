@@ -26,7 +26,7 @@ from zpasses.ranks.failures import report_failure
 from zpasses.runtime.edits import memory_of
 from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot
 from zpasses.runtime.layout import layout_of, rows_of_all
-from zpasses.runtime.local_shards import CallParams, bound_call, to_local_shards
+from zpasses.runtime.param_conversion import CallParams, bound_call, to_local_shards
 from zpasses.runtime.param_value import (
     ParamValue,
     look_after,

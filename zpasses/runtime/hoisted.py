@@ -19,7 +19,7 @@ from zpasses.runtime.block_schedule import (
     Starter,
     block_schedule,
 )
-from zpasses.runtime.local_shards import (
+from zpasses.runtime.param_conversion import (
     bound_call,
     current_call,
     current_params,

@@ -25,7 +25,7 @@ from zpasses.graph.encoding import Encoding
 from zpasses.graph.tags import tag_of
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.grad_slots import returned_gradients
-from zpasses.runtime.local_shards import current_call
+from zpasses.runtime.param_conversion import current_call
 
 _Code = Callable[[list[Any]], Any]
 

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zpasses import compat
+from zpasses.ranks.edit_log import EditLog
 from zpasses.runtime.edits import (
     EditedParam,
-    EditLog,
     ShardMemory,
     argument_number,
     count_edit,

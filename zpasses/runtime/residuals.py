@@ -18,7 +18,7 @@ from torch import Tensor
 from zpasses import compat
 from zpasses.graph.error_feedback import Residual
 from zpasses.runtime.layout import layout_of
-from zpasses.runtime.local_shards import local_shards_node
+from zpasses.runtime.param_conversion import local_shards_node
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, grad_state_of
 
 _Code = Callable[[list[Any]], Any]

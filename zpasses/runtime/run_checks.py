@@ -44,7 +44,7 @@ from zpasses.ranks.vote import (
 )
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.edits import log_of
-from zpasses.runtime.local_shards import CallParams, current_call
+from zpasses.runtime.param_conversion import CallParams, current_call
 
 # Group name -> timeouts of its open windows, in seconds; None where a window has none of its own.
 # State is per process, because windows belong to parameters and several graphs may read one.

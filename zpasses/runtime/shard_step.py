@@ -35,6 +35,7 @@ _BY_ELEMENT = frozenset(
         torch.optim.Adadelta,
         torch.optim.Adagrad,
         torch.optim.RMSprop,
+        torch.optim.Rprop,
         torch.optim.ASGD,
     )
 )
@@ -138,7 +139,7 @@ def _store(state: Any, param: Any, own: dict[Any, Any]) -> None:
         entries = state[param] = {}
     for key, value in own.items():
         before = entries.get(key)
-        if value is (compat.local_of(before) if isinstance(before, DTensor) else before):
+        if value is compat.local_part(before):
             continue
         if isinstance(param, DTensor) and isinstance(value, Tensor) and key not in _NUMBERS:
             spec = compat.plain_spec(compat.spec_of(param))

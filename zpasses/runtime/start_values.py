@@ -16,7 +16,7 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks.agree import compare
 from zpasses.ranks.failures import pass_on_failure
-from zpasses.ranks.group_names import name_group
+from zpasses.ranks.group_texts import name_group
 from zpasses.ranks.vote import Ballot, has_other_ranks
 from zpasses.runtime.checksum import checksum
 from zpasses.runtime.layout import layout_of, rows_of

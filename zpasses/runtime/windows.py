@@ -33,7 +33,7 @@ from zpasses.graph.dialect import set_grad_hook
 from zpasses.graph.tags import Reduction
 from zpasses.runtime.grad_slots import PendingKey, pending_key
 from zpasses.runtime.layout import layout_of
-from zpasses.runtime.local_shards import local_shards_node
+from zpasses.runtime.param_conversion import local_shards_node
 from zpasses.runtime.param_value import (
     identify,
     install_step_end,
@@ -437,11 +437,11 @@ def install_step_guard() -> None:
     gradients that are pending. Ranks whose graphs are compared on every run compare their steps,
     too.
     """
-    register_optimizer_step_pre_hook(compat.dynamo_disable(_before_step))
+    register_optimizer_step_pre_hook(compat.dynamo_disable(_compare_before_step))
     install_step_end()
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _compare_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     early: dict[StepWindow, None] = {}
     names: set[str] = set()
     for group in optimizer.param_groups:

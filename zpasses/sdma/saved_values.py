@@ -38,7 +38,7 @@ from zpasses.graph.host_copies import (
     fills_its_storage,
 )
 from zpasses.runtime.block_schedule import block_schedule, place_of_call, values_may_move
-from zpasses.runtime.local_shards import current_params, whose_call
+from zpasses.runtime.param_conversion import current_params, whose_call
 from zpasses.sdma.host_memory import result_of
 from zpasses.sdma.saved_arenas import SavedArenas
 

@@ -13,9 +13,9 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zpasses import compat
-from zpasses.runtime.partial_step import step_on_shards
+from zpasses.runtime.step_hook import let_step_run_on_shards
 from zpasses.sharding.registrations import on_buffer, on_parameter
-from zpasses.sharding.saved_shards import before_step, check_state
+from zpasses.sharding.saved_shards import check_before_step, check_state
 from zpasses.sharding.wrappers import on_module
 
 
@@ -25,7 +25,7 @@ def install_hooks() -> None:
     calls do nothing.
     """
     # Before the step guard of `register_step_window`: a step that it refuses has not begun.
-    for before in (before_step, step_on_shards):
+    for before in (check_before_step, let_step_run_on_shards):
         register_optimizer_step_pre_hook(compat.dynamo_disable(before))
     compat.call_after_optimizer_load(check_state)
     register_module_module_registration_hook(on_module)

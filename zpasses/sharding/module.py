@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from zpasses import compat
 from zpasses.errors import ShardingError, ZpassesError
 from zpasses.runtime.edits import count_edit
-from zpasses.runtime.local_shards import (
+from zpasses.runtime.param_conversion import (
     watch_gradients,
 )
 from zpasses.runtime.param_value import (

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.gloo import use_exchanges_in_eager_code
-from zpasses.runtime.local_shards import bound_call, read_of, to_local_shard
+from zpasses.runtime.param_conversion import bound_call, read_of, to_local_shard
 from zpasses.runtime.param_value import param_value_of
 from zpasses.sharding.guard import Source, guard, late_registration_of
 from zpasses.sharding.param_spec import ParamShardSpec, check_may_replace, trained_on_host

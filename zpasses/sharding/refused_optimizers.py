@@ -20,10 +20,6 @@ _WAYS_OUT: dict[type[torch.optim.Optimizer], str] = {
         "needs means over rows and columns that DTensor cannot compute in place. Use "
         "zpasses.optim.Adafactor, which takes the same arguments"
     ),
-    torch.optim.Rprop: (
-        "assigns by masks, which DTensor refuses. Use zpasses.optim.Rprop, which takes the same "
-        "arguments and is exact"
-    ),
     torch.optim.LBFGS: (
         "flattens all parameters into one vector, which shards do not form. Use another optimizer, "
         "or leave the parameters unsharded (ignored_params) and average their gradients"

@@ -143,7 +143,7 @@ def _told(coordinate: Any) -> str:
 _CHECKED = "_zpasses_checked_state"
 
 
-def before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+def check_before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Check an optimizer before its first step, and its state if that is new."""
     state = optimizer.state  # `load_state_dict` makes a new one
     check_current(optimizer)

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import torch
 
 from zpasses.option_values import field_types, format_value
-from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.testing.graphs import JointRecipe, ParamSpec
 

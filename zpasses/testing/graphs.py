@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zpasses import compat
 from zpasses.graph.dialect import rows_per_rank
-from zpasses.pipeline.passes import Pass
+from zpasses.pipeline.base_pass import Pass
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing.step_graphs import TracedJoint, trace_partitionable
 from zpasses.testing.steps import run_pipeline

@@ -21,8 +21,8 @@ from zpasses.backend.per_block import compile_blocks
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.dialect import UNSHARD
 from zpasses.graph.queries import copy_graph
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.events import ObservedGraph, observe_graphs
-from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.runner import PassRecord
 from zpasses.ranks.agree import simulated_answers

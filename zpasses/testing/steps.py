@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from zpasses.graph.queries import copy_graph
-from zpasses.pipeline.passes import Pass
+from zpasses.pipeline.base_pass import Pass
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.runner import PassRecord, Verify, run_passes
 from zpasses.simulate.equality import check_outputs, copied, random_inputs

@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from zpasses.option_values import field_types
-from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.testing.drawing import (
     WORLD_SIZES,
     draw_joint_recipe,

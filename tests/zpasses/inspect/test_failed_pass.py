@@ -19,7 +19,7 @@ from zpasses.dumps.format import Failure
 from zpasses.errors import PassError, raising_line
 from zpasses.inspect import Inspection
 from zpasses.inspect import open as open_dump
-from zpasses.pipeline.passes import Level, Pass
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing import fake_world
 from zpasses.tools.cli.main import cli

@@ -70,7 +70,7 @@ OPTIMIZERS = {
     "Adafactor of zpasses": (zpasses.optim.Adafactor, {"weight_decay": 0.1}),
     "Muon": (torch.optim.Muon, {}),
     "Muon of zpasses": (zpasses.optim.Muon, {}),
-    "Rprop of zpasses": (zpasses.optim.Rprop, {}),
+    "Rprop": (torch.optim.Rprop, {}),
 }
 SMALL = {"bucket_bytes": "1KiB", "device_bytes": "600B"}
 

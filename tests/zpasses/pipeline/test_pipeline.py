@@ -1,6 +1,5 @@
 import dataclasses
 import importlib.metadata
-import logging
 import sys
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.graphs import Param, joint
-from zpasses import Facts, Level, OptionError, Pass, PassError, Pipeline
+from zpasses import Level, OptionError, Pass, PassError, Pipeline
 from zpasses.option_values import field_types
 from zpasses.passes import (
     ZERO3,
@@ -40,10 +39,6 @@ class Nothing(Pass):
 
     def rewrite(self, graph):
         return 0
-
-
-class Eager(Nothing):
-    facts = Facts(warn_if_unchanged=True)
 
 
 class Broken(Nothing):
@@ -260,7 +255,7 @@ def test_uuid_changes_with_the_source_of_zpasses_and_the_backends_of_groups(monk
     before = GatherParams().uuid()
     with fake_world(2):
         assert GatherParams().uuid() != before
-    monkeypatch.setattr("zpasses.pipeline.passes.package_digest", lambda: "another")
+    monkeypatch.setattr("zpasses.pipeline.base_pass.package_digest", lambda: "another")
     assert GatherParams().uuid() != before
 
 
@@ -361,14 +356,6 @@ def test_pass_that_raises_is_named_with_its_options():
         pytest.raises(PassError, match=r"pass 'nothing\{size=2\}' failed: KeyError: 'mine'"),
     ):
         Broken(2)(small().graph)
-
-
-def test_warn_if_unchanged_logs_a_warning(caplog):
-    with fake_world(2), caplog.at_level(logging.WARNING, logger="zpasses"):
-        run_passes(small().graph, [Nothing()])
-        assert caplog.messages == []
-        run_passes(small().graph, [Eager()])
-    assert caplog.messages == ["pass nothing changed nothing"]
 
 
 def test_a_named_pipeline_takes_options_of_its_passes():

@@ -15,8 +15,8 @@ from zpasses.dumps import read
 from zpasses.inspect import open as open_dump
 from zpasses.passes import ZERO3, Schedule
 from zpasses.pipeline import predictor as predictor_module
+from zpasses.pipeline.base_pass import Level
 from zpasses.pipeline.events import Events, run_reported_passes
-from zpasses.pipeline.passes import Level
 from zpasses.pipeline.predictor import Predictor
 from zpasses.testing import capture_graphs, fake_world
 

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 from tests.zpasses.ranks.simulated_world import GROUP, SimulatedWorld, Traffic
 from zpasses import compat
 from zpasses.ranks.agree import adopt, exchange
-from zpasses.ranks.agreement import CallSequence, compare_sequences
+from zpasses.ranks.compared_collectives import CallSequence, compare_sequences
 from zpasses.ranks.compiled_graph import compiling
+from zpasses.ranks.edit_log import EditLog
 from zpasses.ranks.failures import report_failure
 from zpasses.ranks.mesh_comparison import compare_shard_calls
 from zpasses.ranks.run_order import RunEvent, check_run_event
 from zpasses.ranks.vote import store_barrier
-from zpasses.runtime.edits import EditLog
 from zpasses.runtime.run_checks import check_conflicts
 
 FEW, MANY = 8, 1024

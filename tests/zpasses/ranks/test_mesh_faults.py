@@ -16,7 +16,7 @@ import zpasses
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.passes import AverageReplicas
-from zpasses.ranks import group_names, vote
+from zpasses.ranks import group_texts, vote
 from zpasses.testing import run_in_fresh_ranks
 
 pytestmark = pytest.mark.processes
@@ -85,7 +85,7 @@ def a_rank_that_nobody_collects_for():
     vote._RESULT_SLACK_S = 400.0
     if dist.get_rank():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
-        group_names.call_dimension(mesh.get_group().group_name, "data")
+        group_texts.call_dimension(mesh.get_group().group_name, "data")
         vote.store_barrier(mesh.get_group().group_name, "a test", timeout_s=1.0)
 
 

@@ -17,11 +17,11 @@ from tests.zpasses.ranks.outcomes import (
     outcome_of,
 )
 from zpasses import AgreementError, compat
+from zpasses.ranks.edit_log import EditLog
 from zpasses.ranks.failures import report_failure
 from zpasses.ranks.run_order import RunEvent, check_run_event
 from zpasses.ranks.vote import group_state
-from zpasses.runtime.edits import EditLog
-from zpasses.runtime.local_shards import CallParams
+from zpasses.runtime.param_conversion import CallParams
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks
 
 pytestmark = pytest.mark.processes

@@ -18,7 +18,7 @@ import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
 from tests.training_programs import act, check, program
-from zpasses.runtime.edits import EditLog
+from zpasses.ranks.edit_log import EditLog
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 from zpasses.tools.stress.training_actions import EDITS
 

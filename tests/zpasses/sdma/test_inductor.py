@@ -152,7 +152,7 @@ def test_lowering_is_part_of_the_cache_key(monkeypatch):
     zpasses, which contains them.
     """
     before = Sdma().uuid()
-    monkeypatch.setattr("zpasses.pipeline.passes.package_digest", lambda: "another lowering")
+    monkeypatch.setattr("zpasses.pipeline.base_pass.package_digest", lambda: "another lowering")
     assert Sdma().uuid() != before
 
 

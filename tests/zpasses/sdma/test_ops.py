@@ -4,7 +4,7 @@ import torch
 from zpasses import compat
 from zpasses.cost.memory.liveness import scratch_bytes
 from zpasses.graph.queries import collective_of, collectives, value_of
-from zpasses.ranks.agreement import digest
+from zpasses.ranks.compared_collectives import digest
 from zpasses.sdma.ops import (
     SDMA_ALL_GATHER,
     SDMA_ALL_GATHER_COALESCED,

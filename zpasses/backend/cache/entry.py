@@ -24,7 +24,7 @@ from zpasses.backend.cache.store import CacheFiles
 from zpasses.graph.error_feedback import Residual
 from zpasses.graph.host_copies import HostNeed
 from zpasses.ranks.agree import Answers
-from zpasses.ranks.agreement import Sequences
+from zpasses.ranks.compared_collectives import Sequences
 from zpasses.ranks.run_order import RunEvent
 from zpasses.runtime.backward_variants import BackwardVariant
 from zpasses.runtime.forward_variants import ForwardVariant, OutputStrides, ParamSlot

@@ -14,9 +14,9 @@ from zpasses.backend.cache.graph_text import NotCacheableError, graph_text, inpu
 from zpasses.backend.captured import Capture, local_shard
 from zpasses.cost.time.route_figures import route_figures
 from zpasses.cost.time.target import current_target
+from zpasses.pipeline.base_pass import package_digest
 from zpasses.pipeline.events import has_listeners
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.passes import package_digest
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.probe import is_probed
 from zpasses.ranks.vote import has_other_ranks

@@ -22,8 +22,8 @@ from zpasses.inspect.measured import Measured, MeasuredGraph
 from zpasses.inspect.measured_page import joined_lines, module_times
 from zpasses.inspect.model_sources import parameter_sources
 from zpasses.inspect.node_spans import Schedule, schedule
+from zpasses.inspect.page_parts import to_json_value
 from zpasses.inspect.rank_agreement import rank_agreements
-from zpasses.inspect.shared import to_json_value
 
 FORMAT = 7
 """Version of the page's data. A page reads only reports of the same version."""

@@ -16,9 +16,9 @@ from zpasses.backend.cache.key import graph_key, refusal, refusal_here
 from zpasses.backend.captured import capture
 from zpasses.cost.time.target import Target, use_target
 from zpasses.pipeline import events
+from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.passes import Level, Pass
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing import fake_world
 

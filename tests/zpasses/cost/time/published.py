@@ -33,8 +33,8 @@ from zpasses.cost.time.roofline import collective_on_route_us
 from zpasses.cost.time.route_figures import RouteFigures, route_figures
 from zpasses.cost.time.step_time import Timeline
 from zpasses.cost.time.target import TARGETS, Target, use_target
+from zpasses.pipeline.base_pass import Level
 from zpasses.pipeline.events import ObservedGraph, observe_graphs
-from zpasses.pipeline.passes import Level
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing import copy_graph, fake_world
 from zpasses.testing.step_graphs import capture_step

@@ -44,8 +44,8 @@ from zpasses.cost.time.step_time import Timeline, host_copy_timing
 from zpasses.cost.time.target import TARGETS, Target, use_target
 from zpasses.graph.host_copies import HostCopy
 from zpasses.graph.queries import nbytes, saved_inputs, value_of
+from zpasses.pipeline.base_pass import Level
 from zpasses.pipeline.events import listen
-from zpasses.pipeline.passes import Level
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing import fake_world
 from zpasses.testing.step_graphs import capture_step

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from zpasses.graph.loss_steps import NoRowsError, Read, RowRules, Step
 from zpasses.graph.queries import nbytes, numel, value_of
-from zpasses.graph.row_steps import NoRowsError, Read, RowRules, Step
 from zpasses.graph.walks import reachable
 
 aten = torch.ops.aten

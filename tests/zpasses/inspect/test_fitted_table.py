@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zpasses.inspect.columns import abbreviated
+from zpasses.inspect.fitted_table import abbreviated
 from zpasses.inspect.view import ChangeLines, Code, Text, table
 
 

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from tests.graphs import few_examples
 from zpasses import compat
 from zpasses.cost.memory.liveness import liveness
+from zpasses.graph.loss_chunks import chunk_regions, rows_per_chunk
+from zpasses.graph.loss_regions import find_regions
 from zpasses.graph.queries import copy_graph, numel, value_of
-from zpasses.graph.row_chunks import chunk_regions, rows_per_chunk
-from zpasses.graph.row_regions import find_regions
 from zpasses.testing.step_graphs import trace_joint, trace_partitionable
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from zpasses.graph.linear_values import NotLinearError, dependences
+from zpasses.graph.loss_regions import RowRegion, phase_numbers, tangents_of
 from zpasses.graph.queries import Editor, numel, value_of
-from zpasses.graph.row_regions import RowRegion, phase_numbers, tangents_of
 from zpasses.graph.walks import reachable
 
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -10,7 +10,7 @@ What a chunk needs of a value for all rows, such as a mean over all tokens, must
 a region has phases: forward, backward, and more if forward has such values. Each phase computes the
 large values of its chunks again from the hidden states, and reads small ones that earlier phases
 returned. So forward saves no logits, whatever the gradient of the loss is. Where backward is linear
-in that, its gradients are computed in the phase of forward (zpasses.graph.row_gradients).
+in that, its gradients are computed in the phase of forward (zpasses.graph.loss_gradients).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.graph.aliases import is_view
 from zpasses.graph.linear_values import NotLinearError
+from zpasses.graph.loss_gradients import UnitGradients, with_unit_gradients
+from zpasses.graph.loss_regions import RowRegion, find_regions, phase_numbers
+from zpasses.graph.loss_steps import Read, Step, contiguous_view
 from zpasses.graph.queries import Editor, value_of
-from zpasses.graph.row_gradients import UnitGradients, with_unit_gradients
-from zpasses.graph.row_regions import RowRegion, find_regions, phase_numbers
-from zpasses.graph.row_steps import Read, Step, contiguous_view
 from zpasses.graph.walks import reachable
 from zpasses.option_values import format_size
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.zpasses.graph.test_row_chunks import (
+from tests.zpasses.graph.test_loss_chunks import (
     BF16,
     F32,
     LOSSES,
@@ -15,8 +15,8 @@ from tests.zpasses.graph.test_row_chunks import (
 )
 from zpasses import compat
 from zpasses.cost.memory.liveness import liveness
+from zpasses.graph.loss_chunks import chunk_regions
 from zpasses.graph.queries import calls, copy_graph, nbytes, value_of
-from zpasses.graph.row_chunks import chunk_regions
 from zpasses.testing.step_graphs import trace_joint, trace_partitionable
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ import zpasses
 from tests.zpasses.ranks.outcomes import compiled, in_time, outcome_of
 from zpasses.graph.queries import Collective
 from zpasses.pipeline.events import observe_graphs
-from zpasses.ranks.agreement import digest
+from zpasses.ranks.compared_collectives import digest
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
