@@ -236,7 +236,7 @@ class _Planner:
                 pipeline,
                 self._graphs_of(plan),
                 _bytes(*plan.kept, *plan.cached),
-                plan.activations,
+                plan.saved_share,
                 _bytes(*plan.cached),
                 plan.host_bytes,
                 plan.trial.chunks,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,18 +20,17 @@ from zpasses.backend.step_trials import (
     WHOLE,
     Choice,
     Graphs,
+    PartitionPolicy,
     StepPlan,
     StepTrials,
     full_params,
 )
 from zpasses.cost.memory.liveness import liveness
-from zpasses.cost.plan.kept_params import Repetition
 from zpasses.cost.plan.offloaded_values import SavedValue
 from zpasses.cost.time.target import current_target
 from zpasses.errors import MemoryBudgetError
 from zpasses.graph.encoding import records_of
 from zpasses.graph.host_copies import RELOAD
-from zpasses.graph.loss_chunks import Gradients
 from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.tags import params_of, tagged
 from zpasses.option_values import format_size
@@ -39,28 +38,6 @@ from zpasses.pipeline.events import Events
 from zpasses.ranks.agree import adopt
 
 log = logging.getLogger("zpasses")
-
-
-@dataclass(frozen=True)
-class PartitionPolicy:
-    """What a step may keep and recompute."""
-
-    budget: str | None
-    """Memory budget of the step, such as "60GiB" or "10%"; None keeps only what does not raise the
-    peak, and recomputes nothing more."""
-    share: float
-    """Part of the bytes of the step's sharded parameters that this graph reads, from 0 to 1."""
-    keeps: bool
-    """Whether full parameters may be kept where backward would gather them again."""
-    groups: tuple[str, ...]
-    """Process groups whose ranks must partition identically."""
-    recompute_elementwise: bool
-    repetition: Repetition = field(default_factory=Repetition)
-    """How often a step runs the graph while parameters do not change."""
-    host_bytes: int = 0
-    """How many bytes of the host saved values may take on each rank."""
-    chunks_loss: Gradients | None = None
-    """Where gradients are computed if the loss is computed in chunks; None if it may not be."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +73,7 @@ def partition_step(
     Raises:
         MemoryBudgetError: if the step does not fit the budget however much is recomputed.
     """
-    trials = StepTrials(
-        gm,
-        joint_inputs,
-        policy.share,
-        policy.keeps,
-        policy.recompute_elementwise,
-        policy.repetition,
-        kwargs,
-        copy_engines,
-        int(policy.host_bytes * policy.share),
-        policy.chunks_loss,
-    )
+    trials = StepTrials(gm, joint_inputs, policy, kwargs, copy_engines)
     if policy.keeps and policy.share > 0:
         events.send(trials)
     return _Partitioner(trials, policy).run()
@@ -256,7 +222,7 @@ class _Partitioner:
             how = ", ".join(self._trials.in_chunks(choice.chunks).chunk_notes)
             parts.append(f"computes the loss in {choice.chunks} chunks ({how})")
         if choice.activations < 1.0 or choice.recomputed:
-            parts.append(f"saves {100 * plan.activations:.0f} % of the activations")
+            parts.append(f"saves {100 * plan.saved_share:.0f} % of the activations")
         if self._policy.budget is not None:
             parts.append(
                 f"predicted {plan.total_us / 1e3:.2f} ms, bound {plan.bound_us / 1e3:.2f} ms, peak "
@@ -310,7 +276,7 @@ def too_little_memory(text: str, plan: StepPlan, residual_bytes: int = 0) -> str
     if plan.trial.chunks > 1:
         on_host += f", computes the loss in {plan.trial.chunks} chunks"
     return (
-        f"memory_budget={text!r}: the leanest plan, which saves {100 * plan.activations:.0f} % of "
+        f"memory_budget={text!r}: the leanest plan, which saves {100 * plan.saved_share:.0f} % of "
         f"the activations{on_host} and keeps no parameter, needs {format_size(plan.peak_bytes)} "
         f"above what rests between steps, {format_size(missing)} more than the budget{held}. At "
         f"its peak, in {graph}, the largest values are: {holders}. Raise the budget, take a "

@@ -12,7 +12,8 @@ from torch import fx
 from zpasses import compat
 from zpasses.backend.compile_job import CompileJob
 from zpasses.backend.levels import run_level
-from zpasses.backend.partition import PartitionPolicy, partition_step
+from zpasses.backend.partition import partition_step
+from zpasses.backend.step_trials import PartitionPolicy
 from zpasses.cost.plan.kept_params import Repetition
 from zpasses.graph.dialect import UNSHARD
 from zpasses.graph.host_copies import RELOAD, offloadable_inputs, offloadable_values

@@ -66,6 +66,28 @@ _NEAR = 1.02
 
 
 @dataclass(frozen=True)
+class PartitionPolicy:
+    """What a step may keep and recompute."""
+
+    budget: str | None
+    """Memory budget of the step, such as "60GiB" or "10%"; None keeps only what does not raise the
+    peak, and recomputes nothing more."""
+    share: float
+    """Part of the bytes of the step's sharded parameters that this graph reads, from 0 to 1."""
+    keeps: bool
+    """Whether full parameters may be kept where backward would gather them again."""
+    groups: tuple[str, ...]
+    """Process groups whose ranks must partition identically."""
+    recompute_elementwise: bool
+    repetition: Repetition
+    """How often a step runs the graph while parameters do not change."""
+    host_bytes: int = 0
+    """How many bytes of the host saved values may take on each rank."""
+    chunks_loss: Gradients | None = None
+    """Where gradients are computed if the loss is computed in chunks; None if it may not be."""
+
+
+@dataclass(frozen=True)
 class Choice:
     """What a partition saves and keeps."""
 
@@ -118,7 +140,7 @@ class StepPlan:
     limit_bytes: int
 
     @property
-    def activations(self) -> float:
+    def saved_share(self) -> float:
         """Fraction of the activations that it saves."""
         return self.trial.saved_share
 
@@ -163,36 +185,27 @@ class StepTrials:
     Args:
         gm: the joint graph after all passes at its level.
         joint_inputs: its inputs.
-        share: part of the bytes of the step's sharded parameters that the graph reads, 0 to 1.
-        keeps: whether parameters that backward gathers again may be kept instead.
-        recompute_elementwise: as in `zpasses.compat.partition`.
-        repetition: how often a step runs the graph while parameters do not change.
+        policy: what the step may keep and recompute.
         options: further arguments of torch's partitioner.
         copy_engines: whether copy engines may run gathers.
-        host_bytes: how many bytes of the host the saved values of the graph may take.
-        chunks_loss: where gradients are computed if the loss is computed in chunks; None if it may
-            not be.
     """
 
     def __init__(
         self,
         gm: fx.GraphModule,
         joint_inputs: Sequence[Any],
-        share: float,
-        keeps: bool,
-        recompute_elementwise: bool,
-        repetition: Repetition,
+        policy: PartitionPolicy,
         options: Mapping[str, Any],
         copy_engines: bool = False,
-        host_bytes: int = 0,
-        chunks_loss: Gradients | None = None,
     ) -> None:
-        self.host_bytes, self.chunks_loss = host_bytes, chunks_loss
+        self.host_bytes = int(policy.host_bytes * policy.share)
+        """How many bytes of the host the saved values of the graph may take."""
+        self.chunks_loss = policy.chunks_loss
         self.chunk_notes: tuple[str, ...] = ()
         """What is computed in chunks, and how."""
         self._chunks, self._chunked = 1, {1: self}
-        self.gm, self.share, self._keeps, self.repetition = gm, share, keeps, repetition
-        self._inputs, self._recompute, self._options = joint_inputs, recompute_elementwise, options
+        self.gm, self.share, self.repetition = gm, policy.share, policy.repetition
+        self._inputs, self._policy, self._options = joint_inputs, policy, options
         self._copy_engines = copy_engines
         self._made: dict[tuple[float, frozenset[str], frozenset[str]], Trial] = {}
         self._saved: dict[tuple[float, frozenset[str]], list[SavedValue]] = {}
@@ -476,7 +489,7 @@ class StepTrials:
     ) -> Graphs:
         """Partitions the joint graph, or a copy of it, which is changed."""
         if recompute_elementwise is None:
-            recompute_elementwise = self._recompute
+            recompute_elementwise = self._policy.recompute_elementwise
         forward, backward = compat.partition(
             gm,
             self._inputs,
@@ -491,7 +504,7 @@ class StepTrials:
         return forward, backward
 
     def _keepable(self, trial: Trial) -> Sequence[KeptParam]:
-        return keepable_params(trial.step) if self._keeps else ()
+        return keepable_params(trial.step) if self._policy.keeps else ()
 
     def _unlimited_us(self, trial: Trial) -> float:
         """The bound of the step with as much memory as it can use."""

@@ -176,33 +176,21 @@ _FIXED = ("name", "source", "architecture", "routes")
 # is one 400 Gbit/s adapter per device, as in vendors' reference nodes.
 # Copies to the host and back are those of eight H200 that copy at once over PCIe 5: 18.5 and 20
 # GB/s (DeepSpeed#8255, #8186). A device that copies alone reaches 50. PCIe 4 has half of it.
-def _gpu(
-    name: str,
-    link: float,
-    memory: float,
-    tflops: float,
-    gib: int,
-    architecture: str,
-    source: str,
-    **host: Any,
-) -> Target:
+def _gpu(name: str, architecture: str, source: str, *, gib: int, **figures: Any) -> Target:
     mori = ("mori",) if architecture in ("gfx942", "gfx950") else ()
     return Target(
-        name,
-        8,
-        link,
-        50.0,
-        memory,
-        tflops,
-        gib * _GIB,
-        8.4,
-        3.4,
-        14.0,
-        5.0,
-        source,
-        architecture,
-        (*mori, "nccl_zero", "symm_mem"),
-        **host,
+        name=name,
+        ranks_per_node=8,
+        network_gb_s=50.0,
+        memory_bytes=gib * _GIB,
+        launch_us=8.4,
+        hop_us=3.4,
+        network_hop_us=14.0,
+        kernel_us=5.0,
+        source=source,
+        architecture=architecture,
+        routes=(*mori, "nccl_zero", "symm_mem"),
+        **figures,
     )
 
 
@@ -215,18 +203,18 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
             # model differ by that for each launch more. gloo's threads share the cores with the
             # kernels, so most of it keeps kernels waiting.
             Target(
-                "cpu",
-                2,
-                1.2,
-                1.2,
-                5.0,
-                0.1,
-                16 * _GIB,
-                300.0,
-                50.0,
-                100.0,
-                1.0,
-                "docs/measurements.md",
+                name="cpu",
+                ranks_per_node=2,
+                link_gb_s=1.2,
+                network_gb_s=1.2,
+                memory_gb_s=5.0,
+                tflops=0.1,
+                memory_bytes=16 * _GIB,
+                launch_us=300.0,
+                hop_us=50.0,
+                network_hop_us=100.0,
+                kernel_us=1.0,
+                source="docs/measurements.md",
                 issue_us=500.0,
                 host_out_gb_s=2.5,
                 host_in_gb_s=2.5,
@@ -234,64 +222,103 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
             ),
             _gpu(
                 "a100",
-                300.0,
-                2039.0,
-                312.0,
-                80,
                 "sm80",
                 "NVIDIA A100 80GB SXM data sheet",
+                link_gb_s=300.0,
+                memory_gb_s=2039.0,
+                tflops=312.0,
+                gib=80,
                 host_out_gb_s=10.0,
                 host_in_gb_s=10.0,
                 host_memory_bytes=128 * _GIB,
             ),
-            # One device and one CPU per module; copies as measured in Megatron-LM#6491. Before
-            # "h200", which its name contains.
+            # One device and one CPU per module; copies as measured in Megatron-LM#6491.
             _gpu(
                 "gh200",
-                450.0,
-                4000.0,
-                989.0,
-                96,
                 "sm90",
                 "NVIDIA GH200 data sheet",
+                link_gb_s=450.0,
+                memory_gb_s=4000.0,
+                tflops=989.0,
+                gib=96,
                 host_out_gb_s=170.0,
                 host_in_gb_s=411.0,
                 host_memory_bytes=480 * _GIB,
             ),
-            _gpu("h100", 450.0, 3350.0, 989.0, 80, "sm90", "NVIDIA H100 SXM data sheet"),
-            _gpu("h200", 450.0, 4800.0, 989.0, 141, "sm90", "NVIDIA H200 SXM data sheet"),
+            _gpu(
+                "h100",
+                "sm90",
+                "NVIDIA H100 SXM data sheet",
+                link_gb_s=450.0,
+                memory_gb_s=3350.0,
+                tflops=989.0,
+                gib=80,
+            ),
+            _gpu(
+                "h200",
+                "sm90",
+                "NVIDIA H200 SXM data sheet",
+                link_gb_s=450.0,
+                memory_gb_s=4800.0,
+                tflops=989.0,
+                gib=141,
+            ),
             _gpu(
                 "b200",
-                900.0,
-                8000.0,
-                2250.0,
-                180,
                 "sm100",
                 "NVIDIA DGX B200 data sheet, a GPU's share",
+                link_gb_s=900.0,
+                memory_gb_s=8000.0,
+                tflops=2250.0,
+                gib=180,
             ),
-            _gpu("mi300x", 448.0, 5300.0, 1307.0, 192, "gfx942", "AMD Instinct MI300X data sheet"),
+            _gpu(
+                "mi300x",
+                "gfx942",
+                "AMD Instinct MI300X data sheet",
+                link_gb_s=448.0,
+                memory_gb_s=5300.0,
+                tflops=1307.0,
+                gib=192,
+            ),
             # Its device and its host share one memory, so nothing can leave it.
             _gpu(
                 "mi300a",
-                384.0,
-                5300.0,
-                981.0,
-                128,
                 "gfx942",
                 "AMD Instinct MI300A data sheet",
+                link_gb_s=384.0,
+                memory_gb_s=5300.0,
+                tflops=981.0,
+                gib=128,
                 host_memory_bytes=0,
             ),
             _gpu(
                 "mi308x",
-                448.0,
-                5300.0,
-                344.0,
-                192,
                 "gfx942",
                 "MI300X's figures with 80 of its 304 compute units",
+                link_gb_s=448.0,
+                memory_gb_s=5300.0,
+                tflops=344.0,
+                gib=192,
             ),
-            _gpu("mi325x", 448.0, 6000.0, 1307.0, 256, "gfx942", "AMD Instinct MI325X data sheet"),
-            _gpu("mi355x", 538.0, 8000.0, 2517.0, 288, "gfx950", "AMD Instinct MI355X data sheet"),
+            _gpu(
+                "mi325x",
+                "gfx942",
+                "AMD Instinct MI325X data sheet",
+                link_gb_s=448.0,
+                memory_gb_s=6000.0,
+                tflops=1307.0,
+                gib=256,
+            ),
+            _gpu(
+                "mi355x",
+                "gfx950",
+                "AMD Instinct MI355X data sheet",
+                link_gb_s=538.0,
+                memory_gb_s=8000.0,
+                tflops=2517.0,
+                gib=288,
+            ),
         )
     }
 )
@@ -310,9 +337,9 @@ def target_of(
             if unknown.
     """
     squeezed = device.lower().replace(" ", "").replace("-", "")
-    for name, target in TARGETS.items():
-        if name != "cpu" and name in squeezed:
-            return target
+    named = [name for name in TARGETS if name != "cpu" and name in squeezed]
+    if named:
+        return TARGETS[max(named, key=len)]  # "gh200" contains "h200"
     base = architecture.partition(":")[0]
     if base == "gfx942":
         if compute_units in _GFX942_UNITS:
