@@ -28,6 +28,7 @@ import torch.distributed as dist
 import tests.dynamo  # noqa: F401
 from tests.roundtrip import round_trip_of
 from zpasses.pipeline.events import observe_graphs
+from zpasses.runtime import free_memory
 
 # torch's structured trace would hide the messages of a failed test.
 logging.getLogger("torch.__trace").propagate = False
@@ -100,6 +101,12 @@ def destroy_fake_world():
     if dist.is_initialized() and dist.get_backend() == "fake":
         dist.destroy_process_group()
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def no_host_memory_of_other_tests(monkeypatch):
+    """What graphs of earlier tests may still take of the host counts in no other test."""
+    monkeypatch.setattr(free_memory, "_pools", [])
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,7 @@ from zpasses.runtime.forward_variants import OutputStrides
 from zpasses.runtime.free_memory import agreed_free_bytes, agreed_host_bytes
 from zpasses.runtime.overflows import OverflowWatch
 from zpasses.runtime.run_checks import in_window
+from zpasses.sdma.saved_arenas import host
 
 Compiled = Callable[[list[Any]], Any]
 Codegen = Callable[[fx.GraphModule, Sequence[Any]], Compiled]
@@ -122,7 +123,7 @@ class CompileJob:
             result_hook,
             free_bytes,
             budget,
-            agreed_host_bytes(captured.groups, options.host_memory),
+            agreed_host_bytes(captured.groups, options.host_memory, host),
             decided,
         )
 

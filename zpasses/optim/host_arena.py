@@ -12,7 +12,7 @@ from zpasses.sdma.locked_memory import LockedMemory
 
 
 class HostArena:
-    """One block of host memory.
+    """One block of host memory, all of which is taken at once.
 
     Args:
         nbytes: its size.
@@ -27,6 +27,8 @@ class HostArena:
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8, count=max(nbytes, 1))
         if device.type == "cuda" and nbytes:
             self._memory.lock(device)
+        else:  # takes the pages, so that what is free on the machine does not count them
+            self.bytes.zero_()
 
     def tensor(
         self, offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]

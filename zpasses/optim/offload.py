@@ -120,6 +120,11 @@ def offload_optimizer(
     options = OffloadOptions.parse(
         "offload_optimizer", "states", device_bytes, host_bytes, bucket_bytes, may_be_auto=True
     )
+    if options.bucket_bytes < 1:
+        raise OptionError(
+            f"offload_optimizer, bucket_bytes: got {bucket_bytes!r}; expected the bytes of states "
+            f"that travel together, such as {DEFAULT_BUCKET!r}."
+        )
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, compat.STEP_HOOKS[0]):
         raise ZpassesError(
             f"offload_optimizer: got {type(optimizer).__name__}; expected a torch.optim.Optimizer. "

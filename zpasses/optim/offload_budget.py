@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zpasses.errors import MemoryBudgetError, OptionError, ZpassesError
 from zpasses.option_values import format_size, parse_size
 from zpasses.ranks.agree import exchange
-from zpasses.runtime.free_memory import own_free_bytes
+from zpasses.runtime.free_memory import available_host_bytes
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.param_value import is_sharded_parameter
 from zpasses.runtime.run_checks import timeout_of
@@ -121,7 +120,7 @@ def agreed_sizes(
     Raises:
         ZpassesError: on every rank, if one of them cannot, or gives other options.
     """
-    free = own_free_bytes(torch.device("cpu"))
+    free = available_host_bytes()
     agreed: dict[str, Any] = {
         "what": options.texts() | {"what is offloaded": f"{owner}, {len(sizes):,} parameters"},
         "sizes": list(sizes),
@@ -172,11 +171,17 @@ def check_host_memory(options: OffloadOptions, needed: int, available: int) -> N
     given = options.host_bytes
     least = available if given is None else min(given, available)
     if needed and (needed > least or (given is not None and given > available)):
+        close = format_size(needed) == format_size(least)  # rounding would hide the difference
+
+        def text(size: int) -> str:
+            return f"{size:,} bytes" if close else format_size(size)
+
         raise MemoryBudgetError(
             f"{options.function}: the {options.things} that do not stay on the device need "
-            f"{format_size(needed)} of host memory on a rank. Given: host_bytes="
-            f"{'None' if given is None else format_size(given)}. Available: "
-            f"{format_size(available)}, the least share of a rank in what its machine has free. "
+            f"{text(needed)} of host memory on a rank. Given: host_bytes="
+            f"{'None' if given is None else text(given)}. Available: {text(available)}, the "
+            "least share of a rank in what its machine has free, without what host_memory and "
+            "gradients of parameters on the host may still take. "
             f"Let more {options.things} stay (device_bytes), shard over more ranks, or give a "
             "budget that the machine has."
         )

@@ -35,6 +35,7 @@ from zpasses.runtime.offloaded import DEVICE_ATTRIBUTE
 from zpasses.runtime.param_value import drop_cached
 from zpasses.runtime.watched import replace_shard
 from zpasses.runtime.windows import grad_state_of
+from zpasses.sdma.saved_arenas import gradients
 from zpasses.sharding.module import (
     change_specs,
     check_is_module,
@@ -70,8 +71,8 @@ def offload_parameters(
         device_bytes: how many bytes of the shards that could move stay on each rank, the smallest
             first: copies of small shards take longer than their bytes are worth.
         host_bytes: the most that a rank may take of the host; None allows its share of what the
-            machine has available. The memory is taken at once, and locked for accelerators; that of
-            gradients is taken by the first backward.
+            machine has available. The memory is taken at once, and locked for accelerators. That of
+            gradients is taken by the first backward, and nothing else gets it until then.
 
     Raises:
         MemoryBudgetError: on every rank, if the host memory of one of them does not suffice.
@@ -117,6 +118,8 @@ def offload_parameters(
         _move(param, layout, arena, start)
     change_specs(model, moved, lambda spec: replace(spec, device=device))
     trains = {param for param in (*moved, *since) if param.requires_grad}
+    for param in trains:
+        gradients.promise(layouts[param].nbytes, param)
     change_specs(model, trains, lambda spec: replace(spec, is_trained=True))
     plan = parameter_plan(model)
     log.info(

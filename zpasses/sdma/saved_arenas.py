@@ -25,17 +25,20 @@ from zpasses import compat
 from zpasses.errors import MemoryBudgetError
 from zpasses.graph.host_copies import HostNeed, aligned, empty_like_on
 from zpasses.option_values import format_size
+from zpasses.runtime.free_memory import HostPool
 from zpasses.sdma.locked_memory import LockedMemory
 
 
-class HostBytes:
-    """What the saved values, or the gradients, of this process take of the host."""
+class HostBytes(HostPool):
+    """What the saved values, or the gradients, of this process take of the host; `reserved` are the
+    bytes of all arenas.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.live = 0
         """Bytes of the tensors that exist."""
-        self.reserved = 0
-        """Bytes of all arenas."""
+        self._owed = 0
         self.arenas: weakref.WeakSet[SavedArenas] = weakref.WeakSet()
         self.lock = threading.RLock()  # a finalizer may run while the lock is held
 
@@ -62,6 +65,22 @@ class HostBytes:
     def _freed(self, nbytes: int) -> None:
         with self.lock:
             self.reserved -= nbytes
+
+    @property
+    def promised(self) -> int:
+        """The largest limit of the graphs that exist, and what was promised beside it."""
+        with self.lock:
+            return max((each.limit_bytes or 0 for each in self.arenas), default=0) + self._owed
+
+    def promise(self, nbytes: int, owner: Any) -> None:
+        """Promises more bytes, for as long as an object lives."""
+        with self.lock:
+            self._owed += nbytes
+        weakref.finalize(owner, self._promise_ends, nbytes).atexit = False
+
+    def _promise_ends(self, nbytes: int) -> None:
+        with self.lock:
+            self._owed -= nbytes
 
 
 def _too_much(nbytes: int, taken: int, limit_bytes: int) -> str:
@@ -91,7 +110,7 @@ class SavedArenas:
     """
 
     def __init__(self, limit_bytes: int | None = None, pool: HostBytes = host) -> None:
-        self._limit, self.pool = limit_bytes, pool
+        self.limit_bytes, self.pool = limit_bytes, pool
         self._idle: list[LockedMemory] = []
         pool.arenas.add(self)
 
@@ -124,7 +143,7 @@ class SavedArenas:
             if fitting:
                 return self._idle.pop(min(fitting, key=lambda at: len(self._idle[at])))
             self.release()  # with dynamic shapes: too small
-        return self.pool.reserve(nbytes, device, self._limit)
+        return self.pool.reserve(nbytes, device, self.limit_bytes)
 
     def _ended(self, memory: LockedMemory) -> None:
         self._idle.append(memory)

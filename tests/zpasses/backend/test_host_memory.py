@@ -29,8 +29,8 @@ from zpasses.graph.host_copies import host_copy_of
 from zpasses.option_values import parse_size
 from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
-from zpasses.runtime.free_memory import agreed_host_bytes
-from zpasses.sdma.saved_arenas import host
+from zpasses.runtime.free_memory import agreed_host_bytes, available_host_bytes
+from zpasses.sdma.saved_arenas import HostBytes, SavedArenas, host
 from zpasses.testing import capture_graphs, world_mesh
 from zpasses.tools.cli.main import cli
 
@@ -157,20 +157,40 @@ def test_too_small_a_budget_names_values_that_come_back_by_their_shape():
 @on_ranks(2)
 def test_what_is_free_on_the_host_does_not_depend_on_what_was_asked_before():
     group = compat.group_name(dist.group.WORLD)
-    assert agreed_host_bytes([group], "1MiB") == 1 << 20
+    assert agreed_host_bytes([group], "1MiB", HostBytes()) == 1 << 20
     own = 1 + dist.get_rank()
-    assert agreed_host_bytes([group], f"{own}MiB") == own << 20
+    assert agreed_host_bytes([group], f"{own}MiB", HostBytes()) == own << 20
     with pytest.raises(MemoryBudgetError, match="is for each rank, and one of them has"):
-        agreed_host_bytes([group], "1000000GiB")
+        agreed_host_bytes([group], "1000000GiB", HostBytes())
 
 
 def test_more_than_the_machine_has_for_each_rank_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: 8 << 30)
-    assert agreed_host_bytes([], "2GiB") == 2 << 30
-    assert agreed_host_bytes([], None) == 0
+    assert agreed_host_bytes([], "2GiB", HostBytes()) == 2 << 30
+    assert agreed_host_bytes([], None, HostBytes()) == 0
     with pytest.raises(MemoryBudgetError, match=r"'3GiB'.* 2 GiB available.*4 ranks"):
-        agreed_host_bytes([], "3GiB")
+        agreed_host_bytes([], "3GiB", HostBytes())
+
+
+def test_what_is_promised_to_one_purpose_is_not_there_for_another(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: 8 << 30)
+    values, gradients = HostBytes(), HostBytes()
+    arenas = SavedArenas(limit_bytes=1 << 30, pool=values)
+    assert available_host_bytes() == 3 << 30
+    with pytest.raises(MemoryBudgetError, match=r"'5GiB'.* 4 GiB available"):
+        agreed_host_bytes([], "5GiB", values)
+    owner = nn.Linear(1, 1)
+    gradients.promise(2 << 30, owner)
+    assert available_host_bytes() == 1 << 30
+    with pytest.raises(MemoryBudgetError, match=r"'3GiB'.* 2 GiB available"):
+        agreed_host_bytes([], "3GiB", values)
+    assert agreed_host_bytes([], "1GiB", values) == 1 << 30
+    with arenas.run(1 << 20, torch.device("cpu")):
+        assert available_host_bytes() == (1 << 30) + (1 << 20)  # what is taken is not free any more
+    del owner, arenas
+    assert available_host_bytes() == 4 << 30
 
 
 @on_ranks(2)
@@ -181,7 +201,7 @@ def test_all_ranks_refuse_what_one_machine_does_not_have():
         monkeypatch.setattr(device_memory, "free_bytes", lambda device: free)
         group = compat.group_name(dist.new_group())  # of which nothing is remembered
         with pytest.raises(MemoryBudgetError, match="one of them has 1 GiB"):
-            agreed_host_bytes([group], "3GiB")
+            agreed_host_bytes([group], "3GiB", HostBytes())
 
 
 # --- on ranks -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import io
+import os
 
 import pytest
 import torch
@@ -26,6 +27,18 @@ def test_parts_share_the_memory_of_the_arena_and_nothing_else():
     torch.save(first, written)
     assert written.tell() < 2048
     assert first.untyped_storage().nbytes() == 24
+
+
+def _resident_bytes():
+    with open("/proc/self/statm") as fields:
+        return int(fields.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_is_free_on_the_machine_does_not_count_the_memory_any_more():
+    before = _resident_bytes()
+    arena = HostArena(64 << 20, CPU)
+    assert _resident_bytes() - before > 48 << 20
+    assert arena.bytes.numel() == 64 << 20
 
 
 def test_parts_outlive_the_arena():

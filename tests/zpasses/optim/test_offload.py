@@ -488,6 +488,8 @@ def test_wrong_calls_are_refused():
     for name in ("device_bytes", "bucket_bytes", "host_bytes"):
         with pytest.raises(OptionError, match=name):
             zpasses.offload_optimizer(optimizer, **{name: "10%"})
+    with pytest.raises(OptionError, match="bucket_bytes: got '0B'; expected the bytes"):
+        zpasses.offload_optimizer(optimizer, bucket_bytes="0B")
     with pytest.raises(ZpassesError, match=r"expected a torch\.optim\.Optimizer"):
         zpasses.offload_optimizer(model)
     with pytest.raises(ZpassesError, match="differentiable"):

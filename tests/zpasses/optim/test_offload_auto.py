@@ -37,7 +37,7 @@ class Memory:
         peaks = weakref.WeakKeyDictionary({self.code: peak})
         patch.setattr(free_memory, "_peaks", peaks)
         patch.setattr(device_memory, "free_bytes", self.free_bytes)
-        patch.setattr(offload_budget, "own_free_bytes", lambda device: 1 << 30)  # of the host
+        patch.setattr(offload_budget, "available_host_bytes", lambda: 1 << 30)  # of the host
         patch.setenv("LOCAL_WORLD_SIZE", "1")
 
     def free_bytes(self, device):

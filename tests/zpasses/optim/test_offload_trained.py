@@ -26,6 +26,7 @@ from zpasses.graph.host_copies import (
 from zpasses.graph.queries import calls, collectives, returned_values
 from zpasses.graph.tags import tag_of
 from zpasses.optim import parameter_plan
+from zpasses.runtime import free_memory
 from zpasses.sdma.platform import register_platform
 from zpasses.sdma.saved_arenas import SavedArenas, gradients, host, like_on_host
 from zpasses.testing import capture_graphs, capture_ranks, fake_world
@@ -90,6 +91,22 @@ def test_host_memory_of_gradients_is_part_of_the_need(monkeypatch):
         with pytest.raises(MemoryBudgetError, match=r"need 24\.38 KiB .* Available: 24 KiB"):
             zpasses.offload_parameters(net, trained=True)
         assert parameter_plan(net).grad_bytes == 0
+
+
+def test_memory_of_gradients_is_kept_for_them(monkeypatch):
+    with fake_world(2) as mesh:
+        net = Net(layers=2)
+        zpasses.shard(net, mesh=mesh)
+        zpasses.offload_parameters(net, trained=True)
+        plan = parameter_plan(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        free = (plan.grad_bytes + (8 << 10)) * 2  # of two ranks
+        monkeypatch.setattr(device_memory, "free_bytes", lambda device: free)
+        monkeypatch.setattr(free_memory, "_pools", [gradients])
+        before = gradients.promised - gradients.reserved - plan.grad_bytes
+        monkeypatch.setattr(gradients, "reserved", gradients.reserved + before)
+        with pytest.raises(MemoryBudgetError, match=r"states .* Available: 8 KiB"):
+            zpasses.offload_optimizer(optimizer)
 
 
 def test_what_cannot_move_is_refused_by_name():
