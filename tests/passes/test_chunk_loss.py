@@ -39,7 +39,7 @@ class Model(nn.Module):
 
     def forward(self, tokens, labels):
         logits = self.head(self.proj(self.embed(tokens)).tanh())
-        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
 
 def batch(vocab=64, seq=6, seed=0):
@@ -50,10 +50,12 @@ def batch(vocab=64, seq=6, seed=0):
 
 
 def test_listing(capture_step, listing_snapshot):
+    """Of rows without a batch dimension, whose views differ between versions of torch."""
+    rows = [each.flatten() for each in batch(10)]
     for gradients, bodies in [("forward", ["rows_0"]), ("backward", ["rows_0", "rows_2"])]:
         step = capture_step(
             Model(vocab=10),
-            batch(10),
+            rows,
             world_size=2,
             pipeline=f"chunk-loss{{chunks=2,gradients={gradients}}}",
             shard=BF16,

@@ -7,6 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from zpasses.tools.cli.main import cli
+from zpasses.tools.programs import run_probed
+from zpasses.tools.tune import tune_run
 
 FAKE_PROGRAM = """
 import json, os, sys, time
@@ -93,10 +95,15 @@ def test_the_table_says_which_options_to_use(tune, speeds, advice):
     assert "as given" in result.stdout
 
 
-def test_plans_that_fail_or_do_not_fit_are_not_chosen(tune):
-    result = tune({"2MiB": None, "zero3-one-ahead": "hang"}, "--timeout", "6")
+def test_plans_that_fail_or_do_not_fit_are_not_chosen(tune, monkeypatch):
+    def run_with_time_to_start(command, request, folder, timeout_s):
+        hangs = "zero3-one-ahead" in (request.options or {}).values()
+        return run_probed(command, request, folder, timeout_s if hangs else 100 * timeout_s)
+
+    monkeypatch.setattr(tune_run, "run_probed", run_with_time_to_start)
+    result = tune({"2MiB": None, "zero3-one-ahead": "hang"}, "--timeout", "2")
     failures = [each["failure"] for each in json.loads(result.stdout)["plans"]]
-    assert failures == [None, "did not end within 6 s", None, "ended with status 1"]
+    assert failures == [None, "did not end within 2 s", None, "ended with status 1"]
     assert chosen(result) == {"memory_budget": "3MiB"}
     result = tune({"given": 300.0, "zero3-one-ahead": 200.0}, "--memory", "2MiB")
     assert names(result) == ["given", "zero3-one-ahead", "2MiB", "1MiB"]
