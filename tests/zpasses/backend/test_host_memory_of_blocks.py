@@ -80,7 +80,7 @@ def build(mesh, budget=None, host_memory="1GiB", **options):
 def plan():
     """The plan of the only step so far."""
     (found,) = block_schedule()._plans.values()
-    return found
+    return found.cost
 
 
 def train(model, steps=3):
@@ -354,7 +354,7 @@ def trained(case, budget=None):
         results, held = steps_of(
             model, torch.optim.AdamW(params, 0.01), case, evaluates=case.evaluates
         )
-        plans = list(block_schedule()._plans.values())
+        plans = [each.cost for each in block_schedule()._plans.values()]
     return results, held, plans
 
 

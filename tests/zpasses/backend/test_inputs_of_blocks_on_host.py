@@ -253,22 +253,6 @@ def test_bytes_that_something_else_holds_are_not_planned_to_fall():
         assert peak == most
 
 
-def test_the_plan_of_another_graph_of_a_block_moves_as_many_values(monkeypatch):
-    """A recompile for other lengths may save other values."""
-    moved = []
-    monkeypatch.setattr(saved_values, "block_schedule", lambda: mock.Mock(moved_by=lambda _: (2,)))
-    monkeypatch.setattr(
-        saved_values._ValuesOut,
-        "_move",
-        lambda self, call, values, planned, notes: moved.append(planned),
-    )
-    with FakeTensorMode():
-        values = [torch.zeros(4) for _ in range(3)]
-        for movable in ((1, 2), (1, 0)):
-            saved_values._ValuesOut(lambda args: values, movable, (), None)([])
-    assert moved == [(2,), (1,)]
-
-
 def test_a_call_that_begins_unobserved_says_nothing_of_the_call_before(monkeypatch):
     """What that one returned has been freed since, whoever held it."""
     noted = []
@@ -282,7 +266,7 @@ def test_a_call_that_begins_unobserved_says_nothing_of_the_call_before(monkeypat
         values = [torch.zeros(4)]
         for place, expected in (("before", 0), ("now", 2)):
             moves.returned = [[(freed, noted.append)] for _ in range(2)]
-            moves.expected = saved_values._Call(place, None)
+            moves._place = place
             for _ in range(2):
-                saved_values._ValuesOut(lambda args: values, (), (), None)([])
+                saved_values._ValuesOut(lambda args: values, "forward", (), (), None)([])
             assert len(noted) == expected
