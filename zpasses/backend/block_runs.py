@@ -283,8 +283,8 @@ def agreed_prefetch(
     elif not fits:
         log.warning(
             "memory_budget=%r: with the sizes of this step, its graphs hold %s on this rank, and "
-            "%s are allowed. Name the largest size in the first step, or take shorter or smaller "
-            "batches or a larger budget.",
+            "%s are allowed. Begin with a step of these sizes, which all ranks plan for, or take "
+            "shorter or smaller batches or a larger budget.",
             budget,
             format_size(chosen.peak_bytes),
             format_size(limit or 0),
