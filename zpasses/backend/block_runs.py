@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +33,9 @@ from zpasses.pipeline.events import runtime_note
 from zpasses.ranks.agree import exchange
 from zpasses.runtime.block_schedule import TURNING_POINT
 
-_GIB = float(1 << 30)
+log = logging.getLogger("zpasses")
 
+_GIB = float(1 << 30)
 
 _TURN_AFTER = 0.25
 """Share of a backward's compute that comes before its turning point, at least."""
@@ -210,9 +212,16 @@ class BlockStep:
         parsed = parse_budget(budget, "option 'memory_budget'")
         return parsed.limit_bytes(step_cost(self.runs, 0).peak_bytes)
 
-    def planned(self, limit_bytes: int | None) -> StepCost:
-        """Returns the fastest plan within a peak, or that which exceeds it least."""
-        return plan_prefetch(self.runs, limit_bytes, self.host_bytes)
+    def planned(self, limit_bytes: int | None, ahead: int | None = None) -> StepCost:
+        """Returns the fastest plan within a peak, or that which exceeds it least.
+
+        Args:
+            ahead: for how many graphs ahead gathers start; None chooses it.
+        """
+        if ahead is None:
+            return plan_prefetch(self.runs, limit_bytes, self.host_bytes)
+        moves = moves_in_order(self.runs, self.host_bytes)
+        return plan_moves(self.runs, ahead, limit_bytes, moves)
 
     def too_little_memory(self, budget: str, limit_bytes: int) -> str:
         """Returns why no number of graphs ahead fits a budget."""
@@ -236,6 +245,7 @@ def agreed_prefetch(
     free_bytes: int | None,
     groups: Sequence[str],
     timeout_s: float,
+    agreed: int | None = None,
 ) -> StepCost:
     """Plans for how many graphs ahead gathers start, and which values rest on the host.
 
@@ -248,6 +258,8 @@ def agreed_prefetch(
         free_bytes: what the budget "auto" stands for.
         groups: process groups of the ranks.
         timeout_s: seconds to wait for other ranks.
+        agreed: the number that ranks took for these graphs before, if the graphs of this rank are
+            for other sizes now. No rank is asked, and a step that does not fit is only warned of.
 
     Raises:
         MemoryBudgetError: on all ranks, if the step of one of them does not fit the budget.
@@ -257,17 +269,26 @@ def agreed_prefetch(
         limit = free_bytes
     elif budget is not None:
         limit = step.limit_bytes(budget)
-    chosen = step.planned(limit)
+    chosen = step.planned(limit, agreed)
     fits = limit is None or chosen.peak_bytes <= limit
-    ahead = chosen.ahead if fits else -1
-    for group in groups:
-        question = "for how many graphs ahead gathers start"
-        ahead = exchange(group, question, ahead, timeout_s, merge=min)
-    if ahead < 0:
-        raise MemoryBudgetError(step.too_little_memory(str(budget), limit or 0))
-    if ahead < chosen.ahead:
-        moves = moves_in_order(step.runs, step.host_bytes)
-        chosen = plan_moves(step.runs, ahead, limit, moves)
+    if agreed is None:
+        ahead = chosen.ahead if fits else -1
+        for group in groups:
+            question = "for how many graphs ahead gathers start"
+            ahead = exchange(group, question, ahead, timeout_s, merge=min)
+        if ahead < 0:
+            raise MemoryBudgetError(step.too_little_memory(str(budget), limit or 0))
+        if ahead < chosen.ahead:
+            chosen = step.planned(limit, ahead)
+    elif not fits:
+        log.warning(
+            "memory_budget=%r: with the sizes of this step, its graphs hold %s on this rank, and "
+            "%s are allowed. Begin with a step of these sizes, which all ranks plan for, or take "
+            "shorter or smaller batches or a larger budget.",
+            budget,
+            format_size(chosen.peak_bytes),
+            format_size(limit or 0),
+        )
     runtime_note("prefetch", _note(step.runs, chosen, limit))
     return chosen
 

@@ -135,9 +135,10 @@ def forward_code(job: CompileJob, template: Template, facts: ForwardFacts) -> Co
     """Returns the code of a forward or inference graph whose collectives ranks agreed on."""
     code, fake = _forward_code(job, template, facts), job.captured.is_fake
     note_planned_peak(code, facts.peak_bytes)
-    if facts.kind == "forward" and job.options.prefetch and (job.host_bytes or fake):
+    if job.options.prefetch and (job.host_bytes or fake):
         arenas = None if fake else SavedArenas(job.host_bytes)
-        code = boxed(with_values_out(code, facts.movable, facts.returned_inputs, arenas))
+        places = facts.movable, facts.returned_inputs
+        code = boxed(with_values_out(code, facts.kind, *places, arenas))
     if facts.host is None:
         return code
     return boxed(with_arenas(code, facts.host, SavedArenas(job.host_bytes), job.report))
@@ -363,7 +364,12 @@ def _checked(
     if hoisted is not None:
         # Ranks that start gathers elsewhere start collectives in another order.
         movable = job.decided.movable if kind == "forward" else ()
-        cost = graph_cost(hoisted, kind, job.target, movable)
+
+        def described(sizes: Mapping[Any, int]) -> GraphRun:
+            with job.planning(), compat.planned_for(sizes):
+                return graph_cost(hoisted, kind, job.target, movable)
+
+        cost = described({})
         leaves = f"{hoisted.summary()}, {job.options.prefetch} ahead"
         ordered, shown = turn_order(hoisted), turn_text(hoisted, cost)
         events = {
@@ -380,9 +386,10 @@ def _checked(
         surroundings = Surroundings(
             job.order,
             None if options.prefetch == "auto" else options.prefetch,
-            lambda runs: _plan_prefetch(job, runs, sorted(events)),
+            lambda runs, ahead: _plan_prefetch(job, runs, ahead, sorted(events)),
             limits,
             lambda gm: _part(job, gm, names, kind, _ended(hoisted, gm, encoded)),
+            described,
         )
         communicated = [event.digest for event in events.values()] or [job.name]
         digests = " ".join([kind, *communicated])
@@ -427,12 +434,14 @@ def _part(
     return with_part_range(code, names, collective_names(gm.graph), job.name, kind)
 
 
-def _plan_prefetch(job: CompileJob, runs: Sequence[GraphRun], groups: Sequence[str]) -> StepCost:
+def _plan_prefetch(
+    job: CompileJob, runs: Sequence[GraphRun], ahead: int | None, groups: Sequence[str]
+) -> StepCost:
     options, step = job.options, BlockStep(runs, job.options.zero_stage, job.host_bytes)
     job.listeners.send(step)
     with job.listeners.report_errors("prefetch"):
         chosen = agreed_prefetch(
-            step, options.memory_budget, job.free_bytes, groups, options.agreement_timeout_s
+            step, options.memory_budget, job.free_bytes, groups, options.agreement_timeout_s, ahead
         )
     note_planned_peak(job.captured.gm, chosen.peak_bytes - chosen.residual_bytes)
     return chosen

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -71,9 +73,24 @@ _upper_ends: weakref.WeakKeyDictionary[ShapeEnv, dict[Any, int | None]] = (
 )
 
 
+_planned: contextvars.ContextVar[dict[Any, int] | None]
+_planned = contextvars.ContextVar("planned", default=None)
+
+
+@contextlib.contextmanager
+def planned_for(known: Mapping[Any, int]) -> Iterator[None]:
+    """Context manager in which these are the dynamic sizes to plan for, and not their hints."""
+    token = _planned.set(dict(known))
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
 def planned_size(size: Any) -> int:
     """Returns a size as an integer to plan for: the largest that a dynamic size may become, if its
-    range has an end (`torch._dynamo.mark_dynamic(x, dim, max=...)`), else its hint.
+    range has an end (`torch._dynamo.mark_dynamic(x, dim, max=...)`), else as `planned_for` says,
+    else its hint.
     """
     if isinstance(size, int):
         return size
@@ -87,7 +104,11 @@ def planned_size(size: Any) -> int:
         # Dynamo's default range ends at the largest index of a tensor.
         bounded = getattr(upper, "is_Integer", False) and int(upper) < 1 << 48
         known[node.expr] = int(upper) if bounded else None
-    found = known[node.expr]
+    found, sizes = known[node.expr], _planned.get()
+    if found is None and sizes:
+        if node.expr not in sizes and symbols_of(node.expr) <= sizes.keys():
+            sizes[node.expr] = evaluated(node.expr, sizes)
+        found = sizes.get(node.expr)
     return size_hint(size) if found is None else found
 
 

@@ -115,21 +115,43 @@ class HostNeed:
 
     values: Mapping[Any, int]
     """Bytes of a value -> number of values. Bytes are an expression where sizes are dynamic."""
-    symbols: Mapping[Any, tuple[int, int | None]]
-    """Dynamic size -> an input that has it, and which of its dimensions; None if the input is the
-    size."""
+    symbols: Mapping[Any, SizePlace]
+    """Where each dynamic size is found."""
     device: torch.device
     """The device from which they leave."""
 
     def nbytes(self, inputs: Sequence[Any]) -> int:
         """Returns the bytes of all values, each `aligned`, for the inputs of a run."""
-        known = {
-            symbol: int(inputs[at] if dim is None else inputs[at].shape[dim])
-            for symbol, (at, dim) in self.symbols.items()
-        }
+        known = sizes_of(inputs, self.symbols)
         return sum(
             count * aligned(compat.evaluated(size, known)) for size, count in self.values.items()
         )
+
+
+SizePlace = tuple[int, int | None]
+"""An input that has a dynamic size, and which of its dimensions; None if the input is the size."""
+
+
+def size_places(graph: fx.Graph) -> dict[Any, SizePlace]:
+    """Returns where each dynamic size is found among the inputs of a run of a graph."""
+    found: dict[Any, SizePlace] = {}
+    for at, node in enumerate(graph.find_nodes(op="placeholder")):
+        value = value_of(node)
+        named = enumerate(value.shape) if isinstance(value, Tensor) else [(None, value)]
+        for dim, size in named:
+            if isinstance(size, torch.SymInt):
+                symbol = compat.expression(size)
+                if compat.symbols_of(symbol) == {symbol}:
+                    found.setdefault(symbol, (at, dim))
+    return found
+
+
+def sizes_of(inputs: Sequence[Any], places: Mapping[Any, SizePlace]) -> dict[Any, int]:
+    """Returns the dynamic sizes of a run."""
+    return {
+        symbol: int(inputs[at] if dim is None else inputs[at].shape[dim])
+        for symbol, (at, dim) in places.items()
+    }
 
 
 def aligned(size: int) -> int:
@@ -150,15 +172,8 @@ def host_need(graph: fx.Graph) -> HostNeed | None:
         compat.expression(each.numel() * each.element_size())  # not `nbytes`: of this run
         for each in sources
     )
-    found: dict[Any, tuple[int, int | None]] = {}
-    inputs = [value_of(node) for node in graph.nodes if node.op == "placeholder"]
-    for at, value in enumerate(inputs):
-        named = enumerate(value.shape) if isinstance(value, Tensor) else [(None, value)]
-        for dim, size in named:
-            if isinstance(size, torch.SymInt):
-                found.setdefault(compat.expression(size), (at, dim))
     needed = {symbol for size in sizes for symbol in compat.symbols_of(size)}
-    symbols = {symbol: each for symbol, each in found.items() if symbol in needed}
+    symbols = {symbol: at for symbol, at in size_places(graph).items() if symbol in needed}
     return HostNeed(dict(sizes), symbols, sources[0].device)
 
 

@@ -58,6 +58,17 @@ class RunKey:
     graph: str
     params: object
     is_backward: bool
+    text: str = field(default="", compare=False)
+    """For notes: " with parameters 'layers.0.weight' to 'layers.0.bias'"."""
+
+
+class Forward(NamedTuple):
+    """A forward of this rank. Other ranks may run one for other lengths."""
+
+    params: object
+    """As in its `RunKey`."""
+    graph: int
+    """From `BlockSchedule.number_of`."""
 
 
 @dataclass
@@ -187,11 +198,25 @@ class _Ran(NamedTuple):
     """One run of a graph."""
 
     number: int
+    """Of its key."""
     saves: bool
     """Whether what it saves stays in memory. A checkpoint drops it, and runs the graph again in
     backward."""
     moves: bool
     """Whether what it saves may rest on the host."""
+    graph: int
+    """Number of the graph on this rank. All else is equal on all ranks."""
+
+
+class _Plan(NamedTuple):
+    cost: StepCost
+    moved: dict[Forward, tuple[int, ...]]
+    """Positions of the values that each forward moves to the host."""
+
+
+PlanStep = Callable[[Sequence[GraphRun], int | None], StepCost]
+"""Plans a step of graphs, for which ranks have agreed for how many graphs ahead gathers start. If
+that is None, it asks them."""
 
 
 class InputSeen(NamedTuple):
@@ -208,7 +233,8 @@ class BlockSchedule:
 
     def __init__(self) -> None:
         self._numbers: dict[RunKey, int] = {}
-        self._params: set[object] = set()
+        self._forwards: dict[object, Forward] = {}
+        """Parameters -> the last forward with them."""
         self._starters: dict[int, Starter] = {}
         self._is_backward: dict[int, bool] = {}
         self._history: tuple[int, ...] = ()
@@ -217,22 +243,22 @@ class BlockSchedule:
         self._successors: dict[tuple[int, ...], tuple[int, bool]] = {}
         """The last graphs -> the next one, and whether parameters stay the same until then."""
         self._in_flight: dict[int, Gathered] = {}
-        self._runs: dict[int, GraphRun] = {}
+        self._graphs: list[GraphRun] = []
+        self._graph_numbers: dict[GraphRun, int] = {}
         self._step: list[_Ran] = []
         """Graphs since the last step's backward."""
-        self._plans: dict[tuple[_Ran, ...], StepCost] = {}
-        """Graphs of a step -> its plan."""
-        self._positions: dict[tuple[_Ran, ...], list[tuple[int, ...]]] = {}
-        """Graphs of a step -> positions of the values that each moves to the host."""
+        self._agreed: dict[tuple[object, ...], int] = {}
+        """Graphs of a step, as all ranks know them -> for how many graphs ahead gathers start."""
+        self._plans: dict[tuple[_Ran, ...], _Plan] = {}
+        """Graphs of a step of this rank -> its plan."""
         self._planned = 1
         """For how many graphs ahead gathers of the last step start."""
-        self._moved: dict[object, tuple[int, ...]] = {}
-        """Parameters of a forward -> positions of the values that it moves to the host."""
-        self._inputs: dict[tuple[object, int], InputSeen] = {}
-        """Parameters of a forward, and number of an input that it saves -> what is known of it."""
-        self._dropped: dict[tuple[object, int], bool] = {}
-        """Parameters of a forward, and position of an output -> whether code between the graphs
-        drops it."""
+        self._moved: dict[Forward, tuple[int, ...]] = {}
+        """Positions of the values that each forward moves to the host, by the last plan with it."""
+        self._inputs: dict[tuple[Forward, int], InputSeen] = {}
+        """A forward, and number of an input that it saves -> what is known of it."""
+        self._dropped: dict[tuple[Forward, int], bool] = {}
+        """A forward, and position of an output -> whether code between the graphs drops it."""
         self._planning: weakref.ref[EngineRun] | None = None
         self._put_off = 0
         """For how many graphs gathers start at the turning point of the backward that runs."""
@@ -252,46 +278,52 @@ class BlockSchedule:
         """
         return self._planned
 
-    def moved_by(self, params: object) -> tuple[int, ...] | None:
-        """Which of the values that a forward saves rest on the host until its backward: positions
-        among its outputs. None if no plan says so, as until the first step has ended.
+    def forward_of(self, params: object) -> Forward | None:
+        """Returns the last forward with these parameters; None if none takes part in the schedule.
 
         Args:
             params: as in its `RunKey`.
         """
-        return self._moved.get(params)
+        return self._forwards.get(params)
 
-    def knows(self, params: object) -> bool:
-        """Whether a graph with these parameters takes part in the schedule."""
+    def moved_by(self, forward: Forward | None) -> tuple[int, ...] | None:
+        """Which of the values that a forward saves rest on the host until its backward: positions
+        among its outputs. None if no plan says so, as until its first step has ended.
+        """
+        return self._moved.get(forward) if forward is not None else None
+
+    def number_of(self, graph: GraphRun) -> int:
+        """Returns the number of a graph of this rank. Graphs that take the same have the same."""
         with self._lock:
-            return params in self._params
+            number = self._graph_numbers.setdefault(graph, len(self._graphs))
+            if number == len(self._graphs):
+                self._graphs.append(graph)
+            return number
 
-    def note_input(self, params: object, number: int, freed: bool, *, counted: bool) -> None:
+    def note_input(self, forward: Forward, number: int, freed: bool, *, counted: bool) -> None:
         """An input that a forward saves has moved to the host.
 
         Args:
-            params: as in its `RunKey`.
             number: of the input, among those that may move.
             freed: whether its memory on the device was freed. Else something else holds it.
             counted: whether it is part of what another forward saves.
         """
         with self._lock:
-            before = self._inputs.get((params, number), InputSeen(True, True))
-            self._inputs[params, number] = InputSeen(
+            before = self._inputs.get((forward, number), InputSeen(True, True))
+            self._inputs[forward, number] = InputSeen(
                 before.freed and freed, before.counted and counted
             )
 
-    def note_returned(self, params: object, at: int, dropped: bool) -> None:
+    def note_returned(self, forward: Forward, at: int, dropped: bool) -> None:
         """Two forwards after it, what a forward returned may have been freed.
 
         Args:
-            params: as in its `RunKey`.
             at: position among its outputs.
             dropped: whether it was freed, and not because it moved to the host.
         """
         with self._lock:
-            before = self._dropped.get((params, at), True)
-            self._dropped[params, at] = before and dropped
+            before = self._dropped.get((forward, at), True)
+            self._dropped[forward, at] = before and dropped
 
     # --- gathers ----------------------------------------------------------------------------------
     def begin(
@@ -299,7 +331,7 @@ class BlockSchedule:
         key: RunKey,
         starter: Starter | None,
         ahead: int,
-        run: Callable[[], GraphRun],
+        graph: int,
         *,
         at_turn: bool = False,
     ) -> Gathered | None:
@@ -308,7 +340,7 @@ class BlockSchedule:
         Args:
             starter: starts its gathers; None if it has none.
             ahead: for how many graphs after it gathers start.
-            run: describes it, for the plan of the step.
+            graph: from `number_of`, for the plan of the step.
             at_turn: start them at its turning point, and not now.
 
         Returns:
@@ -318,10 +350,9 @@ class BlockSchedule:
             self._drop_failed()
             number = self._numbers.setdefault(key, len(self._numbers))
             self._is_backward[number] = key.is_backward
-            self._params.add(key.params)
-            if number not in self._runs:
-                self._runs[number] = run()
-            self._record(number)
+            if self._graphs[graph].returned:
+                self._forwards[key.params] = Forward(key.params, graph)
+            self._record(number, graph)
             gathered = self._in_flight.pop(number, None)
             if gathered is not None and (starter is None or not starter.is_fresh(gathered)):
                 self._drop(gathered)
@@ -341,14 +372,14 @@ class BlockSchedule:
                 if not self._is_backward[number]:
                     self._drop(self._in_flight.pop(number))
 
-    def _record(self, number: int) -> None:
+    def _record(self, number: int, graph: int) -> None:
         token = _place()
         history, before = self._history, self._token
         if not compat.in_backward() and history and self._is_backward[history[-1]]:
             self._step.clear()
         if len(self._step) < _MAX_STEP:
             moves = values_may_move()
-            self._step.append(_Ran(number, moves or compat.in_backward(), moves))
+            self._step.append(_Ran(number, moves or compat.in_backward(), moves, graph))
         if history:
             was_backward = self._is_backward[history[-1]]
             if self._is_backward[number] and not was_backward:
@@ -394,52 +425,58 @@ class BlockSchedule:
         self.dropped += 1
 
     # --- plans ------------------------------------------------------------------------------------
-    def plan_at_end(self, plan: Callable[[Sequence[GraphRun]], StepCost]) -> None:
-        """Called in a backward: plan the step when its backward ends, if its graphs are new.
-
-        Args:
-            plan: returns the plan of a step, with the same number of graphs ahead on all ranks.
-        """
+    def plan_at_end(self, plan: PlanStep) -> None:
+        """Called in a backward: plan the step when its backward ends, if its graphs are new."""
         run = EngineRun.current()
         if self._planning is None or self._planning() is not run:
             self._planning = weakref.ref(run)
             run.at_end(lambda: self._plan(plan))
 
-    def _plan(self, plan: Callable[[Sequence[GraphRun]], StepCost]) -> None:
+    def _plan(self, plan: PlanStep) -> None:
         if compat.in_backward():  # the end of a run inside of another one, as of a checkpoint
             return
         step = tuple(self._step)
-        if step not in self._plans:
+        # Whether other ranks are asked depends only on what all of them know.
+        agreed = tuple((each.number, each.saves, each.moves) for each in step)
+        ahead = self._agreed.get(agreed)
+        if ahead is None or step not in self._plans:
+            found = self._new_plan(step, plan, ahead)
+            if ahead is None and len(self._agreed) >= _MAX_PLANS:
+                self._agreed.clear()
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-                self._moved.clear()
-                self._positions.clear()
-            keys = {number: key for key, number in self._numbers.items()}
-            kinds = {each: self._described(each, keys[each.number]) for each in {*step}}
-            runs = [kinds[each] for each in step]  # a graph that runs again is one object
-            chosen = self._plans[step] = plan(runs)
-            self._positions[step] = [
-                tuple(value.at for value in run.movable[:count])
-                for run, count in zip(runs, chosen.moved or [0] * len(step), strict=True)
-            ]
-        self._planned = self._plans[step].ahead
-        params = {number: key.params for key, number in self._numbers.items()}
-        for each, moved in zip(step, self._positions[step], strict=True):
-            if each.moves and self._runs[each.number].movable:
-                self._moved[params[each.number]] = moved
+            self._agreed[agreed], self._plans[step] = found.cost.ahead, found
+        self._planned = self._plans[step].cost.ahead
+        self._moved.update(self._plans[step].moved)
+
+    def _new_plan(self, step: Sequence[_Ran], plan: PlanStep, ahead: int | None) -> _Plan:
+        keys = list(self._numbers)
+        kinds = {each: self._described(each, keys[each.number]) for each in {*step}}
+        runs = [kinds[each] for each in step]  # a graph that runs again is one object
+        chosen = plan(runs, ahead)
+        moved = {
+            Forward(keys[each.number].params, each.graph): tuple(
+                value.at for value in run.movable[:count]
+            )
+            for each, run, count in zip(step, runs, chosen.moved or [0] * len(step), strict=True)
+            if each.moves and self._graphs[each.graph].movable
+        }
+        return _Plan(chosen, moved)
 
     def _described(self, ran: _Ran, key: RunKey) -> GraphRun:
-        run = self._runs[ran.number]
+        run = self._graphs[ran.graph]
+        run = replace(run, name=f"{run.name}{key.text}")
         if run.is_backward:
             return run
         if not ran.moves:
             return replace(run, movable=(), saved_bytes=run.saved_bytes if ran.saves else 0)
-        dropped = [size for at, size in run.returned if self._dropped.get((key.params, at))]
+        forward = Forward(key.params, ran.graph)
+        dropped = [size for at, size in run.returned if self._dropped.get((forward, at))]
         run = replace(run, dropped_bytes=sum(dropped)) if dropped else run
         inputs = [each for each in run.movable if each.is_input]
         if not inputs:
             return run
-        seen = {each: self._seen(key, number) for number, each in enumerate(inputs)}
+        seen = {each: self._seen(forward, number) for number, each in enumerate(inputs)}
         freed = [each for each, known in seen.items() if known is not None and known.freed]
         uncounted = [each.nbytes for each in freed if (known := seen[each]) and not known.counted]
         return replace(
@@ -449,15 +486,14 @@ class BlockSchedule:
             held_bytes=sum(each.nbytes for each in inputs if seen[each] and each not in freed),
         )
 
-    def _seen(self, key: RunKey, number: int) -> InputSeen | None:
+    def _seen(self, forward: Forward, number: int) -> InputSeen | None:
         """What is known of an input. If it did not move, for lack of memory on the host, it is as
         that of the last equal graph.
         """
-        found = self._inputs.get((key.params, number))
-        for other in reversed(self._inputs) if found is None else ():
-            params, its_number = other
-            if its_number == number and replace(key, params=params) in self._numbers:
-                return self._inputs[other]
+        found = self._inputs.get((forward, number))
+        for (params, graph), its_number in reversed(self._inputs) if found is None else ():
+            if (graph, its_number) == (forward.graph, number):
+                return self._inputs[Forward(params, graph), number]
         return found
 
     # --- reductions -------------------------------------------------------------------------------

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.plan.prefetch import GraphRun, StepCost
+from zpasses.cost.plan.prefetch import GraphRun
 from zpasses.graph.hoisting import HoistedGraph
+from zpasses.graph.host_copies import size_places, sizes_of
 from zpasses.runtime.block_schedule import (
     Gathered,
+    PlanStep,
     Reducing,
     RunKey,
     Starter,
@@ -29,6 +31,9 @@ from zpasses.runtime.param_conversion import (
 
 _Code = Callable[[list[Any]], Any]
 
+_MOST_SIZES = 16
+"""Sizes of one graph that are planned apart."""
+
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -38,12 +43,13 @@ class Surroundings:
     """Name of a sharded input -> its position among the sharded inputs of the call."""
     ahead: int | None
     """For how many graphs after this one gathers start; None plans it."""
-    plan: Callable[[Sequence[GraphRun]], StepCost]
-    """As in `BlockSchedule.plan_at_end`."""
+    plan: PlanStep
     limits: Callable[[], AbstractContextManager[None]]
     """Context in which collectives give up in time."""
     part: Callable[[fx.GraphModule], _Code]
     """Returns code of a part of the graph."""
+    described: Callable[[Mapping[Any, int]], GraphRun]
+    """Returns what the graph takes with certain dynamic sizes."""
 
 
 class HoistedCode:
@@ -68,9 +74,15 @@ class HoistedCode:
         cost: GraphRun,
         surroundings: Surroundings,
     ) -> None:
-        self._graph, self._body, self._name, self._cost = graph, body, name, cost
+        self._graph, self._body, self._name = graph, body, name
+        self._is_backward = cost.is_backward
         self._ahead, self._plan = surroundings.ahead, surroundings.plan
         self._limits, self._schedule = surroundings.limits, block_schedule()
+        self._described, self._places = surroundings.described, size_places(graph.body.graph)
+        self._costs: list[tuple[Mapping[Any, int], GraphRun, int]] = []
+        """What the graph takes with certain sizes, and its number for the schedule."""
+        if not self._places:
+            self._costs.append(({}, cost, self._schedule.number_of(cost)))
         order, part = surroundings.order, surroundings.part
         gathers, reductions = graph.gathers, graph.reductions
         if gathers is not None:
@@ -84,20 +96,35 @@ class HoistedCode:
     def __call__(self, args: list[Any]) -> Any:
         params = self._params()
         distance = self._schedule.planned if self._ahead is None else self._ahead
-        if self._ahead is None and self._cost.is_backward:
+        if self._ahead is None and self._is_backward:
             self._schedule.plan_at_end(self._plan)
-        self._add_gathered(args, params, distance)
+        self._add_gathered(args, params, distance, *self._cost_of(args))
         values = self._body(args)
         return values if self._graph.reductions is None else self._reduce(values, params, distance)
 
+    def _cost_of(self, args: Sequence[Any]) -> tuple[GraphRun, int]:
+        """Returns what a run takes, or a larger one before, and the number of that."""
+        sizes = sizes_of(args, self._places)
+        for known, cost, number in self._costs:
+            if all(size <= known[symbol] for symbol, size in sizes.items()):
+                return cost, number
+        if len(self._costs) >= _MOST_SIZES:
+            for known, *_ in self._costs:
+                sizes = {symbol: max(size, known[symbol]) for symbol, size in sizes.items()}
+        cost = self._described(sizes)
+        self._costs.append((sizes, cost, self._schedule.number_of(cost)))
+        return self._costs[-1][1:]
+
     def _params(self) -> Sequence[Any]:
         """The sharded parameters of the call."""
-        if not self._cost.is_backward:
+        if not self._is_backward:
             return current_params()
         source = local_shards_node()
         return source.zpasses_params if source is not None else ()
 
-    def _add_gathered(self, args: list[Any], params: Sequence[Any], distance: int) -> None:
+    def _add_gathered(
+        self, args: list[Any], params: Sequence[Any], distance: int, cost: GraphRun, number: int
+    ) -> None:
         """Add the gathered tensors to the inputs, and start the gathers of the next graphs."""
         call, starter, gathers = current_call(), None, self._graph.gathers
         if gathers is not None and params:
@@ -105,11 +132,11 @@ class HoistedCode:
             starter = Starter(self._start_gathers, gathers.in_flight, own)
         of = f" with {call.text}" if call is not None else ""
         gathered = self._schedule.begin(
-            RunKey(self._name, whose_call(params), self._cost.is_backward),
+            RunKey(self._name, whose_call(params), self._is_backward, of),
             starter,
             distance,
-            lambda: replace(self._cost, name=f"{self._cost.name}{of}"),
-            at_turn=self._cost.gathers_at_turn,
+            number,
+            at_turn=cost.gathers_at_turn,
         )
         if gathers is not None and not params:
             # No parameter of the call is trained, so no autograd node knows them.

@@ -37,7 +37,7 @@ from zpasses.graph.host_copies import (
     aligned,
     fills_its_storage,
 )
-from zpasses.runtime.block_schedule import block_schedule, place_of_call, values_may_move
+from zpasses.runtime.block_schedule import Forward, block_schedule, place_of_call, values_may_move
 from zpasses.runtime.param_conversion import current_params, whose_call
 from zpasses.sdma.host_memory import result_of
 from zpasses.sdma.saved_arenas import SavedArenas
@@ -180,6 +180,8 @@ class _Moves:
         self.returned: list[list[_Returned]] = []
         """What each of the last two forwards returned."""
         self._known: dict[int, _Memory] = {}
+        self._place: object = None
+        """The call of the model that the last forward belongs to."""
         self.expected: _Call | None = None
         """The forward whose backward comes next, as far as it is known."""
         self.lock = threading.RLock()  # backwards of accelerators run in threads of their own
@@ -192,13 +194,24 @@ class _Moves:
             found = self._known[key] = _Memory(compat.storage_freed_check(value))
         return found
 
-    def note_returned(self) -> None:
-        """The forward after the next one of some forward has run: note what it returned and was
-        freed, although no other forward saves it.
+    def begin_forward(self, place: object) -> list[_Returned]:
+        """A forward has run. Note what the last but one before it returned and was freed, although
+        no other forward saves it.
+
+        Args:
+            place: the call of the model that it belongs to.
+
+        Returns:
+            A list for what it returned.
         """
+        if place is None or place != self._place:
+            self.forget()  # what another call of the model returned is freed by now
+        self._place = place
         if len(self.returned) == _NEXT_BUT_ONE:
             for memory, note in self.returned.pop(0):
                 note(memory.is_freed() and memory.saved_by is None)
+        self.returned.append([])
+        return self.returned[-1]
 
     def forget(self) -> None:
         """The call of the model has ended."""
@@ -221,10 +234,11 @@ def end_copies_out(*, observed: bool = True) -> None:
 
 
 class _ValuesOut:
-    """Code of a forward graph that moves to the host what its plan says: everything until there is
-    a plan. What finds no memory there stays.
+    """Code of a forward or inference graph. It moves to the host what its plan says: everything
+    until there is a plan. What finds no memory there stays.
 
     Args:
+        kind: "forward" or "inference", which saves nothing.
         movable: positions of the outputs that may rest there, in the order in which they are
             chosen.
         inputs: positions of the outputs that are inputs.
@@ -234,64 +248,58 @@ class _ValuesOut:
     def __init__(
         self,
         code: _Code,
+        kind: str,
         movable: Sequence[int],
         inputs: Sequence[int],
         arenas: SavedArenas | None,
     ) -> None:
         self._code, self._movable, self._inputs = code, movable, frozenset(inputs)
-        self._arenas, self._had_plan = arenas, False
+        self._kind, self._arenas, self._had_plan = kind, arenas, False
 
     def __call__(self, args: list[Any]) -> Any:
         values = self._code(args)
         fake = any(isinstance(each, compat.FakeTensor) for each in values)
         if compat.in_backward() or fake != (self._arenas is None):
             return values
-        values = list(values)
         with _moves.lock:
             end_copies_out()
-            call = _moves.expected = _Call(place_of_call(), _moves.expected)
-            if call.before is None:
-                _moves.forget()  # what another call of the model returned is freed by now
-            params = whose_call(current_params())
-            planned = block_schedule().moved_by(params)
-            if planned is not None and not {*self._movable}.issuperset(planned):
-                # The plan is that of another graph of this block, such as for other lengths.
-                planned = tuple(self._movable[: len(planned)])
+            place = place_of_call()
+            returned = _moves.begin_forward(place)
+            if self._kind == "inference":
+                return values
+            values = list(values)
+            call = _moves.expected = _Call(place, _moves.expected)
+            forward = block_schedule().forward_of(whose_call(current_params()))
+            planned = block_schedule().moved_by(forward)
             if planned is not None and not self._had_plan and self._arenas is not None:
                 self._arenas.release()  # those that hold everything
             self._had_plan = planned is not None
+            notes: Mapping[int, Callable[[bool], None]] = {}
+            if forward is not None and values_may_move():
+                notes = self._observed(values, forward, returned)
             if planned is not None:
-                notes: Mapping[int, Callable[[bool], None]] = dict.fromkeys(
-                    self._inputs, _warn_if_held
-                )
-            elif values_may_move() and block_schedule().knows(params):
-                notes = self._observed(values, params)
-            else:
-                notes = {}
-                _moves.note_returned()
-                _moves.returned.append([])  # it counts as a forward after others
+                notes = dict.fromkeys(notes, _warn_if_held)
             self._move(call, values, planned, notes)
         return values
 
-    def _observed(self, values: Sequence[Any], params: object) -> dict[int, Callable[[bool], None]]:
+    def _observed(
+        self, values: Sequence[Any], forward: Forward, returned: list[_Returned]
+    ) -> dict[int, Callable[[bool], None]]:
         """Notes what becomes of what forwards returned, and returns for each input what notes
         whether the device has freed it.
         """
         schedule = block_schedule()
-        _moves.note_returned()
-        returned: list[_Returned] = []
         for at, value in enumerate(values):
             if isinstance(value, Tensor) and at not in self._inputs and at not in self._movable:
                 memory = _moves.memory_of(value)
                 memory.is_counted = True
-                note = functools.partial(schedule.note_returned, params, at)
+                note = functools.partial(schedule.note_returned, forward, at)
                 returned.append((memory, note))
-        _moves.returned.append(returned)
         notes: dict[int, Callable[[bool], None]] = {}
         for number, at in enumerate(each for each in self._movable if each in self._inputs):
             memory = _moves.memory_of(values[at])
             counted = memory.is_counted
-            note = functools.partial(schedule.note_input, params, number, counted=counted)
+            note = functools.partial(schedule.note_input, forward, number, counted=counted)
             if memory.saved_by is not None:  # as long as one of both does not move it, it stays
                 memory.saved_by(False)
                 note(False)
@@ -325,10 +333,14 @@ class _ValuesOut:
 
 
 def with_values_out(
-    code: _Code, movable: Sequence[int], inputs: Sequence[int], arenas: SavedArenas | None
+    code: _Code,
+    kind: str,
+    movable: Sequence[int],
+    inputs: Sequence[int],
+    arenas: SavedArenas | None,
 ) -> _Code:
     """Returns the code of a forward graph that moves values to the host; see `_ValuesOut`."""
-    return _ValuesOut(code, movable, inputs, arenas)
+    return _ValuesOut(code, kind, movable, inputs, arenas)
 
 
 @functools.cache

@@ -80,7 +80,7 @@ def build(mesh, budget=None, host_memory="1GiB", **options):
 def plan():
     """The plan of the only step so far."""
     (found,) = block_schedule()._plans.values()
-    return found
+    return found.cost
 
 
 def train(model, steps=3):
@@ -296,6 +296,20 @@ def said_by_zpasses(caplog):
     ]
 
 
+def test_each_length_that_a_graph_runs_with_is_planned(mesh):
+    """The second length is compiled with dynamic sizes, and the third run takes that code."""
+    with own_block_schedule():
+        model, held = build(mesh, "6.5MiB", **EAGER), []
+        for number, rows in enumerate((ROWS, ROWS // 2, ROWS, ROWS // 2)):
+            loss = model(batch(number, rows))
+            held.append(host.live)
+            loss.backward()
+        peaks = {each.cost.peak_bytes for each in block_schedule()._plans.values()}
+    everything = LAYERS * (ONE + INPUT)
+    assert held == [everything, everything // 2, MOVED, 0]
+    assert max(peaks) <= 6.5 * (1 << 20)
+
+
 @pytest.mark.slow(quick="test_host_memory_bounds_what_a_plan_moves")
 def test_forwards_for_which_the_host_has_no_room_keep_their_values(mesh, lean, caplog):
     saved_values._warn.cache_clear()
@@ -354,7 +368,7 @@ def trained(case, budget=None):
         results, held = steps_of(
             model, torch.optim.AdamW(params, 0.01), case, evaluates=case.evaluates
         )
-        plans = list(block_schedule()._plans.values())
+        plans = [each.cost for each in block_schedule()._plans.values()]
     return results, held, plans
 
 
@@ -403,6 +417,43 @@ def test_measured_bytes_of_the_device_fall_by_what_the_plan_says(options):
         assert_same(results, expected)
         assert most - peak == pytest.approx(whole.peak_bytes - found.peak_bytes, rel=0.02)
         assert found.host_bytes > 0
+
+
+@pytest.mark.slow(quick="test_each_length_that_a_graph_runs_with_is_planned")
+@pytest.mark.inductor
+@on_ranks(2, timeout_s=600)
+def test_steps_of_each_length_hold_what_their_plan_says():
+    """Ranks have other lengths in the same step, and code for each that they compile at once."""
+    lengths = [ROWS // 2, ROWS][:: 1 - 2 * dist.get_rank()]
+
+    def run(budget=None):
+        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        results, plans = [], []
+        with profiler, own_block_schedule():
+            model = build(world_mesh(), budget)
+            for number in range(4):
+                with torch.no_grad():
+                    results.append(model(batch(8, lengths[number % 2])))
+                x = batch(number, lengths[number % 2])
+                with record_function(f"step {number}"):
+                    loss = model(x)
+                    loss.backward()
+                results.append(loss.detach())
+                results += [each.grad.to_local().clone() for each in model.parameters()]
+                model.zero_grad()
+                plans.append(block_schedule()._plans[tuple(block_schedule()._step)].cost)
+        return results, plans, [allocated(profiler, f"step {at}")[1] for at in range(4)]
+
+    expected, whole, most = run()
+    limit = int(0.75 * max(each.peak_bytes for each in whole))
+    results, plans, peaks = run(f"{limit}B")
+    assert_same(results, expected)
+    for at in (2, 3):  # in the first two, everything moves
+        assert peaks[at] <= 1.02 * plans[at].peak_bytes <= 1.02 * limit
+        if lengths[at % 2] == ROWS:  # one rank plans for its longer batches
+            fell = whole[at].peak_bytes - plans[at].peak_bytes
+            assert most[at] - peaks[at] == pytest.approx(fell, rel=0.02)
+    assert max(each.host_bytes for each in plans[2:]) > 0
 
 
 def _started(folder):

@@ -24,7 +24,7 @@ from zpasses.errors import MemoryBudgetError, ZpassesError
 from zpasses.pipeline import events
 from zpasses.runtime.block_schedule import own_block_schedule
 from zpasses.sdma import saved_values
-from zpasses.sdma.saved_arenas import host
+from zpasses.sdma.saved_arenas import SavedArenas, host
 from zpasses.testing import world_mesh
 
 ROWS, WIDTH, LAYERS = 8192, 64, 8
@@ -253,22 +253,6 @@ def test_bytes_that_something_else_holds_are_not_planned_to_fall():
         assert peak == most
 
 
-def test_the_plan_of_another_graph_of_a_block_moves_as_many_values(monkeypatch):
-    """A recompile for other lengths may save other values."""
-    moved = []
-    monkeypatch.setattr(saved_values, "block_schedule", lambda: mock.Mock(moved_by=lambda _: (2,)))
-    monkeypatch.setattr(
-        saved_values._ValuesOut,
-        "_move",
-        lambda self, call, values, planned, notes: moved.append(planned),
-    )
-    with FakeTensorMode():
-        values = [torch.zeros(4) for _ in range(3)]
-        for movable in ((1, 2), (1, 0)):
-            saved_values._ValuesOut(lambda args: values, movable, (), None)([])
-    assert moved == [(2,), (1,)]
-
-
 def test_a_call_that_begins_unobserved_says_nothing_of_the_call_before(monkeypatch):
     """What that one returned has been freed since, whoever held it."""
     noted = []
@@ -282,7 +266,53 @@ def test_a_call_that_begins_unobserved_says_nothing_of_the_call_before(monkeypat
         values = [torch.zeros(4)]
         for place, expected in (("before", 0), ("now", 2)):
             moves.returned = [[(freed, noted.append)] for _ in range(2)]
-            moves.expected = saved_values._Call(place, None)
+            moves._place = place
             for _ in range(2):
-                saved_values._ValuesOut(lambda args: values, (), (), None)([])
+                saved_values._ValuesOut(lambda args: values, "forward", (), (), None)([])
             assert len(noted) == expected
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """Forwards of one call of the model: runs one with a plan of what moves, of values of which the
+    first is returned, and the second an input. Returns it; what was noted is its attribute.
+    """
+    noted, plan = [], []
+    schedule = SimpleNamespace(
+        moved_by=lambda forward: plan[0],
+        forward_of=lambda params: len(noted),
+        note_returned=lambda forward, at, dropped: noted.append(dropped),
+        note_input=lambda forward, number, freed, counted: None,
+    )
+    monkeypatch.setattr(saved_values, "_moves", saved_values._Moves())
+    monkeypatch.setattr(saved_values, "place_of_call", lambda: "here")
+    monkeypatch.setattr(saved_values, "block_schedule", lambda: schedule)
+
+    def run(given, returned, planned=None, kind="forward"):
+        plan[:] = [planned]
+        arenas = SavedArenas(1 << 20)
+        values = [returned] if given is None else [returned, given]
+        movable = [1] if given is not None and kind == "forward" else []
+        return saved_values._ValuesOut(lambda _: values, kind, movable, movable, arenas)([])
+
+    return SimpleNamespace(run=run, noted=noted)
+
+
+@pytest.mark.parametrize("between", [((), "forward"), (None, "inference"), (None, "forward")])
+def test_forwards_of_all_kinds_count_in_what_code_between_graphs_drops(forwards, between):
+    forwards.run(None, torch.zeros(4))
+    forwards.run(None, held := torch.zeros(4), *between)
+    assert forwards.noted == []
+    forwards.run(None, torch.zeros(4), *between)
+    assert forwards.noted == [True]
+    forwards.run(None, torch.zeros(4))
+    assert forwards.noted == ([True, False] if between[1] == "forward" else [True])
+    del held
+
+
+def test_what_a_forward_with_a_plan_moves_is_not_dropped(forwards):
+    """It would count twice: as moved by the one, and as dropped after the other."""
+    saved = [forwards.run(None, torch.zeros(4))]
+    saved.append(forwards.run(saved.pop()[0], torch.zeros(4), (1,)))
+    saved.append(forwards.run(None, torch.zeros(4), ()))
+    assert forwards.noted == [False]

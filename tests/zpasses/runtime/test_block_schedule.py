@@ -1,0 +1,118 @@
+"""Plans of steps whose blocks run in graphs for several lengths: what each rank plans by itself."""
+
+from dataclasses import replace
+
+import pytest
+
+from zpasses import compat
+from zpasses.backend.block_runs import BlockStep, agreed_prefetch
+from zpasses.cost.plan.prefetch import GraphRun, MovableValue
+from zpasses.runtime import block_schedule
+from zpasses.runtime.block_schedule import BlockSchedule, Forward, RunKey
+
+BLOCKS, LIMIT = 6, 2500
+
+
+def forward(size):
+    """A graph that may move one value, and returns another one."""
+    value = MovableValue(size, 1.0, 1.0, at=1)
+    sizes = (0, 8), (1, size)
+    return GraphRun(
+        *("forward", False, 9.0, 1.0, 0.0, 0, 0, 0, size + 8), movable=(value,), returned=sizes
+    )
+
+
+def backward(size):
+    return GraphRun("backward", True, 9.0, 1.0, 0.0, 0, 0, size, 0)
+
+
+class Rank:
+    """The schedule of a rank, and what it asked others."""
+
+    def __init__(self, monkeypatch):
+        self.schedule, self.asked, self.plans = BlockSchedule(), 0, []
+        self.monkeypatch = monkeypatch
+
+    def step(self, size, blocks=BLOCKS):
+        """Runs a step of equal blocks. Returns their forwards."""
+        self.run(False, forward(size), range(blocks))
+        self.run(True, backward(size), reversed(range(blocks)))
+        self.schedule._plan(self.plan)
+        return [self.schedule.forward_of(block) for block in range(blocks)]
+
+    def run(self, is_backward, graph, blocks):
+        self.monkeypatch.setattr(compat, "in_backward", lambda: is_backward)
+        for block in blocks:
+            key = RunKey("collectives", block, is_backward)
+            self.schedule.begin(key, None, 0, self.schedule.number_of(graph))
+        self.monkeypatch.setattr(compat, "in_backward", lambda: False)
+
+    def plan(self, runs, ahead):
+        self.asked += ahead is None
+        self.plans.append(runs)
+        return BlockStep(runs, host_bytes=1 << 20).planned(LIMIT, ahead)
+
+    def moves(self, forwards):
+        return [self.schedule.moved_by(each) for each in forwards]
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    monkeypatch.setattr(block_schedule, "_place", lambda: "here")
+    return Rank(monkeypatch)
+
+
+def test_another_length_is_planned_anew_and_no_rank_is_asked(rank):
+    short = rank.step(100)
+    assert rank.moves(short) == [()] * BLOCKS
+    long = rank.step(1000)
+    assert rank.asked == 1
+    assert rank.moves(long) == [(1,)] * 4 + [()] * 2
+    assert rank.moves(short) == [()] * BLOCKS
+    # Equal graphs that are compiled again have the plans.
+    assert rank.step(100) == short
+    assert rank.step(1000) == long
+    assert len(rank.plans) == 2
+
+
+def test_ranks_ask_at_the_same_steps_whatever_their_lengths(monkeypatch, rank):
+    monkeypatch.setattr(block_schedule, "_MAX_PLANS", 2)
+    other, asked = Rank(monkeypatch), []
+    for number, blocks in enumerate((6, 6, 6, 5, 6, 4, 6, 5, 6)):
+        rank.step(100, blocks)
+        other.step(100 + number, blocks)
+        assert other.asked == rank.asked
+        asked.append(rank.asked)
+    # Two steps are remembered. The third one has all forgotten.
+    assert asked == [1, 1, 1, 2, 2, 3, 4, 5, 6]
+    assert len(other.plans) == 9 > len(rank.plans)
+
+
+def test_what_is_known_of_one_graph_is_not_said_of_another(rank):
+    (first, *_), (other, *_) = rank.step(100), rank.step(1000)
+    assert first != other
+    rank.schedule.note_returned(first, 0, dropped=True)
+    rank.schedule.note_returned(other, 0, dropped=False)
+    rank.schedule._plans.clear()
+    rank.step(100)
+    rank.step(1000)
+    dropped = [runs[0].dropped_bytes for runs in rank.plans]
+    assert dropped == [0, 0, 8, 0]
+
+
+def test_an_input_that_found_no_room_is_as_that_of_the_last_equal_graph(rank):
+    schedule = rank.schedule
+    for block, graph, freed in ((0, 1, True), (1, 2, False)):
+        schedule.note_input(Forward(block, graph), 0, freed, counted=True)
+    assert schedule._seen(Forward(3, 1), 0).freed
+    assert not schedule._seen(Forward(3, 2), 0).freed
+    assert schedule._seen(Forward(3, 3), 0) is None
+
+
+def test_a_length_that_exceeds_the_budget_is_said_on_this_rank_only(caplog):
+    runs = [forward(100)] * 4 + [backward(100)] * 4
+    step = BlockStep([replace(each, movable=()) for each in runs])
+    chosen = agreed_prefetch(step, "1B", None, ["no group is asked"], 1.0, agreed=1)
+    assert chosen.ahead == 1
+    (said,) = caplog.messages
+    assert "memory_budget='1B': with the sizes of this step, its graphs hold" in said
