@@ -7,6 +7,7 @@ planned by the cost model.
 
 from __future__ import annotations
 
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -75,15 +76,15 @@ class _Graph:
     def _cost(self, plan: Plan) -> Cost:
         return evaluate(self.problem, plan, averages=True)
 
-    def figures(self, limit_bytes: int) -> GraphFigures:
-        """Returns the figures of the fastest of a few plans within a limit."""
+    def figures(self, limit_bytes: int, changes: int = _CHANGES) -> GraphFigures:
+        """Returns the figures of the fastest of a few plans within a limit, after some changes."""
 
         def rank(cost: Cost) -> tuple[int, float]:
             return max(0, cost.peak_bytes - limit_bytes), cost.total_us
 
         cost, plan = min(self.plans, key=lambda each: rank(each[0]))
         better = improve_plan(
-            self.problem, plan, lambda each: rank(self._cost(each)), _CHANGES, limit_bytes
+            self.problem, plan, lambda each: rank(self._cost(each)), changes, limit_bytes
         )
         if better:
             cost, plan = self._cost(better[-1]), better[-1]
@@ -259,7 +260,7 @@ class LayerPlanner:
         """Returns the fastest plan within a budget, or that which exceeds it least."""
         limit_bytes = self.limit_bytes(budget)
         best: PlanPoint | None = None
-        best_way = self._ways[0]
+        best_way, record = self._ways[0], (sys.maxsize, 0.0)
         for way in self._ways:
             if best is not None and _fits(best) and way.bound_us >= best.total_us:
                 break  # nor are its values faster on the host
@@ -267,7 +268,10 @@ class LayerPlanner:
             for each in sorted(candidates, key=lambda one: one.least_rank(limit_bytes)):
                 if best is not None and each.least_rank(limit_bytes) >= _rank(best):
                     break
-                point = _point(budget, limit_bytes, each, ())
+                estimate = _rank(_point(budget, limit_bytes, each, (), changes=0))
+                if estimate >= record:  # changes gain about as much everywhere, and take long
+                    continue
+                record, point = estimate, _point(budget, limit_bytes, each, ())
                 if best is None or _rank(point) < _rank(best):
                     best, best_way = point, each
         assert best is not None
@@ -308,10 +312,12 @@ def _rank(point: PlanPoint) -> tuple[int, float]:
     return max(0, point.peak_bytes - (point.limit_bytes or 0)), point.total_us
 
 
-def _point(budget: str, limit: int, way: _Way, kept: Sequence[KeptParam]) -> PlanPoint:
+def _point(
+    budget: str, limit: int, way: _Way, kept: Sequence[KeptParam], changes: int = _CHANGES
+) -> PlanPoint:
     if kept:
         way = replace(way, step=way.step.keeping(kept))
-    forward, backward = (each.figures(limit) for each in way.graphs)
+    forward, backward = (each.figures(limit, changes) for each in way.graphs)
     return PlanPoint(
         "plan",
         budget,
