@@ -270,6 +270,10 @@ def _solved(call, x):
     return call.mix(torch.linalg.solve(torch.eye(6) + weight - weight.mT, x.mT).mT)
 
 
+def _chosen(self, x):
+    return torch.cond(x.sum() > 0, self.first, self.second, (self.second(x).tanh(),))
+
+
 FAMILIES = {
     "conv2d": _chain(
         IMAGE,
@@ -334,6 +338,9 @@ FAMILIES = {
         lambda: randn(3, 4),
     ),
     "fourier filter": Family(lambda: Calls(_filtered, gain=nn.Linear(6, 1)), lambda: randn(3, 4)),
+    "conditional layer": Family(
+        lambda: Calls(_chosen, first=nn.Linear(5, 5), second=nn.Linear(5, 5)), lambda: randn(3, 5)
+    ),
     "linear solve": Family(
         lambda: Calls(_solved, mix=nn.Linear(6, 6)), lambda: randn(3, 6), rounding=1e-5
     ),
@@ -387,12 +394,12 @@ class FlexAttention(nn.Module):
         self.mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16, device="cpu")
 
     def forward(self, x):
-        projected, slope = self.project(x), self.slope.detach()
+        projected = self.project(x)
         q, k, v = (
             each.unflatten(-1, (2, -1)).transpose(1, 2) for each in projected.detach().chunk(3, -1)
         )
         mixed = flex_attention(
-            q, k, v, lambda score, b, h, i, j: score - slope[h] * (i - j), self.mask
+            q, k, v, lambda score, b, h, i, j: score - self.slope.detach()[h] * (i - j), self.mask
         )
         return projected[..., :32] + self.head(mixed.transpose(1, 2).flatten(2)) * self.slope.sum()
 
