@@ -394,12 +394,12 @@ class FlexAttention(nn.Module):
         self.mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16, device="cpu")
 
     def forward(self, x):
-        projected = self.project(x)
+        projected, slope = self.project(x), self.slope.detach()
         q, k, v = (
             each.unflatten(-1, (2, -1)).transpose(1, 2) for each in projected.detach().chunk(3, -1)
         )
         mixed = flex_attention(
-            q, k, v, lambda score, b, h, i, j: score - self.slope.detach()[h] * (i - j), self.mask
+            q, k, v, lambda score, b, h, i, j: score - slope[h] * (i - j), self.mask
         )
         return projected[..., :32] + self.head(mixed.transpose(1, 2).flatten(2)) * self.slope.sum()
 
