@@ -270,6 +270,10 @@ def _solved(call, x):
     return call.mix(torch.linalg.solve(torch.eye(6) + weight - weight.mT, x.mT).mT)
 
 
+def _chosen(self, x):
+    return torch.cond(x.sum() > 0, self.first, self.second, (self.second(x).tanh(),))
+
+
 FAMILIES = {
     "conv2d": _chain(
         IMAGE,
@@ -334,6 +338,9 @@ FAMILIES = {
         lambda: randn(3, 4),
     ),
     "fourier filter": Family(lambda: Calls(_filtered, gain=nn.Linear(6, 1)), lambda: randn(3, 4)),
+    "conditional layer": Family(
+        lambda: Calls(_chosen, first=nn.Linear(5, 5), second=nn.Linear(5, 5)), lambda: randn(3, 5)
+    ),
     "linear solve": Family(
         lambda: Calls(_solved, mix=nn.Linear(6, 6)), lambda: randn(3, 6), rounding=1e-5
     ),

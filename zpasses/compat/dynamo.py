@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from types import CodeType
@@ -13,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo import disable as _dynamo_disable
 from torch._dynamo import trace_rules
+from torch._dynamo.comptime import comptime
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
@@ -147,6 +149,41 @@ def begin_no_compile_at(function: Callable[..., Any]) -> None:
 
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     eval_frame.set_code_exec_strategy(cast(Any, function).__code__, skip)
+
+
+at_compile_time = comptime
+"""Calls a function at once where Dynamo traces the call, and nothing elsewhere."""
+
+_BODIES = {"cond", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention"}
+"""Operators whose bodies Dynamo traces as graphs that run any number of times, or not at all."""
+
+
+def leave_bodies(context: Any) -> None:
+    """Has Dynamo trace what follows into the graph that calls the outermost body it is in.
+
+    Bodies cannot communicate, as ranks may take different branches, and they cannot take DTensors.
+
+    Args:
+        context: of `at_compile_time`, which calls this function in traced code.
+    """
+    tracers = _tracers(context)
+    for caller, body in itertools.pairwise(tracers):
+        if getattr(body.source_target, "__name__", None) in _BODIES:
+            tracers.append(caller)
+            return
+
+
+def return_to_bodies(context: Any) -> None:
+    """Ends the effect of `leave_bodies`."""
+    tracers = _tracers(context)
+    if tracers[-1] in tracers[:-1]:
+        tracers.pop()
+
+
+def _tracers(context: Any) -> list[Any]:
+    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    tracers: list[Any] = tx.output.tracers
+    return tracers
 
 
 @functools.cache

@@ -70,6 +70,7 @@ def _read(module: Any) -> Any:
     # zpasses.backend.captured looks for the exchanges of dimensions.
     dim: Any = "$dim"
     is_piece = "$is_piece"
+    _at_compile_time(_leave_bodies)
     shard: Any = param.to_local()
     if dim:
         shard = shard.movedim(dim, 0)
@@ -79,6 +80,7 @@ def _read(module: Any) -> Any:
     else:
         rows = param.shape[dim] if len(param.shape) else 0
     full = _UNSHARD(shard, rows, "$param_dtype", "$reduce_dtype", *"$places")
+    _at_compile_time(_return_to_bodies)
     codes: Any = "$codes"
     if codes:
         return _DECODE(full, (rows, *codes[0]), rows, *codes[1:])
@@ -91,6 +93,9 @@ def _read(module: Any) -> Any:
 _UNSHARD: Any = torch.ops.zpasses.unshard
 _DECODE: Any = torch.ops.zpasses.decode
 _is_compiling = torch.compiler.is_compiling
+_at_compile_time = compat.at_compile_time
+_leave_bodies = compat.leave_bodies
+_return_to_bodies = compat.return_to_bodies
 
 
 def _plain_value(module: nn.Module, name: str) -> Any:

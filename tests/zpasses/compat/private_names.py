@@ -35,6 +35,9 @@ _OWNERS = {
     "_get_backend_stream": "torch.distributed._symmetric_memory",
     "_get_root_mesh": "torch.distributed.device_mesh.DeviceMesh",
     "_has_symbolic_sizes_strides": "torch.Tensor",
+    "_i_will_not_complain_if_bc_breaks_InstructionTranslator": (
+        "torch._dynamo.comptime.ComptimeContext"
+    ),
     "_is_view": "torch.Tensor",
     "_local_tensor": "torch.distributed.tensor.DTensor",
     "_metrics": "torch._dynamo.metrics_context.MetricsContext",
