@@ -73,16 +73,25 @@ class _Graph:
         """Plans that need no search, with what they cost."""
         return [(self._cost(plan), plan) for plan in varied_plans(self.problem)]
 
+    @cached_property
+    def few_plans(self) -> list[tuple[Cost, Plan]]:
+        """A few of them, for estimates."""
+        return [(self._cost(plan), plan) for plan in varied_plans(self.problem, few=True)]
+
     def _cost(self, plan: Plan) -> Cost:
         return evaluate(self.problem, plan, averages=True)
 
-    def figures(self, limit_bytes: int, changes: int = _CHANGES) -> GraphFigures:
-        """Returns the figures of the fastest of a few plans within a limit, after some changes."""
+    def figures(self, limit_bytes: int, *, estimate: bool = False) -> GraphFigures:
+        """Returns the figures of the fastest of some plans within a limit, after changes unless it
+        is an estimate.
+        """
 
         def rank(cost: Cost) -> tuple[int, float]:
             return max(0, cost.peak_bytes - limit_bytes), cost.total_us
 
-        cost, plan = min(self.plans, key=lambda each: rank(each[0]))
+        plans = self.few_plans if estimate else self.plans
+        cost, plan = min(plans, key=lambda each: rank(each[0]))
+        changes = 0 if estimate else _CHANGES
         better = improve_plan(
             self.problem, plan, lambda each: rank(self._cost(each)), changes, limit_bytes
         )
@@ -268,7 +277,7 @@ class LayerPlanner:
             for each in sorted(candidates, key=lambda one: one.least_rank(limit_bytes)):
                 if best is not None and each.least_rank(limit_bytes) >= _rank(best):
                     break
-                estimate = _rank(_point(budget, limit_bytes, each, (), changes=0))
+                estimate = _rank(_point(budget, limit_bytes, each, (), estimate=True))
                 if estimate >= record:  # changes gain about as much everywhere, and take long
                     continue
                 record, point = estimate, _point(budget, limit_bytes, each, ())
@@ -313,11 +322,11 @@ def _rank(point: PlanPoint) -> tuple[int, float]:
 
 
 def _point(
-    budget: str, limit: int, way: _Way, kept: Sequence[KeptParam], changes: int = _CHANGES
+    budget: str, limit: int, way: _Way, kept: Sequence[KeptParam], *, estimate: bool = False
 ) -> PlanPoint:
     if kept:
         way = replace(way, step=way.step.keeping(kept))
-    forward, backward = (each.figures(limit, changes) for each in way.graphs)
+    forward, backward = (each.figures(limit, estimate=estimate) for each in way.graphs)
     return PlanPoint(
         "plan",
         budget,

@@ -134,19 +134,21 @@ def simple_plans(problem: ScheduleProblem, name: str, cap_bytes: float) -> Itera
         yield single_plan(problem)
 
 
-def varied_plans(problem: ScheduleProblem) -> Iterator[Plan]:
-    """Yields plans with launches of many sizes, awaited where they start or some launches later.
-    The first has a launch for every collective.
+def varied_plans(problem: ScheduleProblem, *, few: bool = False) -> Iterator[Plan]:
+    """Yields plans with launches of many sizes, or of a few, awaited where they start or some
+    launches later. The first has a launch for every collective.
 
     Sizes are in latencies: a launch that takes many of them hardly loses time by its own.
     """
     seen = set[Launches]()
-    for most in _LATENCIES:
+    for most in _LATENCIES[::4] if few else _LATENCIES:
         launches = merged_neighbours(problem, most, _latencies)
         if launches not in seen:
             seen.add(launches)
             yield single_plan(problem, launches)
-            yield from (ahead_plan(problem, launches, ahead) for ahead in _AHEAD)
+            yield from (
+                ahead_plan(problem, launches, ahead) for ahead in (_AHEAD[::2] if few else _AHEAD)
+            )
 
 
 _LATENCIES = (-1.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
