@@ -19,6 +19,7 @@ import itertools
 import logging
 import zlib
 from collections import Counter
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -104,9 +105,10 @@ def destroy_fake_world():
 
 
 @pytest.fixture(autouse=True)
-def no_host_memory_of_other_tests(monkeypatch):
+def no_host_memory_of_other_tests():
     """What graphs of earlier tests may still take of the host counts in no other test."""
-    monkeypatch.setattr(free_memory, "_pools", [])
+    with mock.patch.object(free_memory, "_pools", []):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -173,7 +173,7 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        check_current(optimizer)
+        check_current(optimizer, "Create the optimizer after prepare().")
         return super().prepare_optimizer(optimizer, device_placement)
 
     @contextlib.contextmanager

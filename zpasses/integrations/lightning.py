@@ -143,7 +143,7 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                check_current(optimizer)
+                check_current(optimizer, "Create the optimizer after prepare().")
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:

@@ -68,8 +68,18 @@ def sharded_form(param: Tensor) -> nn.Parameter | None:
     return found() if found is not None else None
 
 
-def check_current(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ShardingError if an optimizer steps parameters that `shard` has replaced."""
+_SHARD_FIRST = (
+    "Call zpasses.shard(model, mesh=...) first and build the optimizer from model.parameters() "
+    "after that, as with fully_shard of FSDP2."
+)
+
+
+def check_current(optimizer: torch.optim.Optimizer, advice: str = _SHARD_FIRST) -> None:
+    """Raise ShardingError if an optimizer steps parameters that `shard` has replaced.
+
+    Args:
+        advice: what to do, for the error.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     gone = [param for param in params if sharded_form(param) is not None]
     if gone:
@@ -77,6 +87,5 @@ def check_current(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} was built before zpasses.shard: {len(gone)} of its "
             f"{len(params)} parameters (the first has the shape {list(gone[0].shape)}) are no "
             "longer in the model, because shard replaced them by DTensors, so its steps would "
-            "train nothing. Call zpasses.shard(model, mesh=...) first and build the optimizer from "
-            "model.parameters() after that, as with fully_shard of FSDP2."
+            f"train nothing. {advice}"
         )
