@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 from tqdm import tqdm
@@ -95,20 +96,12 @@ from zpasses.tools.plan.shape_table import shape_view
 @click.pass_context
 def plan(
     ctx: click.Context,
+    /,
     step: StepOptions,
-    memory: str | None,
-    host_memory: str | None,
-    optimizer: str | None,
-    device_memory: str | None,
-    step_in_backward: bool,
-    pipeline: str | None,
-    points: int,
-    backwards_per_step: int,
-    compile_blocks: str | None,
-    repeat: str | None,
     picture: Path | None,
     as_json: bool,
     auto: AutoMesh | None = None,
+    **given: Any,
 ) -> None:
     """Show what a training step costs under every memory budget, without running it.
 
@@ -133,10 +126,10 @@ def plan(
     from zpasses.tools.plan.plan_request import PlanRequest
     from zpasses.tools.plan.step_plans import plan_shapes, plan_step
 
-    if compile_blocks is not None:
-        _check_blocks(ctx, backwards_per_step)
-    if repeat is not None:
-        _check_repeat(backwards_per_step, compile_blocks)
+    if given["compile_blocks"] is not None:
+        _check_blocks(ctx, given["backwards_per_step"])
+    if given["repeat"] is not None:
+        _check_repeat(given["backwards_per_step"], given["compile_blocks"])
 
     if picture is not None:
         check_matplotlib()
@@ -151,19 +144,7 @@ def plan(
         raise CommandError(
             "--reshard-after-forward divides the ranks of one mesh; give one instead of auto."
         )
-    request = PlanRequest(
-        **vars(step),
-        memory=memory,
-        points=points,
-        backwards_per_step=backwards_per_step,
-        compile_blocks=compile_blocks,
-        host_memory=host_memory,
-        pipeline=pipeline,
-        repeat=repeat,
-        optimizer=optimizer,
-        device_memory=device_memory,
-        step_in_backward=step_in_backward,
-    )
+    request = PlanRequest(**vars(step), **given)
     if auto is not None:
         if picture is not None:
             raise CommandError("--html shows the plans of one mesh; give one instead of auto.")

@@ -4,6 +4,7 @@ memory budget, and the step has the same bits.
 
 import functools
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from zpasses.graph.host_copies import host_copy_of
 from zpasses.option_values import parse_size
 from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
+from zpasses.runtime import free_memory
 from zpasses.runtime.free_memory import agreed_host_bytes, available_host_bytes
 from zpasses.sdma.saved_arenas import HostBytes, SavedArenas, host
 from zpasses.testing import capture_graphs, world_mesh
@@ -202,6 +204,25 @@ def test_all_ranks_refuse_what_one_machine_does_not_have():
         group = compat.group_name(dist.new_group())  # of which nothing is remembered
         with pytest.raises(MemoryBudgetError, match="one of them has 1 GiB"):
             agreed_host_bytes([group], "3GiB", HostBytes())
+
+
+@on_ranks(2)
+def test_a_rank_without_room_for_a_larger_limit_tells_the_others():
+    """What was free at the vote is remembered, and may be taken on one rank by now."""
+    group = compat.group_name(dist.group.WORLD)
+    assert agreed_host_bytes([group], "1MiB", HostBytes()) == 1 << 20
+    options = {"memory_budget": "1GiB", "host_memory": "2GiB", "agreement_timeout_s": 30.0}
+    step = torch.compile(
+        zpasses.shard(model(1), mesh=world_mesh()), backend="zpasses", options=options
+    )
+    free = 1 << 20 if dist.get_rank() else 1 << 40
+    raised = "MemoryBudgetError" if dist.get_rank() else "AgreementError"
+    with (
+        mock.patch.object(device_memory, "free_bytes", return_value=free),
+        mock.patch.object(free_memory, "_pools", []),
+        pytest.raises(Exception, match=rf"{raised}[\s\S]*host_memory='2GiB'"),
+    ):
+        step(torch.ones(4, 64))
 
 
 # --- on ranks -------------------------------------------------------------------------------------
