@@ -12,7 +12,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.backend.compile_job import Codegen, Compiled, CompileJob
 from zpasses.backend.levels import run_level
-from zpasses.backend.partitioner import graph_patches, inductor_patches, partition_joint
+from zpasses.backend.partitioner import inductor_patches, partition_joint
 from zpasses.backend.variant_code import (
     Template,
     agree,
@@ -74,8 +74,7 @@ def _compile_with_inductor(job: CompileJob) -> tuple[Callable[..., Any], bytes |
         def codegen(graph: fx.GraphModule, values: Sequence[Any]) -> Compiled:
             if job.captured.is_fake:
                 return eager_codegen(graph, values)
-            own = graph_patches(patches, graph.graph)
-            return compat.inductor_codegen(graph, values, own, copy.copy(kwargs))
+            return compat.inductor_codegen(graph, values, patches, copy.copy(kwargs))
 
         if job.artifacts is not None:
             kind = compat.kind_of_inner_compile(kwargs)

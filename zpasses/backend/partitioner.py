@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
@@ -16,8 +16,8 @@ from zpasses.backend.partition import partition_step
 from zpasses.backend.step_trials import PartitionPolicy
 from zpasses.cost.plan.kept_params import Repetition
 from zpasses.graph.dialect import UNSHARD
-from zpasses.graph.host_copies import RELOAD, offloadable_inputs, offloadable_values
-from zpasses.graph.queries import calls, nbytes, returned_values, value_of
+from zpasses.graph.host_copies import offloadable_inputs, offloadable_values
+from zpasses.graph.queries import nbytes, returned_values, value_of
 from zpasses.graph.subgraphs import read_subgraph_inputs_directly
 from zpasses.pipeline.base_pass import Level
 from zpasses.pipeline.events import RuntimeNote
@@ -29,17 +29,10 @@ def inductor_patches(job: CompileJob) -> dict[str, Any]:
     """Returns the settings of Inductor for a compile, with the partitioner among them."""
     run = functools.partial(partition_joint, job)
     partitioner = _InductorPartitioner(run, job.decided.pipeline.digest())
-    return compat.inductor_config_patches(partitioner, job.options.inductor)
-
-
-def graph_patches(patches: Mapping[str, Any], graph: fx.Graph) -> dict[str, Any]:
-    """Returns the settings of Inductor for one graph, from those of its compile.
-
-    Inductor keeps a dead buffer for one to come if it finds that this raises no peak. It does not
-    know of memory that a copy from the host takes before its wait, so the peak rose by up to the
-    largest such buffer. A caching allocator reuses memory anyway.
-    """
-    return {"allow_buffer_reuse": False, **patches} if calls(graph, RELOAD) else dict(patches)
+    extra = job.options.inductor
+    if job.options.memory_budget is not None:
+        extra = compat.within_planned_peak(extra)
+    return compat.inductor_config_patches(partitioner, extra)
 
 
 def partition_joint(

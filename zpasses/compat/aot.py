@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -16,6 +16,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from zpasses.compat.dtensor import storage_id
 from zpasses.compat.fx_graph import lazy_module, lazy_recompiles, no_recompiles
 
 
@@ -153,7 +154,30 @@ def partition(
         made = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
     forward, backward = map(lazy_module, made)
     save_inputs_of_views(forward, backward, kwargs["num_fwd_outputs"])
+    _mark_outputs_of_model(forward, backward, kwargs["num_fwd_outputs"])
     return forward, backward
+
+
+_IS_OUTPUT = "zpasses_is_output_of_model"
+
+
+def may_overwrite(saved: fx.Node) -> bool:
+    """Whether AOTAutograd lets a backward graph write over an input: it "donates" saved values,
+    unless the model also returns them. Incoming gradients belong to autograd.
+    """
+    return not saved.name.startswith("tangents") and not saved.meta.get(_IS_OUTPUT, False)
+
+
+def _mark_outputs_of_model(
+    forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int
+) -> None:
+    returned: Any = forward.graph.output_node().args[0]
+    values = (each.meta["val"] for each in returned[:num_fwd_outputs] if isinstance(each, fx.Node))
+    held = {storage_id(each) for each in values if isinstance(each, Tensor)}
+    for node in backward.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and storage_id(value) in held:
+            node.meta[_IS_OUTPUT] = True
 
 
 def save_inputs_of_views(

@@ -74,6 +74,29 @@ def inductor_config_patches(
     return {**ours, "custom_partitioner_fn": partitioner, **extra}
 
 
+def within_planned_peak(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the Inductor options with which code needs no more memory than its graph.
+
+    - Kernels are not fused where that raises the peak. A pass of the user in the same place runs
+      before.
+    - Dead buffers are freed. Inductor keeps one for a buffer to come if that raises no peak. What
+      it asks for that is computed only by passes that order nodes, which zpasses disables, and no
+      part of it knows of memory that a copy from the host takes before its wait. A caching
+      allocator reuses memory anyway.
+
+    Args:
+        chosen: the user's options. They are kept.
+    """
+    from torch._inductor import config
+
+    from zpasses.compat.inductor_fusion import fusion_within_peak
+
+    name = "_pre_fusion_custom_pass"
+    before = chosen.get(name, getattr(config, name))
+    wanted = {name: fusion_within_peak(before), "allow_buffer_reuse": False}
+    return wanted | {key: value for key, value in chosen.items() if key != name or value is None}
+
+
 def inductor_option_names() -> frozenset[str]:
     """Returns the names of all Inductor options of this torch."""
     from torch._inductor import config

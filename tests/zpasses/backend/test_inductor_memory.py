@@ -1,11 +1,13 @@
-"""How long Inductor's code holds what collectives read."""
+"""How long Inductor's code holds what collectives read, and which kernels it fuses."""
 
 import operator
 
 import pytest
 import torch
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.utils import run_and_get_code
 
+import zpasses
 from zpasses import compat
 from zpasses.graph.queries import Editor
 from zpasses.testing import fake_world
@@ -61,3 +63,145 @@ def test_the_input_of_a_reduction_is_freed_when_the_average_of_its_result_starts
     assert waits[0] < started < waits[1]
     assert mean.shape == (2, 4)
     assert not any("copy" in line or "cpp_fused" in line for line in lines)  # reduced in place
+
+
+# --- the fusion of kernels ------------------------------------------------------------------------
+def read_before_and_after(*, what, room=False):
+    """Two kernels read `h`. Between them, products read the first, or a collective is awaited.
+
+    Args:
+        what: "products" or "wait".
+        room: whether a product at the end takes much more memory.
+    """
+    graph, mode = torch.fx.Graph(), compat.FakeTensorMode()
+    inputs = [graph.placeholder(f"primals_{name}") for name in "hdwb"]
+    shapes = [(8, 8), (8, 8), (4, 8) if what == "wait" else (8, 8), (64, 64)]
+    with mode:
+        for node, shape in zip(inputs, shapes, strict=True):
+            node.meta["val"] = torch.empty(shape)
+    h, d, w, b = inputs
+    output = graph.output(())
+    edit = Editor(graph, before=output)
+    if what == "products":
+        first = edit.call(aten.exp.default, h)
+        returned = [edit.call(aten.mm.default, d, first)]
+        factor = edit.call(aten.mm.default, d, w)
+    else:
+        factor = edit.call(c10d.all_gather_into_tensor.default, w, 2, "0")
+        returned = [edit.call(aten.exp.default, h)]
+        factor = edit.call(c10d.wait_tensor.default, factor)
+    returned.append(edit.call(aten.mul.Tensor, h, factor))
+    if room:
+        returned.append(edit.call(aten.mm.default, b, b))
+    output.args = (tuple(returned),)
+    return torch.fx.GraphModule({}, graph), [node.meta["val"] for node in inputs]
+
+
+def calls_of(patches, **graph):
+    """The kernels and products of the code, in their order."""
+    patches = {"reorder_for_peak_memory": False, "force_disable_caches": True, **patches}
+    with fake_world(2), torch.no_grad():
+        gm, values = read_before_and_after(**graph)
+
+        def run():
+            inputs = [torch.ones(*each.shape) for each in values]
+            return compat.inductor_codegen_standalone(gm, values, patches)(inputs)
+
+        _, (code,) = run_and_get_code(run)
+    body = code[code.index("args.clear()") :].splitlines()
+    names = {"cpp_fused": "kernel", "extern_kernels.mm(": "product"}
+    starts = [(line.strip(), name) for line in body for name in names]
+    return [names[name] for line, name in starts if line.startswith(name)]
+
+
+def test_kernels_are_not_fused_where_that_raises_the_peak():
+    assert calls_of({}, what="products") == ["product", "kernel", "product"]  # reads `h` once
+    kept = calls_of(compat.within_planned_peak({}), what="products")
+    assert kept == ["kernel", "product", "product", "kernel"]
+
+
+@pytest.mark.parametrize("graph", [{"what": "products", "room": True}, {"what": "wait"}])
+def test_kernels_are_fused_where_there_is_room(graph):
+    calls = calls_of(compat.within_planned_peak({}), **graph)
+    assert calls == calls_of({}, **graph)
+    assert calls.count("kernel") == 1
+
+
+def test_a_kernel_that_runs_after_a_product_still_writes_over_it():
+    """Also if it is kept from being fused with a kernel before the product."""
+
+    def allocations(patches):
+        gm, values = read_before_and_after(what="products")
+        inputs = [torch.ones(*each.shape) for each in values]
+        settings = {"force_disable_caches": True, **patches}
+        with torch.no_grad():
+            run = lambda: compat.inductor_codegen_standalone(gm, values, settings)(inputs)  # noqa: E731
+            _, (code,) = run_and_get_code(run)
+        return code.count("= empty_strided_cpu(")
+
+    assert allocations(compat.within_planned_peak({})) == 3  # not 4: the last one has none
+
+
+class Recorded(CustomSchedulerPass):
+    """A pass of a user."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, nodes):
+        self.calls += 1
+        return nodes
+
+    def uuid(self):
+        return "recorded"
+
+
+HOOK = "_pre_fusion_custom_pass"
+
+
+@pytest.mark.parametrize("place", ["options", "config"])
+def test_a_pass_of_the_user_runs_before(place):
+    own = Recorded()
+    with torch._inductor.config.patch({HOOK: own if place == "config" else None}):
+        patches = compat.within_planned_peak({HOOK: own} if place == "options" else {})
+        kept = calls_of(patches, what="products")
+    assert own.calls == 1
+    assert kept == ["kernel", "product", "product", "kernel"]
+    # Inductor caches code by it.
+    assert patches[HOOK].uuid() != compat.within_planned_peak({})[HOOK].uuid()
+
+
+def test_a_function_of_the_user_keeps_code_out_of_the_cache_of_inductor():
+    calls = []
+    patches = compat.within_planned_peak({HOOK: lambda nodes: calls.append(1) or nodes})
+    assert calls_of(patches, what="products") == ["kernel", "product", "product", "kernel"]
+    assert calls == [1]
+    assert not isinstance(patches[HOOK], CustomSchedulerPass)
+
+
+def test_options_of_the_user_are_kept():
+    chosen = {HOOK: None, "allow_buffer_reuse": True}
+    assert compat.within_planned_peak(chosen) == chosen
+
+
+def test_code_that_reuses_buffers_can_be_made_of_kept_kernels():
+    """Inductor's choice of buffers to reuse must not see what the pass has found out."""
+    patches = compat.within_planned_peak({"allow_buffer_reuse": True})
+    assert calls_of(patches, what="products") == ["kernel", "product", "product", "kernel"]
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_budget": "1GiB"}], ids=["free", "budget"])
+def test_compiles_keep_the_peak_if_they_have_a_budget(options, monkeypatch):
+    kept, codegen = [], compat.inductor_codegen
+
+    def recorded(gm, inputs, patches, kwargs):
+        kept.append((patches.get(HOOK) is not None, patches.get("allow_buffer_reuse", True)))
+        return codegen(gm, inputs, patches, kwargs)
+
+    monkeypatch.setattr(compat, "inductor_codegen", recorded)
+    with fake_world(2) as mesh:
+        net = torch.nn.Linear(8, 8)
+        zpasses.shard(net, mesh=mesh)
+        step = torch.compile(net, backend="zpasses", options={"cache": False, **options})
+        step(torch.ones(2, 8)).sum().backward()
+    assert kept == [(bool(options), not options)] * 2

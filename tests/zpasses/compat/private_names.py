@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -132,7 +133,8 @@ def _attribute(
     path: Path, node: ast.expr, name: str | None, attribute: str
 ) -> Iterator[tuple[str, int]]:
     if name is None and re.match(r"_(?!_)", attribute):
-        if attribute in _NOT_OF_TORCH | _OF_BACKENDS:
+        own = _own_attributes(path) - _OWNERS.keys()
+        if attribute in _NOT_OF_TORCH | _OF_BACKENDS | own:
             return
         assert attribute in _OWNERS, (
             f"{path.name}:{node.lineno}: {ast.unparse(node)} is private; name its class in _OWNERS"
@@ -140,6 +142,13 @@ def _attribute(
         name = f"{_OWNERS[attribute]}.{attribute}"
     if name is not None:
         yield name, node.lineno
+
+
+@functools.cache
+def _own_attributes(path: Path) -> set[str]:
+    """Private attributes and methods of the classes of a module."""
+    found = re.findall(r"\bself\.(_\w+)(?:: .*)? = |\bdef (_\w+)\(self\b", path.read_text())
+    return {name for pair in found for name in pair if name}
 
 
 def _in_call(path: Path, node: ast.Call, resolved) -> Iterator[tuple[str, int]]:

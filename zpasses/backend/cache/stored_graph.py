@@ -17,7 +17,7 @@ from zpasses.backend.cache.graph_text import NotCacheableError
 from zpasses.backend.cache.key import graph_key, refusal, refusal_here
 from zpasses.backend.cache.lookup import decline_artifacts, find_artifacts
 from zpasses.backend.compile_job import Compiled, CompileJob, Decisions
-from zpasses.backend.partitioner import graph_patches, inductor_patches
+from zpasses.backend.partitioner import inductor_patches
 from zpasses.backend.variant_code import (
     Template,
     agree_on,
@@ -161,8 +161,7 @@ class _StoredGraph:
         patches = inductor_patches(self.job)
 
         def codegen(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-            own = graph_patches(patches, gm.graph)
-            return compat.inductor_codegen(gm, inputs, own, dict(settings))
+            return compat.inductor_codegen(gm, inputs, patches, dict(settings))
 
         return Template(
             kind,

@@ -9,7 +9,8 @@ not counted: all figures are bytes above the state before the call.
 
 Inductor's code does not compute a graph operator by operator. Inside `use_fusion`, a value that is
 inlined in its readers (zpasses.cost.time.fused_kernels) takes no memory and keeps alive what it is
-computed from, and an elementwise kernel writes over an input of its size that nothing needs later.
+computed from, and an elementwise kernel writes over an input of its size that nothing needs later,
+unless autograd or the model's caller may hold it.
 """
 
 from __future__ import annotations
@@ -326,6 +327,7 @@ def _takes_over(made: Buffer, dying: Buffer) -> bool:
         and isinstance(theirs, Tensor)
         and _layout(ours) == _layout(theirs)
         and collective_of(dying.node) is None
+        and (dying.node.op != "placeholder" or compat.may_overwrite(dying.node))
     )
 
 

@@ -244,7 +244,7 @@ SIZE = ModelSize(width=128, layers=2, heads=4, vocab=256, seq=64, batch=4)
 RESHARDED = "reshard-after-forward,schedule{plan=one-ahead,cap_mb=1,memory_budget=1GiB}"
 
 
-def measured_step(size, dtype=None, **options):
+def measured_step(size, dtype=None, *, make=None, **options):
     """Returns the graphs of a step, and the bytes that its forward and its backward allocate."""
     graphs = {}
     # Entered first: the profiler misses the release of memory whose allocation it has not seen.
@@ -252,18 +252,17 @@ def measured_step(size, dtype=None, **options):
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
         fake_world(2) as mesh,
     ):
-        model = build_model(size)
+        model, (warmup, measured) = make() if make else (build_model(size), batches(size, 2, 0))
         zpasses.shard(model, mesh=mesh, param_dtype=dtype, reduce_dtype=dtype)
         step = torch.compile(model, backend="zpasses", fullgraph=True, options=options)
-        warmup, measured = batches(size, 2, 0)
         with observe_graphs(lambda log: graphs.setdefault(log.kind, log.graph)):
-            step(*warmup).backward()
-        step(*warmup).backward()
+            step(*warmup).square().mean().backward()
+        step(*warmup).square().mean().backward()
         for param in model.parameters():
             param.grad = None
         gc.collect()
         with record_function("measured forward"):
-            loss = step(*measured)
+            loss = step(*measured).square().mean()
         with record_function("measured backward"):
             loss.backward()
     resting, forward = allocated(profiled, "measured forward")
@@ -357,6 +356,76 @@ def test_modelled_peaks_are_those_of_generated_code(vocab):
     if vocab == 8192:  # the logits count once
         assert ahead.peak_bytes < 0.5 * one_by_one(graphs["forward"])
         assert back.peak_bytes < 0.7 * one_by_one(graphs["backward"])
+
+
+class GatedBlock(torch.nn.Module):
+    """Its backward computes again what both of its kernels and a product read."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(width, 2 * width) for _ in range(2))
+        self.down = torch.nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return x + self.down(torch.nn.functional.silu(self.gate(normed)) * self.up(normed))
+
+
+def gated():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(GatedBlock(64) for _ in range(3)))
+    return model, [(torch.randn(1024, 64),)] * 2
+
+
+@pytest.mark.inductor
+@pytest.mark.slow(quick="test_kernels_are_not_fused_where_that_raises_the_peak")
+@pytest.mark.parametrize("budget", ["0%", "15%", "40%"])
+@pytest.mark.parametrize("make", [None, gated], ids=["gpt", "gated"])
+def test_generated_code_keeps_to_its_plan(make, budget):
+    """From the leanest plan to one of the richest."""
+    size = replace(SIZE, width=256)  # so that small buffers do not count
+    graphs, forward, backward = measured_step(
+        size, make=make, cache=False, memory_budget=budget, agreement=False
+    )
+    for measured, kind in ((forward, "forward"), (backward, "backward")):
+        assert 0.9 < measured / liveness(graphs[kind]).peak_bytes < 1.005
+
+
+def test_backward_writes_over_no_gradient_and_no_output_of_the_model():
+    def peak(name, **meta):
+        graph = torch.fx.Graph()
+        given, loss = graph.placeholder(name), graph.placeholder("tangents_9")
+        given.meta |= meta
+        made = graph.call_function(aten.sin.default, (given,))
+        for node, shape in ((given, 1024), (loss, ()), (made, 1024)):
+            node.meta["val"] = torch.empty(shape, device="meta")
+        graph.output((made,))
+        return liveness(graph).peak_bytes // UNIT
+
+    assert peak("saved") == 1
+    assert peak("tangents_1") == 2
+
+
+@pytest.mark.parametrize("returns_logits", [False, True])
+def test_what_the_model_returns_is_not_written_over(returns_logits):
+    class Head(torch.nn.Linear):
+        def forward(self, x):
+            logits = super().forward(x)
+            loss = logits.square().sum()
+            return (loss, logits) if returns_logits else (loss,)
+
+    graphs = {}
+    with fake_world(2) as mesh:
+        model = zpasses.shard(Head(8, 8), mesh=mesh)
+        step = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
+        with observe_graphs(lambda log: graphs.setdefault(log.kind, log.graph)):
+            step(torch.ones(4, 8))[0].backward()
+    saved = [
+        node
+        for node in graphs["backward"].find_nodes(op="placeholder")
+        if not node.name.startswith(("primals", "tangents"))
+    ]
+    assert [compat.may_overwrite(node) for node in saved] == [not returns_logits]
 
 
 @pytest.mark.inductor

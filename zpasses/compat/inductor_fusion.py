@@ -1,0 +1,317 @@
+"""Keeps Inductor's fusion of kernels from raising the peak of memory, which a plan counts on."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch._inductor import ir, memory
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
+from torch._inductor.dependencies import WeakDep
+from torch._inductor.scheduler import (
+    BaseSchedulerNode,
+    NopKernelSchedulerNode,
+    SchedulerNode,
+)
+from torch._inductor.utils import sympy_product
+from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
+
+_MOST_NEIGHBOURS = 64
+"""Kernels with a buffer in common that Inductor compares with each kernel."""
+
+
+class FusionWithinPeak(CustomSchedulerPass):
+    """Has Inductor fuse no kernels across an operator where that raises the peak of the graph.
+
+    Inductor fuses kernels that read the same values. The fused kernel runs where the first of them
+    would, after all that the others depend on, and all that it writes lives from there on:
+
+        x1 = kernel(h)                             dx = mm(dy, w)
+        dw = mm(dy, x1)                =>          x1, dh = kernel(h, dx)
+        dx = mm(dy, w)                             dw = mm(dy, x1)
+        dh = kernel(h, dx)
+
+    That saves a read of `h`, and `dx` and `dh` live beside `dy`. This pass goes through the pairs
+    of kernels that Inductor may fuse, in the order of the graph. It allows a pair if the bytes that
+    live earlier for it and for all pairs allowed before fit below the peak that the graph has
+    without fusion; so the peak is kept whichever of them Inductor then fuses. Otherwise, the second
+    kernel depends on an operator between, and this operator on the first, by dependencies that
+    order and keep no buffer alive.
+
+    Args:
+        before: a pass of the user that runs before, if there is one.
+    """
+
+    def __init__(self, before: CustomSchedulerPass | None = None) -> None:
+        self._before = before
+
+    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        """Adds the dependencies. `nodes` are in the order of the graph."""
+        if self._before is not None:
+            nodes = self._before(nodes)
+        if nodes:
+            _Fusions(nodes).restrict()
+        return nodes
+
+    def uuid(self) -> Any:
+        """What decides the code, for Inductor's cache."""
+        before = None if self._before is None else self._before.uuid()
+        return "zpasses.FusionWithinPeak.1", before
+
+
+def fusion_within_peak(before: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Returns `FusionWithinPeak` after a pass of the user. Inductor caches no code of a pass that
+    is a plain function, so neither does it here.
+    """
+    if before is None or isinstance(before, CustomSchedulerPass):
+        return FusionWithinPeak(before)
+    function = before
+    return lambda nodes: FusionWithinPeak()(function(nodes))
+
+
+class _Fusions:
+    """The pairs of kernels of one graph that Inductor may fuse. Nodes go by their positions."""
+
+    def __init__(self, nodes: list[BaseSchedulerNode]) -> None:
+        self._nodes = nodes
+        made_at = {
+            name: position
+            for position, node in enumerate(nodes)
+            for name in node.get_buffer_names()
+        }
+        self._needs = [
+            {made_at[dep.name] for dep in node.unmet_dependencies if dep.name in made_at}
+            for node in nodes
+        ]
+        self._memory = _Memory(nodes)
+        self._live = self._memory.live
+        self._peak = max(self._live)
+        self._operators = [at for at, node in enumerate(nodes) if _is_operator(node)]
+        self._place = list(range(len(nodes)))
+        """Where each node runs at the earliest, after the fusions that are allowed."""
+        self._group = list(range(len(nodes)))
+        """The first kernel of those that each may be fused with."""
+        self._members = [[at] for at in self._group]
+        self._after: dict[int, set[int]] = defaultdict(set)
+        """Node -> those that it is to run after."""
+
+    def restrict(self) -> None:
+        """Adds the dependencies that keep kernels apart."""
+        users: dict[str, list[int]] = defaultdict(list)
+        for at, node in enumerate(self._nodes):
+            if not _is_kernel(node):
+                continue
+            names = node.used_buffer_names()
+            near = {each for name in names for each in users[name][-_MOST_NEIGHBOURS:]}
+            for other in sorted(near, reverse=True):
+                if other in self._needs[at] or _elements(self._nodes[other]) == _elements(node):
+                    self._decide(other, at)
+            for name in names:
+                users[name].append(at)
+        for at in sorted(self._after):
+            _run_after(self._nodes[at], [self._nodes[each] for each in sorted(self._after[at])])
+        if self._after:
+            _find_ancestors(self._nodes)
+
+    def _decide(self, other: int, at: int) -> None:
+        """Allows two kernels to be fused, or keeps them apart."""
+        first, second = sorted((self._group[other], self._group[at]))
+        low, high = (bisect_left(self._operators, each) for each in (first, second))
+        between = self._operators[low:high]
+        if not between:
+            self._join(first, second)
+            return
+        pair = first, second, other, at
+        known = self._after[second] | self._after[at]
+        barrier = next((each for each in between if each in known), None)
+        if barrier is None:
+            added = self._added(first, second)
+            beyond = self._beyond(added)
+            if beyond is None:
+                for position, size in added.items():
+                    self._live[position] += max(size, 0)
+                self._join(first, second)
+                return
+            barrier = next((each for each in between if each >= beyond), between[-1])
+        for each in pair:
+            if each < barrier:
+                self._after[barrier].add(each)
+            else:
+                self._after[each].add(barrier)
+
+    def _join(self, first: int, second: int) -> None:
+        if first == second:
+            return
+        for each in self._moved(first, second):
+            self._place[each] = first
+        for each in self._members[second]:
+            self._group[each] = first
+        self._members[first] += self._members[second]
+
+    def _moved(self, first: int, second: int) -> set[int]:
+        """Returns what runs earlier if a second group of kernels is fused with a first one."""
+        moved: set[int] = set()
+        pending = [second]
+        while pending:
+            for each in self._members[self._group[pending.pop()]]:
+                if self._place[each] > first and each not in moved:
+                    moved.add(each)
+                    pending += self._needs[each]
+        return moved
+
+    def _added(self, first: int, second: int) -> dict[int, int]:
+        """Returns position -> bytes that live there in addition if two groups are fused."""
+        moved = self._moved(first, second)
+        together = moved.union(self._members[first])
+        added: dict[int, int] = defaultdict(int)
+        for each in moved:
+            for buffer in self._memory.made[each]:
+                inner = buffer.readers is not None and buffer.readers <= together
+                for position in range(first, first + 1 if inner else self._place[each]):
+                    added[position] += buffer.nbytes
+            added[first] -= self._memory.written_over[each]
+        read = {id(buffer): buffer for each in moved for buffer in self._memory.read[each]}
+        for buffer in read.values():
+            if buffer.readers is None or buffer.maker in moved:
+                continue
+            last = max(first if each in moved else each for each in buffer.readers)
+            for position in range(last + 1, max(map(self._place.__getitem__, buffer.readers)) + 1):
+                added[position] -= buffer.nbytes
+        return added
+
+    def _beyond(self, added: dict[int, int]) -> int | None:
+        """Returns the first position where the peak would be exceeded."""
+        over = (at for at, size in added.items() if size > 0 and self._live[at] + size > self._peak)
+        return min(over, default=None)
+
+
+@dataclass(eq=False)
+class _Buffer:
+    nbytes: int
+    maker: int
+    """-1 for an input."""
+    readers: frozenset[int] | None
+    """None if the graph returns it."""
+
+
+class _Memory:
+    """The memory of the nodes of a graph that run in their order."""
+
+    def __init__(self, nodes: list[BaseSchedulerNode]) -> None:
+        inputs = OrderedSet(V.graph.graph_inputs)
+        outputs = OrderedSet(V.graph.get_output_names())
+        known = nodes[0].scheduler.name_to_buf
+        given = memory.get_freeable_input_buf(nodes, inputs)
+        memory.assign_memory_planning_info_for_scheduler_buffers(nodes, known)
+        buffers, position, _ = memory.compute_memory_timeline(nodes, given, outputs)
+        succ_nodes = {id(each): each.buffer.mpi_buffer.succ_nodes for each in buffers}
+        for made in known.values():  # other passes would take it for that of fused nodes
+            made.mpi_buffer = memory.MemoryPlanningInfoForBuffer()
+        self.made: list[list[_Buffer]] = [[] for _ in nodes]
+        """Node -> what it makes."""
+        self.read: list[list[_Buffer]] = [[] for _ in nodes]
+        """Node -> what it reads."""
+        self._changes = [0] * (len(nodes) + 1)
+        dying: dict[tuple[int, int], int] = defaultdict(int)
+        for each in buffers:
+            is_input = isinstance(each.buffer, memory.FreeableInputBuffer)
+            maker = -1 if is_input else each.start_step
+            readers = frozenset(position[node] for node in succ_nodes[id(each)])
+            returned = each.end_step == -1
+            self._add(_Buffer(each.size_alloc, maker, None if returned else readers), readers)
+            if not returned:
+                self._changes[each.end_step + 1] -= each.size_free
+                if each.start_step < each.end_step:
+                    dying[each.end_step, each.size_free] += 1
+        for size, read_at in _incoming_gradients(nodes, inputs - outputs):
+            self._add(_Buffer(size, -1, read_at), read_at)
+            self._changes[max(read_at) + 1] -= size
+        self.written_over = [0] * len(nodes)
+        """Node -> bytes of the inputs that it writes over."""
+        for at, node in enumerate(nodes):
+            for buffer in self.made[at] if _is_kernel(node) else ():
+                if dying[at, buffer.nbytes] > 0:
+                    dying[at, buffer.nbytes] -= 1
+                    self.written_over[at] += buffer.nbytes
+        self.live: list[int] = []
+        """Bytes that live during each node."""
+        live = 0
+        for change, written_over in zip(self._changes[:-1], self.written_over, strict=True):
+            live += change
+            self.live.append(live - written_over)
+
+    def _add(self, buffer: _Buffer, readers: frozenset[int]) -> None:
+        self._changes[max(buffer.maker, 0)] += buffer.nbytes
+        if buffer.maker >= 0:
+            self.made[buffer.maker].append(buffer)
+        for reader in readers:
+            self.read[reader].append(buffer)
+
+
+def _incoming_gradients(
+    nodes: list[BaseSchedulerNode], inputs: OrderedSet[str]
+) -> Iterator[tuple[int, frozenset[int]]]:
+    """Yields the bytes and readers of each gradient that a backward graph is given. Inductor's
+    count does not free them, and its code does.
+    """
+    reads: dict[str, set[int]] = defaultdict(set)
+    sizes: dict[str, int] = {}
+    for at, node in enumerate(nodes):
+        for dep in node.read_writes.reads:
+            if dep.name in inputs and dep.name.startswith("tangents"):
+                reads[dep.name].add(at)
+                sizes[dep.name] = V.graph.get_dep_size_hint(dep)
+    for name, size in sizes.items():
+        yield size, frozenset(reads[name])
+
+
+def _is_kernel(node: BaseSchedulerNode) -> bool:
+    return isinstance(node, SchedulerNode) and not node.is_template()
+
+
+def _is_operator(node: BaseSchedulerNode) -> bool:
+    """Whether a node runs an operator such as a product. Collectives, copies from the host, waits
+    and the outputs of another call do not count: kernels around them are one kernel often.
+    """
+    if _is_kernel(node) or isinstance(node, NopKernelSchedulerNode):
+        return False
+    kernel: Any = node.node
+    namespace = getattr(getattr(kernel, "op_overload", None), "namespace", None)
+    return not isinstance(kernel, ir.MultiOutput) and namespace not in (
+        "_c10d_functional",
+        "zpasses",
+    )
+
+
+def _elements(node: Any) -> Any:
+    """How many elements a kernel goes through. Kernels of other numbers are not fused."""
+    ranges = [size for part in node.get_ranges() for size in part]
+    sizes: Any = V.graph.sizevars
+    return sizes.optimization_hint(sympy_product(ranges), fallback=0)
+
+
+def _run_after(node: BaseSchedulerNode, others: Iterable[BaseSchedulerNode]) -> None:
+    known = {dep.name for dep in node.unmet_dependencies}  # twice, it could not be written over
+    for other in others:
+        name = next(iter(other.get_buffer_names()))
+        if name not in known:  # none writes to a buffer with the second name
+            node.add_fake_dep(WeakDep(name, f"{node.get_name()}_after_{name}", is_fake=True))
+
+
+def _find_ancestors(nodes: list[BaseSchedulerNode]) -> None:
+    """Adds what the new dependencies depend on. Fusion looks there for cycles."""
+    known: dict[str, Any] = {}
+    for node in nodes:
+        found = node.ancestors.copy()
+        for dep in node.unmet_dependencies:
+            buffer = node.scheduler.name_to_buf.get(dep.name)
+            if buffer is not None:
+                name = buffer.defining_op_name()
+                found.add(name)
+                found |= known.get(name, ())
+        node.ancestors = found
+        known.update(dict.fromkeys(node.get_operation_names(), found))
