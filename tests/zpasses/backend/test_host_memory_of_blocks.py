@@ -27,11 +27,11 @@ from zpasses.backend import partitioner
 from zpasses.backend.block_runs import BlockStep
 from zpasses.cost.plan.prefetch import step_cost
 from zpasses.graph import host_copies
+from zpasses.host import saved_values
+from zpasses.host.saved_arenas import host
 from zpasses.pipeline import events
 from zpasses.runtime.block_schedule import BlockSchedule, block_schedule, own_block_schedule
-from zpasses.sdma import saved_values
-from zpasses.sdma.platform import register_platform
-from zpasses.sdma.saved_arenas import host
+from zpasses.runtime.platform import register_platform
 from zpasses.testing import world_mesh
 
 ROWS, LAYERS = 1024, 6

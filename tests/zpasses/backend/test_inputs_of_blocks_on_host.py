@@ -21,10 +21,10 @@ from tests.zpasses.cost.memory.test_liveness import allocated
 from zpasses.backend.block_runs import BlockStep
 from zpasses.cost.plan.prefetch import step_cost
 from zpasses.errors import MemoryBudgetError, ZpassesError
+from zpasses.host import saved_values
+from zpasses.host.saved_arenas import SavedArenas, host
 from zpasses.pipeline import events
 from zpasses.runtime.block_schedule import own_block_schedule
-from zpasses.sdma import saved_values
-from zpasses.sdma.saved_arenas import SavedArenas, host
 from zpasses.testing import world_mesh
 
 ROWS, WIDTH, LAYERS = 8192, 64, 8

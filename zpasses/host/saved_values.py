@@ -37,10 +37,10 @@ from zpasses.graph.host_copies import (
     aligned,
     fills_its_storage,
 )
+from zpasses.host.host_memory import result_of
+from zpasses.host.saved_arenas import SavedArenas
 from zpasses.runtime.block_schedule import Forward, block_schedule, place_of_call, values_may_move
 from zpasses.runtime.param_conversion import current_params, whose_call
-from zpasses.sdma.host_memory import result_of
-from zpasses.sdma.saved_arenas import SavedArenas
 
 log = logging.getLogger("zpasses")
 
