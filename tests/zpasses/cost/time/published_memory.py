@@ -18,8 +18,9 @@ import argparse
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -71,6 +72,7 @@ def on_trials(
     mesh: dict[str, int],
     *,
     mixed: bool = True,
+    inductor: Mapping[str, object] = MappingProxyType({}),
 ) -> T:
     """Captures a training step on fake ranks, and returns what a function says of its trials.
 
@@ -80,6 +82,7 @@ def on_trials(
         target: hardware.
         mesh: name and size of each dimension. Parameters are sharded over the first.
         mixed: whether the shards are fp32, gathered in bf16 and reduced in fp32. Else all is bf16.
+        inductor: settings of Inductor.
     """
     found: list[T] = []
 
@@ -102,7 +105,11 @@ def on_trials(
             capture_step(
                 model,
                 inputs,
-                options={"pipeline": STAGE_3, "target": str(target)},
+                options={
+                    "pipeline": STAGE_3,
+                    "target": str(target),
+                    "inductor": dict(inductor),
+                },
                 loss=lambda result: getattr(result, "loss", result),
                 fullgraph=True,
             )
@@ -646,24 +653,24 @@ class Head(nn.Module):
         return F.cross_entropy(self.head(x), labels)
 
 
-def chunked() -> dict[int, tuple[float, float]]:
-    """Predicts milliseconds and GB, of each number of chunks of `CHUNKS`."""
+def chunked(chunks: int, *, by_torch: bool = True) -> tuple[float, float]:
+    """Predicts milliseconds and GB with so many chunks: those that Inductor's `auto_chunker` makes,
+    as in the published steps, or ours.
+    """
 
     def build(mesh: DeviceMesh) -> tuple[nn.Module, dict[str, Tensor]]:
         x = torch.zeros(32768, 768, dtype=torch.bfloat16, requires_grad=True)
         return Head(), {"x": x, "labels": torch.zeros(32768, dtype=torch.long)}
 
-    def look(trials: StepTrials) -> dict[int, tuple[float, float]]:
-        found = {}
-        for chunks in CHUNKS:
-            trial = trials.in_chunks(chunks).trial(1.0)
-            found[chunks] = (
-                kernels_ms(trial.graphs, TARGETS["h100"]),
-                trial.step.peak_bytes() / 1e9,
-            )
-        return found
+    def look(trials: StepTrials) -> tuple[float, float]:
+        trial = (trials if by_torch else trials.in_chunks(chunks)).trial(1.0)
+        return kernels_ms(trial.graphs, TARGETS["h100"]), trial.step.peak_bytes() / 1e9
 
-    return on_trials(build, look, TARGETS["h100"], {"dp": 2}, mixed=False)
+    settings = {
+        "auto_chunker.enable": by_torch and chunks > 1,
+        "auto_chunker.num_chunk": chunks,
+    }
+    return on_trials(build, look, TARGETS["h100"], {"dp": 2}, mixed=False, inductor=settings)
 
 
 RECOMPUTED: tuple[tuple[str, dict[str, int], tuple[float, float], tuple[float, float]], ...] = (
@@ -694,7 +701,13 @@ def main() -> None:
     print("DeepSpeed#8255 and #8186, tokens: kernels / those of 2,048:", times)
     print("DeepSpeed#8255, tokens: seconds left, planned, all out:", left_unexplained(times))
     print("accelerate#4175, GB that may leave, bytes that leave:", refused())
-    print("pytorch#124480, chunks: (ms, GB):", chunked())
+    for chunks in CHUNKS:
+        print(
+            "pytorch#124480, chunks, (ms, GB), of chunk-loss:",
+            chunks,
+            chunked(chunks),
+            chunked(chunks, by_torch=False),
+        )
 
 
 if __name__ == "__main__":

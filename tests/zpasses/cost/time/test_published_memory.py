@@ -106,7 +106,9 @@ def test_states_that_move_beside_the_step_take_as_long_as_a_link_of_one_way_that
     assert faster == pytest.approx(2.01, abs=0.01)
 
 
-@pytest.mark.slow(quick="test_predictions_are_as_far_from_what_was_published, of the copies")
+@pytest.mark.slow(
+    quick="test_predictions_are_as_far_from_what_was_published_as_the_docs_say, of copies"
+)
 def test_what_is_off_with_long_sequences_is_time_that_a_step_without_copies_lacks_as_well():
     times = kernels_of_lengths((*LENGTHS, 2400))
     rest = left_unexplained(times)
@@ -136,16 +138,17 @@ def test_nothing_leaves_where_the_peak_does_not_fall():
     quick="test_calls_take_the_time_of_compute_or_of_memory_and_at_least_a_kernel, of kernels"
 )
 def test_chunks_of_the_loss_are_as_far_from_what_was_published_as_the_docs_say():
-    found = chunked()
+    found = {chunks: chunked(chunks) for chunks in CHUNKS}
     (ms, gb), (published_ms, published_gb) = found[1], CHUNKS[1]
     assert published_gb - gb == pytest.approx(0.24, abs=0.005)
-    for chunks, off_ms in ((4, 4.7), (8, 8.5), (16, 14.6)):
+    for chunks, off_ms in ((4, 3.6), (8, 6.8), (16, 11.7)):
         taken, held = found[chunks]
         slower = percent(published_ms, CHUNKS[chunks][0]) - 100 * (taken - ms) / published_ms
         assert slower == pytest.approx(off_ms, abs=0.1)
         less = percent(published_gb, CHUNKS[chunks][1]) - 100 * (held - gb) / published_gb
-        assert less == pytest.approx(3.8, abs=0.1)
+        assert less == pytest.approx(1.6, abs=0.1)
     for chunks in (4, 8, 16, 32, 64):  # what a chunk holds is as predicted
-        assert CHUNKS[chunks][1] - found[chunks][1] == pytest.approx(0.584, abs=0.002)
-    last = (found[64][0] - found[32][0]) / 32, (CHUNKS[64][0] - CHUNKS[32][0]) / 32
-    assert last == pytest.approx((0.24, 0.25), abs=0.005)
+        assert CHUNKS[chunks][1] - found[chunks][1] == pytest.approx(0.387, abs=0.002)
+    ours_ms, ours_gb = chunked(16, by_torch=False)
+    assert found[16][0] - ours_ms == pytest.approx(1.1, abs=0.1)
+    assert found[16][1] - ours_gb == pytest.approx(0.2, abs=0.01)
