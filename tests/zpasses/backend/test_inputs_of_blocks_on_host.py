@@ -278,7 +278,7 @@ def forwards(monkeypatch):
     first is returned, and the second an input. Returns it; what was noted is its attribute.
     """
     noted, plan = [], []
-    schedule = SimpleNamespace(
+    plans = SimpleNamespace(
         moved_by=lambda forward: plan[0],
         forward_of=lambda params: len(noted),
         note_returned=lambda forward, at, dropped: noted.append(dropped),
@@ -286,7 +286,7 @@ def forwards(monkeypatch):
     )
     monkeypatch.setattr(saved_values, "_moves", saved_values._Moves())
     monkeypatch.setattr(saved_values, "place_of_call", lambda: "here")
-    monkeypatch.setattr(saved_values, "block_schedule", lambda: schedule)
+    monkeypatch.setattr(saved_values, "block_schedule", lambda: SimpleNamespace(plans=plans))
 
     def run(given, returned, planned=None, kind="forward"):
         plan[:] = [planned]
