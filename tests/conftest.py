@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 import tests.dynamo  # noqa: F401
 from tests.roundtrip import round_trip_of
+from zpasses.host import host_pool
 from zpasses.pipeline.events import observe_graphs
-from zpasses.runtime import free_memory
 
 # torch's structured trace would hide the messages of a failed test.
 logging.getLogger("torch.__trace").propagate = False
@@ -107,7 +107,7 @@ def destroy_fake_world():
 @pytest.fixture(autouse=True)
 def no_host_memory_of_other_tests():
     """What graphs of earlier tests may still take of the host counts in no other test."""
-    with mock.patch.object(free_memory, "_pools", []):
+    with mock.patch.object(host_pool, "_pools", []):
         yield
 
 

@@ -37,8 +37,8 @@ from torch import Tensor
 
 from tests.host_stream import DeviceFaultError, HostStream
 from zpasses import compat
+from zpasses.runtime.platform import SymmMemory, register_platform
 from zpasses.sdma.lifecycle import reset_routes
-from zpasses.sdma.platform import SymmMemory, register_platform
 
 __all__ = ["DeviceFaultError", "HostPlatform", "HostStream", "Settings", "installed"]
 

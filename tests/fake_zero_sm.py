@@ -29,8 +29,8 @@ from torch import Tensor
 from tests import fake_mori
 from tests.fake_mori import HostPlatform, HostStream
 from zpasses import compat
+from zpasses.runtime.platform import register_platform
 from zpasses.sdma.lifecycle import reset_routes
-from zpasses.sdma.platform import register_platform
 
 __all__ = ["Settings", "installed"]
 

@@ -48,8 +48,8 @@ def record_ranks(
 
 
 class SimulatedSymmMemory:
-    """torch's collectives by copy engines, as `zpasses.sdma.platform.SymmMemory`. As torch's own,
-    they keep neither their inputs nor their outputs.
+    """torch's collectives by copy engines, as `zpasses.runtime.platform.SymmMemory`.
+    Like torch's own, they keep neither their inputs nor their outputs.
     """
 
     def __init__(self, device: SimulatedDevice, size: int) -> None:

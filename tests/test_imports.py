@@ -30,7 +30,7 @@ LAYERS = (
     ("zpasses.pipeline",),
     ("zpasses.dumps",),
     ("zpasses.runtime",),
-    ("zpasses.sharding", "zpasses.sdma"),
+    ("zpasses.host", "zpasses.sharding", "zpasses.sdma"),
     (
         "zpasses.backend",
         "zpasses.accumulation",

@@ -35,9 +35,9 @@ from zpasses import compat, sdma
 from zpasses.cost.time.route_figures import FORMAT, machine_key
 from zpasses.dumps.dump_errors import DumpError
 from zpasses.errors import OptionError
+from zpasses.runtime.platform import platform_of
 from zpasses.sdma.lifecycle import available_routes
 from zpasses.sdma.mori_route import installed_version
-from zpasses.sdma.platform import platform_of
 from zpasses.sdma.routes import Route
 from zpasses.tools.calibrate_trace import fit_line, target_from_run
 from zpasses.tools.config_options import add_options, config_of

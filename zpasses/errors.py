@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ZpassesError(RuntimeError):
@@ -71,3 +71,9 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f' Did you mean "{close[0]}"?' if close else ""
     return f"{hint} Known: {', '.join(names)}." if names else hint
+
+
+def some_of(texts: Sequence[str], most: int = 1) -> str:
+    """The first of some texts, and how many there are besides: "a, b and 3 more"."""
+    shown = ", ".join(texts[:most])
+    return f"{shown} and {len(texts) - most:,} more" if len(texts) > most else shown

@@ -128,7 +128,7 @@ def run_with(budgets):
             try:
                 for _ in range(3):
                     model(x).backward()
-                found.append(block_schedule().planned)
+                found.append(block_schedule().plans.ahead)
             except MemoryBudgetError as error:
                 found.append(str(error))
     return found

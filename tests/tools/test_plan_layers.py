@@ -17,7 +17,7 @@ from zpasses.testing import capture_graphs
 from zpasses.tools.capture.captured_step import CaptureError
 from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
 from zpasses.tools.cli.main import cli
-from zpasses.tools.plan import equal_layers, step_plans
+from zpasses.tools.plan import equal_layers, layer_plans, step_plans
 from zpasses.tools.plan.equal_layers import EqualPartitions
 from zpasses.tools.plan.plan_request import PlanRequest
 from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point, shape_view
@@ -46,6 +46,16 @@ def test_estimates_of_six_layers_are_near_the_plans_of_a_capture():
         assert each.total_us == pytest.approx(real.total_us, rel=OFF)
         assert each.peak_bytes <= each.limit_bytes
         assert each.least_us <= min(each.total_us, real.total_us)
+
+
+@pytest.mark.slow(quick="test_further_layers_are_those_of_a_capture")
+def test_partitions_that_a_few_plans_rule_out_are_no_faster(monkeypatch):
+    everything = request(repeat="layers", points=4)
+    likely = plan_step(everything)
+    monkeypatch.setattr(layer_plans, "_LIKELY", 1000)
+    monkeypatch.setattr(layer_plans, "_GAIN", -1.0)
+    for one, best in zip(likely.plans, plan_step(everything).plans, strict=True):
+        assert one.total_us <= 1.01 * best.total_us
 
 
 @pytest.mark.slow(quick="test_averages_over_replicas_follow_what_is_awaited_together")

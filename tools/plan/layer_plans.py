@@ -29,7 +29,7 @@ from zpasses.cost.plan.offloaded_values import (
     worthwhile,
 )
 from zpasses.cost.plan.plan_improvement import improve_plan
-from zpasses.cost.plan.schedule_evaluation import Cost, Plan, evaluate
+from zpasses.cost.plan.schedule_evaluation import Cost, Plan, evaluate, live_bytes
 from zpasses.cost.plan.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.plan.simple_plans import single_plan, varied_plans
 from zpasses.cost.time.target import Target, current_target, use_target
@@ -55,6 +55,38 @@ from zpasses.tools.plan.sweep import sweep
 
 _CHANGES = 100
 """How many changes of the best simple plan to draw, for each graph and limit."""
+_LIKELY, _GAIN = 4, 0.01
+"""How many ways, which a few plans estimate, to plan with all of them; and by which share of its
+duration one must be able to beat the others."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Evaluated:
+    """A plan, and what it costs. Its duration takes most of that time, so it is found last."""
+
+    problem: ScheduleProblem
+    plan: Plan
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        return int(live_bytes(self.problem, self.plan).max(initial=0))
+
+    @cached_property
+    def cost(self) -> Cost:
+        return evaluate(self.problem, self.plan, averages=True)
+
+    def rank(self, limit_bytes: int) -> tuple[int, float]:
+        """Returns the bytes above a limit, and the duration; lower is better."""
+        return max(0, self.cost.peak_bytes - limit_bytes), self.cost.total_us
+
+
+def _best(plans: Sequence[_Evaluated], limit_bytes: int) -> _Evaluated:
+    """Returns the fastest plan within a limit, or that which exceeds it least."""
+    most = max(limit_bytes, min(each.peak_bytes for each in plans))
+    return min(
+        (each for each in plans if each.peak_bytes <= most),
+        key=lambda each: each.cost.total_us,
+    )
 
 
 class _Graph:
@@ -69,40 +101,40 @@ class _Graph:
         return schedule_bound_us(self.problem)
 
     @cached_property
-    def plans(self) -> list[tuple[Cost, Plan]]:
-        """Plans that need no search, with what they cost."""
-        return [(self._cost(plan), plan) for plan in varied_plans(self.problem)]
+    def plans(self) -> list[_Evaluated]:
+        """Plans that need no search."""
+        return [_Evaluated(self.problem, plan) for plan in varied_plans(self.problem)]
 
     @cached_property
-    def few_plans(self) -> list[tuple[Cost, Plan]]:
+    def few_plans(self) -> list[_Evaluated]:
         """A few of them, for estimates."""
-        return [(self._cost(plan), plan) for plan in varied_plans(self.problem, few=True)]
+        return [_Evaluated(self.problem, plan) for plan in varied_plans(self.problem, few=True)]
 
-    def _cost(self, plan: Plan) -> Cost:
-        return evaluate(self.problem, plan, averages=True)
+    def rank(self, limit_bytes: int, *, few: bool = False) -> tuple[int, float]:
+        """Returns the bytes above a limit and the duration of the best of these plans."""
+        return _best(self.few_plans if few else self.plans, limit_bytes).rank(limit_bytes)
 
-    def figures(self, limit_bytes: int, *, estimate: bool = False) -> GraphFigures:
-        """Returns the figures of the fastest of some plans within a limit, after changes unless it
-        is an estimate.
-        """
+    def figures(self, limit_bytes: int) -> GraphFigures:
+        """Returns the figures of the fastest of some plans within a limit, after changes of it."""
 
-        def rank(cost: Cost) -> tuple[int, float]:
-            return max(0, cost.peak_bytes - limit_bytes), cost.total_us
+        def rank(plan: Plan) -> tuple[int, float]:
+            return _Evaluated(self.problem, plan).rank(limit_bytes)
 
-        plans = self.few_plans if estimate else self.plans
-        cost, plan = min(plans, key=lambda each: rank(each[0]))
-        changes = 0 if estimate else _CHANGES
-        better = improve_plan(
-            self.problem, plan, lambda each: rank(self._cost(each)), changes, limit_bytes
-        )
-        if better:
-            cost, plan = self._cost(better[-1]), better[-1]
+        found = _best(self.plans, limit_bytes)
+        for better in improve_plan(self.problem, found.plan, rank, _CHANGES, limit_bytes)[-1:]:
+            found = _Evaluated(self.problem, better)
+        cost, launches = found.cost, found.plan.launches
         collectives = sum(
             self.problem.jobs[launch[0]].key.compatibility not in ("offload", "reload")
-            for launch in plan.launches
+            for launch in launches
         )
-        launches = collectives + cost.averages
-        return GraphFigures(cost.total_us, cost.waited_us, self.bound_us, cost.peak_bytes, launches)
+        return GraphFigures(
+            cost.total_us,
+            cost.waited_us,
+            self.bound_us,
+            cost.peak_bytes,
+            collectives + cost.averages,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +164,15 @@ class _Way:
         """Forward and backward, which keep no parameters."""
         return _Graph(self.step.forward), _Graph(self.step.backward)
 
+    def rank(self, limit_bytes: int, *, few: bool = False) -> tuple[int, float]:
+        """Returns the bytes above a limit and the duration of the best plan that keeps no
+        parameters and needs no search.
+        """
+        forward, backward = (each.rank(limit_bytes, few=few) for each in self.graphs)
+        return max(forward[0], backward[0]), forward[1] + backward[1]
+
     def least_rank(self, limit_bytes: int) -> tuple[int, float]:
-        """Returns what no plan that keeps no parameters can beat, as in `_rank`."""
+        """Returns what no such plan can beat."""
         live = max(int(each.problem.live_bytes.max()) for each in self.graphs)
         return max(0, live - limit_bytes), sum(each.bound_us for each in self.graphs)
 
@@ -268,24 +307,28 @@ class LayerPlanner:
     def fastest(self, budget: str) -> PlanPoint:
         """Returns the fastest plan within a budget, or that which exceeds it least."""
         limit_bytes = self.limit_bytes(budget)
-        best: PlanPoint | None = None
-        best_way, record = self._ways[0], (sys.maxsize, 0.0)
+        best = sys.maxsize, 0.0
+        estimates: dict[_Way, tuple[int, float]] = {}
         for way in self._ways:
-            if best is not None and _fits(best) and way.bound_us >= best.total_us:
+            if not best[0] and way.bound_us >= best[1]:
                 break  # nor are its values faster on the host
             candidates = way, *self._offloading(way, limit_bytes)
             for each in sorted(candidates, key=lambda one: one.least_rank(limit_bytes)):
-                if best is not None and each.least_rank(limit_bytes) >= _rank(best):
+                if each.least_rank(limit_bytes) >= best:
                     break
-                estimate = _rank(_point(budget, limit_bytes, each, (), estimate=True))
-                if estimate >= record:  # changes gain about as much everywhere, and take long
-                    continue
-                record, point = estimate, _point(budget, limit_bytes, each, ())
-                if best is None or _rank(point) < _rank(best):
-                    best, best_way = point, each
-        assert best is not None
-        kept = fitting_params(best_way.step, best_way.params, limit_bytes)
-        return min(best, _point(budget, limit_bytes, best_way, kept), key=_rank)
+                estimates[each] = each.rank(limit_bytes, few=True)
+                best = min(best, estimates[each])
+        ranks: dict[_Way, tuple[int, float]] = {}
+        best = sys.maxsize, 0.0
+        for way in sorted(estimates, key=estimates.__getitem__):
+            excess, least_us = way.least_rank(limit_bytes)
+            if len(ranks) < _LIKELY and (excess, least_us * (1 + _GAIN)) < best:
+                ranks[way] = way.rank(limit_bytes)
+                best = min(best, ranks[way])
+        fastest = min(ranks, key=ranks.__getitem__)
+        kept = fitting_params(fastest.step, fastest.params, limit_bytes)
+        points = (_point(budget, limit_bytes, fastest, each) for each in ((), kept))
+        return min(points, key=lambda each: (max(limit_bytes, each.peak_bytes), each.total_us))
 
     def _offloading(self, way: _Way, limit_bytes: int) -> Iterator[_Way]:
         """Yields ways with values on the host: as few as make it fit, all that are idle at a peak
@@ -303,7 +346,8 @@ class LayerPlanner:
         def fits(count: int) -> bool:
             return first(count).step.peak_bytes(single_plan) <= limit_bytes
 
-        if fewest == most:  # a limit so low that nothing may be in flight beside what is awaited
+        if fewest == most and most and fits(most):
+            # A limit so low that nothing may be in flight beside what is awaited.
             fewest = bisect_left(range(most), True, key=fits)
         for count in sorted({fewest, (3 * fewest + most) // 4, most} - {0}):
             yield first(count)
@@ -317,16 +361,10 @@ def _fits(point: PlanPoint) -> bool:
     return point.peak_bytes <= (point.limit_bytes or 0)
 
 
-def _rank(point: PlanPoint) -> tuple[int, float]:
-    return max(0, point.peak_bytes - (point.limit_bytes or 0)), point.total_us
-
-
-def _point(
-    budget: str, limit: int, way: _Way, kept: Sequence[KeptParam], *, estimate: bool = False
-) -> PlanPoint:
+def _point(budget: str, limit: int, way: _Way, kept: Sequence[KeptParam]) -> PlanPoint:
     if kept:
         way = replace(way, step=way.step.keeping(kept))
-    forward, backward = (each.figures(limit, estimate=estimate) for each in way.graphs)
+    forward, backward = (each.figures(limit) for each in way.graphs)
     return PlanPoint(
         "plan",
         budget,

@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
-from zpasses.errors import ShardingError
+from zpasses.errors import ShardingError, some_of
 from zpasses.graph.aliases import elements_of
 from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, TO_HOST, UNSHARD
 from zpasses.graph.encoding import DECODE
@@ -394,7 +394,7 @@ def _check_unsharded(
 
 
 def _listed(named: Sequence[tuple[str, Any]]) -> str:
-    return ", ".join(name for name, _ in named[:5]) + (", ..." if len(named) > 5 else "")
+    return some_of([name for name, _ in named], 5)
 
 
 def _communicates(gm: fx.GraphModule) -> bool:

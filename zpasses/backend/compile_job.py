@@ -17,6 +17,8 @@ from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.cost.time.target import Target, use_target
 from zpasses.dumps.listeners import events_for
 from zpasses.errors import AgreementError
+from zpasses.host.host_pool import agreed_host_bytes
+from zpasses.host.saved_arenas import host
 from zpasses.pipeline.bisection import ResultHook
 from zpasses.pipeline.events import Events
 from zpasses.pipeline.options import Options
@@ -27,10 +29,9 @@ from zpasses.ranks.failures import is_reported, pass_on_failure, report_failure
 from zpasses.ranks.vote import vote_timeout
 from zpasses.runtime.forward import BoundParameters
 from zpasses.runtime.forward_variants import OutputStrides
-from zpasses.runtime.free_memory import agreed_free_bytes, agreed_host_bytes
+from zpasses.runtime.free_memory import agreed_free_bytes
 from zpasses.runtime.overflows import OverflowWatch
 from zpasses.runtime.run_checks import in_window
-from zpasses.sdma.saved_arenas import host
 
 Compiled = Callable[[list[Any]], Any]
 Codegen = Callable[[fx.GraphModule, Sequence[Any]], Compiled]

@@ -28,7 +28,7 @@ from zpasses.backend.step_trials import (
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.offloaded_values import SavedValue
 from zpasses.cost.time.target import current_target
-from zpasses.errors import MemoryBudgetError
+from zpasses.errors import MemoryBudgetError, some_of
 from zpasses.graph.encoding import records_of
 from zpasses.graph.host_copies import RELOAD
 from zpasses.graph.queries import nbytes, value_of
@@ -212,9 +212,8 @@ class _Partitioner:
         for nodes, until in ((kept, "until backward"), (cached, "until the parameters change")):
             if nodes:
                 held = sum(nbytes(value_of(records_of(node) or node)) for node in nodes)
-                names = ", ".join(name for node in nodes[:3] for name in params_of(node))
-                more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
-                parts.append(f"keeps {format_size(held)} {until}: {names}{more}")
+                names = some_of([", ".join(params_of(node)) for node in nodes], 3)
+                parts.append(f"keeps {format_size(held)} {until}: {names}")
         if offloaded:
             held = sum(each.nbytes for each in offloaded)
             parts.append(f"{len(offloaded)} saved values, {format_size(held)}, on the host")

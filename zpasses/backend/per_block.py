@@ -10,9 +10,9 @@ from torch import nn
 
 from zpasses import compat
 from zpasses.errors import OptionError
+from zpasses.host.saved_values import end_copies_out
 from zpasses.pipeline.options import Options
 from zpasses.runtime.block_schedule import begin_model_call, end_model_call
-from zpasses.sdma.saved_values import end_copies_out
 
 
 def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> list[str]:

@@ -38,6 +38,8 @@ from zpasses.graph.error_feedback import Residual, add_residual_inputs, residual
 from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
 from zpasses.graph.host_copies import HostNeed, host_need
 from zpasses.graph.queries import returned_values, value_of
+from zpasses.host.saved_arenas import SavedArenas, gradients, with_arenas
+from zpasses.host.saved_values import with_values_back, with_values_out
 from zpasses.pipeline.events import VariantBuilt
 from zpasses.ranks.compared_collectives import (
     Sequences,
@@ -70,8 +72,6 @@ from zpasses.runtime.profiling import collective_names, with_part_range, with_pr
 from zpasses.runtime.residuals import with_residuals
 from zpasses.runtime.run_checks import limited_run, with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering
-from zpasses.sdma.saved_arenas import SavedArenas, gradients, with_arenas
-from zpasses.sdma.saved_values import with_values_back, with_values_out
 
 log = logging.getLogger("zpasses")
 

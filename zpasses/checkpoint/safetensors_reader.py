@@ -24,7 +24,7 @@ from zpasses.checkpoint.model_tensors import (
     sharding_groups,
 )
 from zpasses.checkpoint.safetensors_writer import DTYPE_CODES
-from zpasses.errors import ShardingError
+from zpasses.errors import ShardingError, some_of
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 from zpasses.runtime.param_value import mark_edited
 
@@ -282,8 +282,7 @@ def _common_prefix(short: Sequence[str], long: Sequence[str]) -> str:
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return some_of(names, most)
 
 
 # --- the values -----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ A pass may write one `reduce_grad` as two hops (`zpasses.passes.writers.two_hops
 within a node, of rows in another order, then `average_grad` between nodes, which also scatters.
 
 The gradient of a shard that rests on the host goes there at last. `to_host` does not communicate,
-so it is not one of `DIALECT`. `zpasses.sdma.host_memory` runs it.
+so it is not one of `DIALECT`. `zpasses.host.host_memory` runs it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 
 A start returns a ticket, int64[1] on the host, and its wait the copy. No result shares memory with
 an argument, and a wait frees nothing. It takes the source as an argument, so whatever runs the
-graph keeps the source until the copy has ended. `zpasses.sdma.host_memory` runs them.
+graph keeps the source until the copy has ended. `zpasses.host.host_memory` runs them.
 
 `from_host` is the copy of a shard that rests on the host, and `to_host`, of the dialect, that of
 its gradient. Each ends before what follows starts, until `schedule` splits it into a start and a

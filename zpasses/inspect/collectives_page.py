@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zpasses.dumps.nodes import Node, Source
+from zpasses.errors import some_of
 from zpasses.inspect.communication import CollectiveRow, Communication, communication
 from zpasses.inspect.find import SelectedGraph, snapshot_of, step_title, steps_after
 from zpasses.inspect.measured import Measured, MeasuredCollective, MeasuredGraph
@@ -21,7 +22,7 @@ from zpasses.inspect.page_parts import (
     to_json_value,
     unmodelled,
 )
-from zpasses.inspect.units import bytes_text, count, cut, some_of, time_text
+from zpasses.inspect.units import bytes_text, count, cut, time_text
 from zpasses.inspect.view import Table, Text, View, table_of
 
 _TIMES = ("time", "exposed", "queueing", "measured", "its exposed")

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zpasses.dumps.nodes import Argument, Items, Node, RecomputeMark, Ref, Snapshot
+from zpasses.errors import some_of
 from zpasses.inspect.listing import argument_text, op_text, value_text
-from zpasses.inspect.units import count, cut, some_of
+from zpasses.inspect.units import count, cut
 
 KINDS = (
     "inserted",

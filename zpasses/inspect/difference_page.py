@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zpasses.errors import some_of
 from zpasses.inspect.comparison import Comparison, Figures
 from zpasses.inspect.difference import KINDS, Change, Difference, compare
 from zpasses.inspect.find import (
@@ -21,7 +22,7 @@ from zpasses.inspect.find import (
 )
 from zpasses.inspect.listing import call_text, note_text
 from zpasses.inspect.pairing import pair_nodes
-from zpasses.inspect.units import bytes_text, change_text, count_text, some_of, time_text
+from zpasses.inspect.units import bytes_text, change_text, count_text, time_text
 from zpasses.inspect.view import ChangeLines, Table, Text, View, table, text_of
 
 

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zpasses.dumps.format import Dump
+from zpasses.errors import some_of
 from zpasses.inspect.flight_recorder import LastCollective, RankState
 from zpasses.inspect.hang import GroupHang, NodeFinder, Place, RankHang, find_hangs
 from zpasses.inspect.model_sources import parameter_sources, source_text, sources_of
 from zpasses.inspect.modules import modules_of, modules_text
-from zpasses.inspect.units import some_of
 from zpasses.inspect.view import Table, Text, View, table
 
 _NO_FILES = (

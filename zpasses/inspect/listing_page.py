@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from zpasses.dumps.nodes import Node, Snapshot
+from zpasses.errors import some_of
 from zpasses.inspect.find import SelectedGraph, failure_text, snapshot_of, step_title, steps_after
 from zpasses.inspect.listing import MAX_ITEMS, NodeFilter, lines
 from zpasses.inspect.page_parts import about_step, to_json_value
-from zpasses.inspect.units import bytes_text, some_of
+from zpasses.inspect.units import bytes_text
 from zpasses.inspect.view import Code, View
 
 

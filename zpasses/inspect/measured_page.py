@@ -9,10 +9,11 @@ from typing import Any
 
 from zpasses.dumps.format import Dump
 from zpasses.dumps.nodes import Node
+from zpasses.errors import some_of
 from zpasses.inspect.escape import one_line
 from zpasses.inspect.measured import Measured, MeasuredGraph
 from zpasses.inspect.modules import module_of, modules_of, template
-from zpasses.inspect.units import bytes_text, count, some_of, time_text
+from zpasses.inspect.units import bytes_text, count, time_text
 from zpasses.inspect.view import Table, Text, table
 
 _MODULES = 15

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from zpasses.errors import some_of
 from zpasses.inspect.find import SelectedGraph, node_named, snapshot_of, step_title, steps_after
 from zpasses.inspect.graph_notes import (
     NEVER_RUNS,
@@ -16,7 +17,7 @@ from zpasses.inspect.graph_notes import (
 from zpasses.inspect.memory import Memory, memory, parameter_sizes, peaks
 from zpasses.inspect.modules import fold_modules
 from zpasses.inspect.page_parts import about_step, failure_parts, unmodelled
-from zpasses.inspect.units import bytes_text, change_text, some_of
+from zpasses.inspect.units import bytes_text, change_text
 from zpasses.inspect.view import Table, Text, View, table
 
 BARS = " ▁▂▃▄▅▆▇█"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from zpasses.dumps.format import Compile
 from zpasses.dumps.nodes import Node, Source
-from zpasses.inspect.units import some_of
+from zpasses.errors import some_of
 
 
 def parameter_sources(compiled: Compile) -> dict[str, Source]:

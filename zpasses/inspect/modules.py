@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from zpasses.dumps.nodes import Node
-from zpasses.inspect.units import some_of
+from zpasses.errors import some_of
 
 _ODD = 0.05
 """Relative distance from the median beyond which a layer is not as the others."""

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zpasses.dumps.nodes import Node, Snapshot, Source
+from zpasses.errors import some_of
 from zpasses.inspect.escape import one_line, one_line_values
 from zpasses.inspect.listing import op_text
 from zpasses.inspect.model_sources import sources_of
 from zpasses.inspect.modules import modules_of
 from zpasses.inspect.node_spans import CollectiveSpan, schedule
-from zpasses.inspect.units import some_of
 
 _COMPUTE = 1
 """Thread id of the compute track. The tracks of process groups follow."""

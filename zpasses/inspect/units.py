@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -33,12 +31,6 @@ def count_text(count: int) -> str:
 def count(number: int, what: str) -> str:
     """ "17,857 nodes"."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def some_of(texts: Sequence[str], most: int = 1) -> str:
-    """ "a, b and 3 more"."""
-    shown = ", ".join(texts[:most])
-    return f"{shown} and {len(texts) - most:,} more" if len(texts) > most else shown
 
 
 def cut(text: str, limit: int) -> str:

@@ -32,8 +32,8 @@ from zpasses import compat
 from zpasses.cost.memory import device_memory
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.graph.queries import nbytes
+from zpasses.host.host_arena import HostArena
 from zpasses.optim.expected_states import expected_layouts
-from zpasses.optim.host_arena import HostArena
 from zpasses.optim.offload_budget import (
     AgreedSizes,
     OffloadOptions,
@@ -65,8 +65,8 @@ from zpasses.ranks.failures import report_failure
 from zpasses.runtime.free_memory import planned_peak_bytes, usable_bytes
 from zpasses.runtime.offloaded import OFFLOAD_ATTRIBUTE, device_of_shard, is_offloaded
 from zpasses.runtime.partial_step import PartialStep
+from zpasses.runtime.platform import SideStream, platform_of
 from zpasses.runtime.step_hook import EARLY_ATTRIBUTE, run_last, with_evaluated_closure
-from zpasses.sdma.platform import SideStream, platform_of
 
 log = logging.getLogger("zpasses")
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zpasses.errors import MemoryBudgetError, OptionError, ZpassesError
+from zpasses.host.host_pool import available_host_bytes
 from zpasses.option_values import format_size, parse_size
 from zpasses.ranks.agree import exchange
-from zpasses.runtime.free_memory import available_host_bytes
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.param_value import is_sharded_parameter
 from zpasses.runtime.run_checks import timeout_of

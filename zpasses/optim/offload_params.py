@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.errors import ZpassesError
 from zpasses.graph.queries import nbytes
-from zpasses.optim.host_arena import HostArena
+from zpasses.host.host_arena import HostArena
+from zpasses.host.saved_arenas import gradients
 from zpasses.optim.offload_budget import (
     OffloadOptions,
     agreed_sizes,
@@ -35,7 +36,6 @@ from zpasses.runtime.offloaded import DEVICE_ATTRIBUTE
 from zpasses.runtime.param_value import drop_cached
 from zpasses.runtime.watched import replace_shard
 from zpasses.runtime.windows import grad_state_of
-from zpasses.sdma.saved_arenas import gradients
 from zpasses.sharding.module import (
     change_specs,
     check_is_module,

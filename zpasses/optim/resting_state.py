@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zpasses import compat
-from zpasses.optim.host_arena import HostArena
+from zpasses.host.host_arena import HostArena
 from zpasses.optim.state_buckets import ValueLayout, layout_of_value
 from zpasses.runtime.offloaded import device_of_shard
-from zpasses.sdma.platform import SideStream
+from zpasses.runtime.platform import SideStream
 
 
 class RestingState(defaultdict[Any, Any]):

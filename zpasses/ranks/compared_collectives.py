@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from torch import fx
 
 from zpasses import compat
+from zpasses.errors import some_of
 from zpasses.graph.queries import Collective, collectives, is_wait
 from zpasses.graph.source_lines import describe_source
 from zpasses.graph.tags import params_of, tag_of
@@ -147,8 +148,7 @@ def _compare(group: str, graph_name: str, sequence: CallSequence, timeout_s: flo
 def _modules(params: Sequence[str], most: int = 3) -> str:
     """The modules that own parameters: "layers.0, layers.1 and 4 more"."""
     found = list(dict.fromkeys(name.rpartition(".")[0] for name in params))
-    shown = ", ".join(name for name in found[:most] if name)
-    return f"{shown} and {len(found) - most} more" if len(found) > most else shown
+    return some_of([name for name in found if name], most)
 
 
 def _tensors(node: fx.Node, each: Collective) -> list[str]:

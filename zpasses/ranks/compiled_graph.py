@@ -8,6 +8,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from zpasses.errors import some_of
+
 _current: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
     "zpasses.compiled_graph", default=None
 )
@@ -112,8 +114,7 @@ def how_to_compare(rank: int, dump: str | None, other_rank: int, other_dump: str
 
 def _named(params: Sequence[str]) -> str:
     """`up.weight (module blocks.1.up) and 3 more`."""
-    shown = ", ".join(
-        f"{name} (module {name.rpartition('.')[0]})" if "." in name else name
-        for name in params[:_MOST]
-    )
-    return shown + (f" and {len(params) - _MOST} more" if len(params) > _MOST else "")
+    texts = [
+        f"{name} (module {name.rpartition('.')[0]})" if "." in name else name for name in params
+    ]
+    return some_of(texts, _MOST)

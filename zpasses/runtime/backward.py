@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zpasses import compat
-from zpasses.errors import ZpassesError
+from zpasses.errors import ZpassesError, some_of
 from zpasses.runtime.backward_variants import BackwardVariant
 from zpasses.runtime.grad_slots import GradSlot
 from zpasses.runtime.param_conversion import local_shards_node
@@ -209,7 +209,7 @@ def warn_if_always_reduced(
                     "reductions, or that pass cannot separate these reductions, such as those that "
                     "exchange-rows exchanges.",
                     graph_name,
-                    ", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
+                    some_of(names, 5),
                 )
         return code(args)
 

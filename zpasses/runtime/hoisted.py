@@ -13,14 +13,8 @@ from zpasses import compat
 from zpasses.cost.plan.prefetch import GraphRun
 from zpasses.graph.hoisting import HoistedGraph
 from zpasses.graph.host_copies import size_places, sizes_of
-from zpasses.runtime.block_schedule import (
-    Gathered,
-    PlanStep,
-    Reducing,
-    RunKey,
-    Starter,
-    block_schedule,
-)
+from zpasses.runtime.block_schedule import block_schedule
+from zpasses.runtime.late_reductions import Reducing
 from zpasses.runtime.param_conversion import (
     bound_call,
     current_call,
@@ -28,6 +22,8 @@ from zpasses.runtime.param_conversion import (
     local_shards_node,
     whose_call,
 )
+from zpasses.runtime.planned_blocks import PlanStep, RunKey
+from zpasses.runtime.started_gathers import Gathered, Starter
 
 _Code = Callable[[list[Any]], Any]
 
@@ -82,7 +78,7 @@ class HoistedCode:
         self._costs: list[tuple[Mapping[Any, int], GraphRun, int]] = []
         """What the graph takes with certain sizes, and its number for the schedule."""
         if not self._places:
-            self._costs.append(({}, cost, self._schedule.number_of(cost)))
+            self._costs.append(({}, cost, self._schedule.plans.number_of(cost)))
         order, part = surroundings.order, surroundings.part
         gathers, reductions = graph.gathers, graph.reductions
         if gathers is not None:
@@ -95,9 +91,9 @@ class HoistedCode:
 
     def __call__(self, args: list[Any]) -> Any:
         params = self._params()
-        distance = self._schedule.planned if self._ahead is None else self._ahead
+        distance = self._schedule.plans.ahead if self._ahead is None else self._ahead
         if self._ahead is None and self._is_backward:
-            self._schedule.plan_at_end(self._plan)
+            self._schedule.plans.plan_at_end(self._plan)
         self._add_gathered(args, params, distance, *self._cost_of(args))
         values = self._body(args)
         return values if self._graph.reductions is None else self._reduce(values, params, distance)
@@ -112,7 +108,7 @@ class HoistedCode:
             for known, *_ in self._costs:
                 sizes = {symbol: max(size, known[symbol]) for symbol, size in sizes.items()}
         cost = self._described(sizes)
-        self._costs.append((sizes, cost, self._schedule.number_of(cost)))
+        self._costs.append((sizes, cost, self._schedule.plans.number_of(cost)))
         return self._costs[-1][1:]
 
     def _params(self) -> Sequence[Any]:
@@ -162,7 +158,7 @@ class HoistedCode:
 
         trained = [params[position] for position in self._reduced]
         if _are_accumulated(self._reduced) and not any(map(_has_hooks, trained)):
-            self._schedule.reduce_later(Reducing(finish, trained, self._limits), distance)
+            self._schedule.reductions.add(Reducing(finish, trained, self._limits), distance)
         else:
             for position, grad in zip(reductions.gradients, finish(), strict=True):
                 values[position] = grad

@@ -2,11 +2,10 @@
 a group of ranks chooses a route.
 """
 
-# Importing these registers operators, which code from a warm compile cache may call.
-from zpasses.sdma import host_memory as _host_memory
+# Importing it registers operators, which code from a warm compile cache may call.
 from zpasses.sdma import ops as _ops
 from zpasses.sdma.lifecycle import RouteChoice, init, report, route_choice, shutdown
 
 __all__ = ["RouteChoice", "init", "report", "route_choice", "shutdown"]
 
-del _host_memory, _ops
+del _ops

@@ -23,8 +23,8 @@ from zpasses.cost.time.route_figures import MAX_CHUNK_BYTES
 from zpasses.pipeline.events import runtime_note
 from zpasses.ranks.agree import exchange
 from zpasses.ranks.vote import current_timeout_s
+from zpasses.runtime.platform import Platform, node_name, platform_of
 from zpasses.sdma import mori_route, symm_route, zero_sm_route
-from zpasses.sdma.platform import Platform, node_name, platform_of
 from zpasses.sdma.refusals import Answer, unavailable_reason
 from zpasses.sdma.routes import C10dRoute, Route, raise_if_capturing
 

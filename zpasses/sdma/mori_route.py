@@ -33,7 +33,7 @@ from zpasses.cost.time.route_figures import MAX_RANKS
 from zpasses.errors import AgreementError
 from zpasses.ranks.agree import exchange
 from zpasses.runtime.gloo import gathered_shape
-from zpasses.sdma.platform import Platform, SideStream
+from zpasses.runtime.platform import Platform, SideStream
 from zpasses.sdma.refusals import Answer, attempt, refusal_in, run_with_timeout
 from zpasses.sdma.routes import (
     Route,

@@ -14,7 +14,7 @@ from typing import Any
 
 from zpasses import compat
 from zpasses.ranks.agree import exchange
-from zpasses.sdma.platform import Platform
+from zpasses.runtime.platform import Platform
 
 Answer = dict[str, Any]
 """A rank's answer; "refusal" holds its reason to refuse, or None."""

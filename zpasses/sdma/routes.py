@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.runtime.gloo import all_gather
-from zpasses.sdma.platform import Platform, SideStream
+from zpasses.runtime.platform import Platform, SideStream
 
 
 def resolve_contiguous(tensor: Tensor) -> Tensor:

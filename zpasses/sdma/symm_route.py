@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.runtime.gloo import gathered_shape
-from zpasses.sdma.platform import Platform, SymmMemory
+from zpasses.runtime.platform import Platform, SymmMemory
 from zpasses.sdma.refusals import attempt
 from zpasses.sdma.routes import (
     Route,

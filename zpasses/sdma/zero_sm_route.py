@@ -28,7 +28,7 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks.agree import exchange
 from zpasses.runtime.gloo import gathered_shape
-from zpasses.sdma.platform import Platform, ZeroSmGathers
+from zpasses.runtime.platform import Platform, ZeroSmGathers
 from zpasses.sdma.refusals import attempt
 from zpasses.sdma.routes import (
     TRIAL_BYTES,

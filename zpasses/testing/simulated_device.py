@@ -84,7 +84,7 @@ class SimulatedEvent:
 
 
 class SimulatedStream:
-    """A stream, with the interface of `zpasses.sdma.platform.SideStream`."""
+    """A stream, with the interface of `zpasses.runtime.platform.SideStream`."""
 
     _handles = itertools.count(1)
     _by_handle: dict[int, SimulatedStream] = {}

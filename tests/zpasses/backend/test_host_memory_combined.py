@@ -19,8 +19,8 @@ from tests.on_ranks import on_ranks
 from tests.zpasses.backend.test_host_memory import TARGET, copies
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.fused_kernels import use_fusion
+from zpasses.host.saved_arenas import host
 from zpasses.pipeline.events import observe_graphs
-from zpasses.sdma.saved_arenas import host
 
 WIDTH = 64
 SIDES = ("forward", "backward")

@@ -27,11 +27,12 @@ from zpasses.backend import partitioner
 from zpasses.backend.block_runs import BlockStep
 from zpasses.cost.plan.prefetch import step_cost
 from zpasses.graph import host_copies
+from zpasses.host import saved_values
+from zpasses.host.saved_arenas import host
 from zpasses.pipeline import events
-from zpasses.runtime.block_schedule import BlockSchedule, block_schedule, own_block_schedule
-from zpasses.sdma import saved_values
-from zpasses.sdma.platform import register_platform
-from zpasses.sdma.saved_arenas import host
+from zpasses.runtime.block_schedule import block_schedule, own_block_schedule
+from zpasses.runtime.planned_blocks import PlannedBlocks
+from zpasses.runtime.platform import register_platform
 from zpasses.testing import world_mesh
 
 ROWS, LAYERS = 1024, 6
@@ -79,7 +80,7 @@ def build(mesh, budget=None, host_memory="1GiB", **options):
 
 def plan():
     """The plan of the only step so far."""
-    (found,) = block_schedule()._plans.values()
+    (found,) = block_schedule().plans._plans.values()
     return found.cost
 
 
@@ -304,7 +305,7 @@ def test_each_length_that_a_graph_runs_with_is_planned(mesh):
             loss = model(batch(number, rows))
             held.append(host.live)
             loss.backward()
-        peaks = {each.cost.peak_bytes for each in block_schedule()._plans.values()}
+        peaks = {each.cost.peak_bytes for each in block_schedule().plans._plans.values()}
     everything = LAYERS * (ONE + INPUT)
     assert held == [everything, everything // 2, MOVED, 0]
     assert max(peaks) <= 6.5 * (1 << 20)
@@ -368,7 +369,7 @@ def trained(case, budget=None):
         results, held = steps_of(
             model, torch.optim.AdamW(params, 0.01), case, evaluates=case.evaluates
         )
-        plans = [each.cost for each in block_schedule()._plans.values()]
+        plans = [each.cost for each in block_schedule().plans._plans.values()]
     return results, held, plans
 
 
@@ -441,7 +442,9 @@ def test_steps_of_each_length_hold_what_their_plan_says():
                 results.append(loss.detach())
                 results += [each.grad.to_local().clone() for each in model.parameters()]
                 model.zero_grad()
-                plans.append(block_schedule()._plans[tuple(block_schedule()._step)].cost)
+                plans.append(
+                    block_schedule().plans._plans[tuple(block_schedule().plans._step)].cost
+                )
         return results, plans, [allocated(profiler, f"step {at}")[1] for at in range(4)]
 
     expected, whole, most = run()
@@ -504,7 +507,7 @@ def test_blocks_of_all_kinds_whose_values_all_move_train_to_the_same_bits(case):
         own_block_schedule(),
         mock.patch.object(partitioner, "offloadable_values", movable),
         mock.patch.object(partitioner, "offloadable_inputs", given),
-        mock.patch.object(BlockSchedule, "moved_by", return_value=None),
+        mock.patch.object(PlannedBlocks, "moved_by", return_value=None),
         mock.patch.object(saved_values._Call, "move_out", counted),
     ):
         losses, params = test_per_block.train(net, options, per_block=True, **how)

@@ -21,10 +21,10 @@ from tests.zpasses.cost.memory.test_liveness import allocated
 from zpasses.backend.block_runs import BlockStep
 from zpasses.cost.plan.prefetch import step_cost
 from zpasses.errors import MemoryBudgetError, ZpassesError
+from zpasses.host import saved_values
+from zpasses.host.saved_arenas import SavedArenas, host
 from zpasses.pipeline import events
 from zpasses.runtime.block_schedule import own_block_schedule
-from zpasses.sdma import saved_values
-from zpasses.sdma.saved_arenas import SavedArenas, host
 from zpasses.testing import world_mesh
 
 ROWS, WIDTH, LAYERS = 8192, 64, 8
@@ -278,7 +278,7 @@ def forwards(monkeypatch):
     first is returned, and the second an input. Returns it; what was noted is its attribute.
     """
     noted, plan = [], []
-    schedule = SimpleNamespace(
+    plans = SimpleNamespace(
         moved_by=lambda forward: plan[0],
         forward_of=lambda params: len(noted),
         note_returned=lambda forward, at, dropped: noted.append(dropped),
@@ -286,7 +286,7 @@ def forwards(monkeypatch):
     )
     monkeypatch.setattr(saved_values, "_moves", saved_values._Moves())
     monkeypatch.setattr(saved_values, "place_of_call", lambda: "here")
-    monkeypatch.setattr(saved_values, "block_schedule", lambda: schedule)
+    monkeypatch.setattr(saved_values, "block_schedule", lambda: SimpleNamespace(plans=plans))
 
     def run(given, returned, planned=None, kind="forward"):
         plan[:] = [planned]

@@ -42,6 +42,7 @@ from zpasses.backend import block_runs as planning
 from zpasses.dumps import read
 from zpasses.errors import AgreementError, MemoryBudgetError, OptionError
 from zpasses.runtime import block_schedule
+from zpasses.runtime.late_reductions import LateReductions
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 EAGER = {"codegen": "eager"}
@@ -207,13 +208,10 @@ def at_turning_points(options, **how):
     schedule = block_schedule.BlockSchedule()
     turn = block_schedule.BlockSchedule.turn
 
-    def in_flight():
-        return sum(len(each.reducing) for each in schedule._pending.values())
-
     def observed(self):
-        before = in_flight(), schedule.started_ahead
+        before = schedule.reductions.in_flight, schedule.started_ahead
         turn(self)
-        seen.append((before[0], in_flight(), schedule.started_ahead - before[1]))
+        seen.append((before[0], schedule.reductions.in_flight, schedule.started_ahead - before[1]))
 
     with (
         patch.object(planning, "_MARGIN", 0.0),
@@ -263,8 +261,8 @@ def assert_near(found, expected):
 @on_ranks(2)
 def test_hooks_of_nodes_that_accumulate_are_called_once_and_after_the_gradient():
     model, _ = build_step(Net, {**EAGER, "prefetch": 1}, per_block=True)
-    tokens, seen, later = torch.arange(VOCAB).view(2, -1), [], block_schedule.BlockSchedule
-    with patch.object(later, "reduce_later", autospec=True, side_effect=later.reduce_later) as wait:
+    tokens, seen, later = torch.arange(VOCAB).view(2, -1), [], LateReductions
+    with patch.object(later, "add", autospec=True, side_effect=later.add) as wait:
         model(tokens).backward()
         assert wait.called, "reductions wait where the program holds no node"
         model.zero_grad()
@@ -497,7 +495,7 @@ def under_budget(budget):
             model(tokens).backward()
     except MemoryBudgetError as error:
         return str(error)
-    return block_schedule.block_schedule().planned
+    return block_schedule.block_schedule().plans.ahead
 
 
 @pytest.mark.processes

@@ -27,7 +27,7 @@ from zpasses.graph.host_copies import (
 )
 from zpasses.graph.queries import collective_of
 from zpasses.graph.tags import Tag, add_tag
-from zpasses.sdma.saved_arenas import host, loose
+from zpasses.host.saved_arenas import host, loose
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

@@ -27,8 +27,8 @@ from tests.zpasses.optim.offloading import (
 )
 from zpasses.cost.memory import device_memory
 from zpasses.errors import AgreementError, MemoryBudgetError, ZpassesError
+from zpasses.host import host_pool
 from zpasses.optim import offload, state_plan
-from zpasses.runtime import free_memory
 from zpasses.testing import world_mesh
 
 SHARDED = [each for each in OPTIMIZERS if each not in ("Muon", "Adafactor", "SGD fused")]
@@ -205,7 +205,7 @@ def test_a_budget_that_one_rank_cannot_keep_is_one_error_on_all_ranks():
     free = 2048 if dist.get_rank() else 1 << 30
     with (
         mock.patch.object(device_memory, "free_bytes", return_value=free),
-        mock.patch.object(free_memory, "_pools", []),
+        mock.patch.object(host_pool, "_pools", []),
         pytest.raises(MemoryBudgetError) as error,
     ):
         zpasses.offload_optimizer(optimizer, host_bytes="1MiB")

@@ -31,9 +31,9 @@ from zpasses.cost.memory import device_memory
 from zpasses.errors import AgreementError, MemoryBudgetError, ZpassesError
 from zpasses.graph.host_copies import RELOAD
 from zpasses.graph.queries import calls
+from zpasses.host.saved_arenas import gradients
 from zpasses.optim import parameter_plan, state_plan
 from zpasses.pipeline.events import observe_graphs
-from zpasses.sdma.saved_arenas import gradients
 from zpasses.testing import world_mesh
 
 

@@ -13,7 +13,7 @@ import zpasses
 from tests.host_stream import HostStream
 from tests.zpasses.optim.offloading import Net, assert_same, backward, optimizer_of, train
 from zpasses.optim import offload
-from zpasses.sdma.platform import register_platform
+from zpasses.runtime.platform import register_platform
 from zpasses.testing import SimulatedDevice
 
 SEEDS = 30

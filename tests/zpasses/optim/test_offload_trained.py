@@ -25,10 +25,10 @@ from zpasses.graph.host_copies import (
 )
 from zpasses.graph.queries import calls, collectives, returned_values
 from zpasses.graph.tags import tag_of
+from zpasses.host import host_pool
+from zpasses.host.saved_arenas import SavedArenas, gradients, host, like_on_host
 from zpasses.optim import parameter_plan
-from zpasses.runtime import free_memory
-from zpasses.sdma.platform import register_platform
-from zpasses.sdma.saved_arenas import SavedArenas, gradients, host, like_on_host
+from zpasses.runtime.platform import register_platform
 from zpasses.testing import capture_graphs, capture_ranks, fake_world
 
 MATRIX, BIAS = 32 * 64 * 4, 32 * 4
@@ -102,7 +102,7 @@ def test_memory_of_gradients_is_kept_for_them(monkeypatch):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         free = (plan.grad_bytes + (8 << 10)) * 2  # of two ranks
         monkeypatch.setattr(device_memory, "free_bytes", lambda device: free)
-        monkeypatch.setattr(free_memory, "_pools", [gradients])
+        monkeypatch.setattr(host_pool, "_pools", [gradients])
         before = gradients.promised - gradients.reserved - plan.grad_bytes
         monkeypatch.setattr(gradients, "reserved", gradients.reserved + before)
         with pytest.raises(MemoryBudgetError, match=r"states .* Available: 8 KiB"):

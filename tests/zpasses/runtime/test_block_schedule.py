@@ -7,8 +7,9 @@ import pytest
 from zpasses import compat
 from zpasses.backend.block_runs import BlockStep, agreed_prefetch
 from zpasses.cost.plan.prefetch import GraphRun, MovableValue
-from zpasses.runtime import block_schedule
-from zpasses.runtime.block_schedule import BlockSchedule, Forward, RunKey
+from zpasses.runtime import block_schedule, planned_blocks
+from zpasses.runtime.block_schedule import BlockSchedule
+from zpasses.runtime.planned_blocks import Forward, RunKey
 
 BLOCKS, LIMIT = 6, 2500
 
@@ -37,14 +38,14 @@ class Rank:
         """Runs a step of equal blocks. Returns their forwards."""
         self.run(False, forward(size), range(blocks))
         self.run(True, backward(size), reversed(range(blocks)))
-        self.schedule._plan(self.plan)
-        return [self.schedule.forward_of(block) for block in range(blocks)]
+        self.schedule.plans._plan(self.plan)
+        return [self.schedule.plans.forward_of(block) for block in range(blocks)]
 
     def run(self, is_backward, graph, blocks):
         self.monkeypatch.setattr(compat, "in_backward", lambda: is_backward)
         for block in blocks:
             key = RunKey("collectives", block, is_backward)
-            self.schedule.begin(key, None, 0, self.schedule.number_of(graph))
+            self.schedule.begin(key, None, 0, self.schedule.plans.number_of(graph))
         self.monkeypatch.setattr(compat, "in_backward", lambda: False)
 
     def plan(self, runs, ahead):
@@ -53,7 +54,7 @@ class Rank:
         return BlockStep(runs, host_bytes=1 << 20).planned(LIMIT, ahead)
 
     def moves(self, forwards):
-        return [self.schedule.moved_by(each) for each in forwards]
+        return [self.schedule.plans.moved_by(each) for each in forwards]
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_another_length_is_planned_anew_and_no_rank_is_asked(rank):
 
 
 def test_ranks_ask_at_the_same_steps_whatever_their_lengths(monkeypatch, rank):
-    monkeypatch.setattr(block_schedule, "_MAX_PLANS", 2)
+    monkeypatch.setattr(planned_blocks, "_MAX_PLANS", 2)
     other, asked = Rank(monkeypatch), []
     for number, blocks in enumerate((6, 6, 6, 5, 6, 4, 6, 5, 6)):
         rank.step(100, blocks)
@@ -91,9 +92,9 @@ def test_ranks_ask_at_the_same_steps_whatever_their_lengths(monkeypatch, rank):
 def test_what_is_known_of_one_graph_is_not_said_of_another(rank):
     (first, *_), (other, *_) = rank.step(100), rank.step(1000)
     assert first != other
-    rank.schedule.note_returned(first, 0, dropped=True)
-    rank.schedule.note_returned(other, 0, dropped=False)
-    rank.schedule._plans.clear()
+    rank.schedule.plans.note_returned(first, 0, dropped=True)
+    rank.schedule.plans.note_returned(other, 0, dropped=False)
+    rank.schedule.plans._plans.clear()
     rank.step(100)
     rank.step(1000)
     dropped = [runs[0].dropped_bytes for runs in rank.plans]
@@ -101,12 +102,12 @@ def test_what_is_known_of_one_graph_is_not_said_of_another(rank):
 
 
 def test_an_input_that_found_no_room_is_as_that_of_the_last_equal_graph(rank):
-    schedule = rank.schedule
+    plans = rank.schedule.plans
     for block, graph, freed in ((0, 1, True), (1, 2, False)):
-        schedule.note_input(Forward(block, graph), 0, freed, counted=True)
-    assert schedule._seen(Forward(3, 1), 0).freed
-    assert not schedule._seen(Forward(3, 2), 0).freed
-    assert schedule._seen(Forward(3, 3), 0) is None
+        plans.note_input(Forward(block, graph), 0, freed, counted=True)
+    assert plans._seen(Forward(3, 1), 0).freed
+    assert not plans._seen(Forward(3, 2), 0).freed
+    assert plans._seen(Forward(3, 3), 0) is None
 
 
 def test_a_length_that_exceeds_the_budget_is_said_on_this_rank_only(caplog):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 
 from zpasses import compat
-from zpasses.sdma.platform import platform_of
+from zpasses.runtime.platform import platform_of
 from zpasses.sdma.routes import C10dRoute, SideStreamWork, raise_if_capturing
 from zpasses.testing import run_in_fresh_ranks
 
@@ -163,8 +163,8 @@ def spans_beside_products(gather, part):
 def on_one_device():
     import zpasses
     from zpasses.ranks.agree import exchange
+    from zpasses.runtime.platform import Platform
     from zpasses.sdma.lifecycle import _answer
-    from zpasses.sdma.platform import Platform
     from zpasses.sdma.refusals import unavailable_reason
     from zpasses.sdma.symm_route import SymmRoute
 

@@ -17,9 +17,9 @@ from tests.fake_mori import Settings, installed
 from tests.on_ranks import on_ranks
 from zpasses import compat
 from zpasses.errors import AgreementError
+from zpasses.runtime.platform import platform_of
 from zpasses.sdma import mori_route
 from zpasses.sdma.lifecycle import reset_routes
-from zpasses.sdma.platform import platform_of
 from zpasses.sdma.refusals import unavailable_reason
 from zpasses.sdma.routes import raise_if_capturing
 from zpasses.testing import fake_world, run_in_fresh_ranks

@@ -15,9 +15,9 @@ import zpasses
 from tests.fake_zero_sm import Settings, installed
 from tests.on_ranks import on_ranks
 from zpasses import compat
+from zpasses.runtime.platform import Platform
 from zpasses.sdma import zero_sm_route
 from zpasses.sdma.lifecycle import available_routes, route_of
-from zpasses.sdma.platform import Platform
 from zpasses.testing import fake_world
 
 sdma = torch.ops.zpasses

@@ -8,7 +8,7 @@ Memory is at least that of `zpasses.cost.memory` there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,14 +60,15 @@ def evaluate(problem: ScheduleProblem, plan: Plan, *, averages: bool = False) ->
             the caller holds.
     """
     later = _Averages(problem) if averages else None
-    clock = _run(problem, plan, 1.0, later)
-    live, launches = live_bytes(problem, plan), later.launches if later is not None else 0
+    costs = _costs(problem, plan)
+    clock = _run(problem, plan, costs, later=later)
+    live, launches = _live_bytes(problem, plan, costs), later.launches if later is not None else 0
     return Cost(clock.now_us, clock.waited_us, int(live.max(initial=0)), launches)
 
 
 def duration_us(problem: ScheduleProblem, plan: Plan, factor: float) -> float:
     """Returns the duration of a plan if collectives take `factor` times as long as predicted."""
-    return _run(problem, plan, factor).now_us
+    return _run(problem, plan, _costs(problem, plan), factor).now_us
 
 
 @dataclass(frozen=True)
@@ -120,42 +121,52 @@ def launch_cost(
     return found
 
 
-def cost_of(problem: ScheduleProblem, plan: Plan, number: int) -> LaunchCost:
-    """Returns what launch `number` of a plan costs."""
-    return launch_cost(problem, plan.launches[number], number in plan.engines)
+def _costs(problem: ScheduleProblem, plan: Plan) -> list[LaunchCost]:
+    """Returns what each launch of a plan costs."""
+    engines = plan.engines
+    return [
+        launch_cost(problem, launch, number in engines)
+        for number, launch in enumerate(plan.launches)
+    ]
 
 
 def _run(
-    problem: ScheduleProblem, plan: Plan, factor: float, later: _Averages | None = None
+    problem: ScheduleProblem,
+    plan: Plan,
+    costs: Sequence[LaunchCost],
+    factor: float = 1.0,
+    later: _Averages | None = None,
 ) -> Clock:
-    clock = Clock()
+    clock, before = Clock(), problem.work_before_us
     here, fixed, reloaded_us = 0, 0, 0.0
+    next_fixed = problem.fixed[0].slot if problem.fixed else len(before)
 
     def run_until(slot: int) -> None:
-        """Runs what does not move until a slot: kernels, and events of `problem.fixed`."""
-        nonlocal here, fixed
-        before = problem.work_before_us
-        if later is not None and slot > here:
+        """Runs what does not move until a later slot: kernels, and events of `problem.fixed`."""
+        nonlocal here, fixed, next_fixed
+        if later is not None and later.ready:
             later.start(clock)
-        while fixed < len(problem.fixed) and problem.fixed[fixed].slot < slot:
-            there = problem.fixed[fixed].slot
+        while next_fixed < slot:
+            there = next_fixed
             clock.work(before[there] - before[here])
             here, fixed = there, run_fixed_events(clock, problem, there, fixed)
+            more = fixed < len(problem.fixed)
+            next_fixed = problem.fixed[fixed].slot if more else len(before)
         clock.work(before[slot] - before[here])
         here = slot
 
     for action in plan.actions:
-        run_until(action.slot)
-        cost = cost_of(problem, plan, action.launch)
+        if action.slot > here:
+            run_until(action.slot)
+        cost = costs[action.launch]
         if action.kind == "start":
-            if later is not None:
+            if later is not None and later.ready:
                 later.start(clock)
             if cost.reload_us:
                 reloaded_us += factor * cost.reload_us
                 clock.idle_until(reloaded_us)
             clock.work(cost.start_work_us)
-            duration = factor * cost.duration_us
-            clock.enqueue(action.launch, duration, cost.members[0].timing)
+            clock.enqueue(action.launch, factor * cost.duration_us, cost.members[0].timing)
         else:
             clock.wait(action.launch)
             clock.work(cost.wait_work_us)
@@ -173,21 +184,22 @@ class _Averages:
     def __init__(self, problem: ScheduleProblem) -> None:
         self._first = min((event.number for event in problem.fixed), default=0) - 1
         self.launches = 0
-        self._ready: dict[str, list[Average]] = {}
+        self.ready: dict[str, list[Average]] = {}
+        """Those that have not started, by group."""
 
     def add(self, reductions: Iterable[Job]) -> None:
         for job in reductions:
             if job.average is not None:
-                self._ready.setdefault(job.average.group, []).append(job.average)
+                self.ready.setdefault(job.average.group, []).append(job.average)
 
     def start(self, clock: Clock) -> None:
-        for members in self._ready.values():
+        for members in self.ready.values():
             timing, latency = members[0].timing, members[0].latency_us
             moved = sum(max(0.0, each.timing.duration_us - latency) for each in members)
             clock.work(timing.issue_us)
             clock.enqueue(self._first - self.launches, latency + moved, timing)
             self.launches += 1
-        self._ready.clear()
+        self.ready.clear()
 
     def wait(self, clock: Clock) -> None:
         self.start(clock)
@@ -213,6 +225,10 @@ def run_fixed_events(clock: Clock, problem: ScheduleProblem, slot: int, at: int)
 
 def live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:
     """Returns the largest live memory in each segment."""
+    return _live_bytes(problem, plan, _costs(problem, plan))
+
+
+def _live_bytes(problem: ScheduleProblem, plan: Plan, costs: Sequence[LaunchCost]) -> np.ndarray:
     changes = [0] * (len(problem.slots) + 1)
     starts: dict[int, int] = {}
     here, started_here = -1, 0
@@ -224,7 +240,7 @@ def live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:
             started_here += 1
             continue
         start, wait = starts[action.launch], action.slot
-        cost = cost_of(problem, plan, action.launch)
+        cost = costs[action.launch]
         changes[start] += cost.held_bytes
         changes[wait] += cost.unpacked_bytes
         changes[wait + 1] -= cost.held_bytes + cost.unpacked_bytes

@@ -52,15 +52,14 @@ def single_plan(problem: ScheduleProblem, launches: Launches | None = None) -> P
         launches: None gives every collective a launch of its own.
     """
 
-    def key(launch: tuple[int, ...]) -> tuple[int, bool]:
-        return _place(problem, launch), problem.jobs[launch[0]].is_gather
-
-    order = sorted(_launches(problem, launches), key=key)
+    order = sorted(
+        (_place(problem, launch), problem.jobs[launch[0]].is_gather, launch)
+        for launch in _launches(problem, launches)
+    )
     actions = []
-    for number, launch in enumerate(order):
-        slot = _place(problem, launch)
+    for number, (slot, _, _) in enumerate(order):
         actions += [Action(slot, "start", number), Action(slot, "wait", number)]
-    return Plan(tuple(order), tuple(actions))
+    return Plan(tuple(launch for _, _, launch in order), tuple(actions))
 
 
 def one_ahead_plan(problem: ScheduleProblem, launches: Launches | None = None) -> Plan:
@@ -79,27 +78,31 @@ def ahead_plan(problem: ScheduleProblem, launches: Launches, ahead: int) -> Plan
         ahead: at least 1; the plan with 0 is `single_plan`.
     """
 
-    def of_kind(gathers: bool) -> list[tuple[int, ...]]:
-        found = [each for each in launches if problem.jobs[each[0]].is_gather == gathers]
-        return sorted(found, key=lambda launch: _place(problem, launch))
-
-    gathers, reductions = of_kind(True), of_kind(False)
+    gathers, reductions = (
+        sorted(
+            (_place(problem, launch), launch)
+            for launch in launches
+            if problem.jobs[launch[0]].is_gather == kind
+        )
+        for kind in (True, False)
+    )
     events: list[tuple[int, int, Action]] = []
-    places = [_place(problem, launch) for launch in gathers]
-    for number, wait in enumerate(places):
-        start = places[number - ahead] if number >= ahead else 0
+    for number, (wait, _) in enumerate(gathers):
+        start = gathers[number - ahead][0] if number >= ahead else 0
         # A gather starts after the wait of the other one.
         events.append((start, 2 * (number - ahead) + 2, Action(start, "start", number)))
         events.append((wait, 2 * number + 1, Action(wait, "wait", number)))
     rank = 2 * len(launches)
-    places = [_place(problem, launch) for launch in reductions]
-    for at, start in enumerate(places):
+    for at, (start, _) in enumerate(reductions):
         number = len(gathers) + at
-        wait = places[at + ahead] if at + ahead < len(places) else problem.end
+        wait = reductions[at + ahead][0] if at + ahead < len(reductions) else problem.end
         events.append((start, rank + 2 * at, Action(start, "start", number)))
         events.append((wait, rank + 2 * (at + ahead) + 1, Action(wait, "wait", number)))
     events.sort(key=lambda event: event[:2])
-    return Plan((*gathers, *reductions), tuple(event[2] for event in events))
+    return Plan(
+        tuple(launch for _, launch in (*gathers, *reductions)),
+        tuple(event[2] for event in events),
+    )
 
 
 SIMPLE_PLANS: dict[str, Callable[[ScheduleProblem, Launches | None], Plan]] = {
@@ -141,7 +144,7 @@ def varied_plans(problem: ScheduleProblem, *, few: bool = False) -> Iterator[Pla
     Sizes are in latencies: a launch that takes many of them hardly loses time by its own.
     """
     seen = set[Launches]()
-    for most in _LATENCIES[::4] if few else _LATENCIES:
+    for most in _LATENCIES[::6] if few else _LATENCIES:
         launches = merged_neighbours(problem, most, _latencies)
         if launches not in seen:
             seen.add(launches)
@@ -168,9 +171,7 @@ def _place(problem: ScheduleProblem, launch: tuple[int, ...]) -> int:
     """The slot where the first member of gathers is needed, or the last input of reductions is
     ready.
     """
-
-    def at(job: Job) -> int:
-        return job.latest if job.is_gather else job.earliest
-
-    places = [at(problem.jobs[number]) for number in launch]
-    return min(places) if problem.jobs[launch[0]].is_gather else max(places)
+    jobs = problem.jobs
+    if jobs[launch[0]].is_gather:
+        return min([jobs[number].latest for number in launch])
+    return max([jobs[number].earliest for number in launch])

@@ -83,6 +83,13 @@ class Clock:
     def wait(self, number: int) -> None:
         """Waits for a transfer that has started."""
         while number not in self.done_us:
+            if len(self.busy) == 1:  # as below, in a fraction of the time
+                ((channel, queue),) = self.busy.items()
+                late = queue[0][0]
+                self.now_us += late
+                self.waited_us += late
+                self._move(channel, queue, late)
+                continue
             factors = self._factors(beside_compute=False)
             late = self._next_end_us(factors)
             self.waited_us += late

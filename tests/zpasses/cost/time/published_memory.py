@@ -18,13 +18,16 @@ import argparse
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -39,7 +42,7 @@ from zpasses import compat
 from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.plan.offloaded_values import worthwhile
 from zpasses.cost.time.clock import Clock
-from zpasses.cost.time.roofline import durations_us
+from zpasses.cost.time.roofline import durations_us, ring_collective_us
 from zpasses.cost.time.step_time import Timeline, host_copy_timing
 from zpasses.cost.time.target import TARGETS, Target, use_target
 from zpasses.graph.host_copies import HostCopy
@@ -53,7 +56,9 @@ from zpasses.testing.step_graphs import capture_step
 STAGE_3 = "merge-reads{max_hold_mb=1},gather-params,reduce-grads,reshard-after-forward,schedule"
 GIB = 1 << 30
 aten = torch.ops.aten
-COMPUTE = frozenset({aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default})
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
+COMPUTE = frozenset({aten.mm.default, ATTENTION})
 """What selective checkpointing saves: products and attention."""
 
 T = TypeVar("T")
@@ -67,6 +72,7 @@ def on_trials(
     mesh: dict[str, int],
     *,
     mixed: bool = True,
+    inductor: Mapping[str, object] = MappingProxyType({}),
 ) -> T:
     """Captures a training step on fake ranks, and returns what a function says of its trials.
 
@@ -76,6 +82,7 @@ def on_trials(
         target: hardware.
         mesh: name and size of each dimension. Parameters are sharded over the first.
         mixed: whether the shards are fp32, gathered in bf16 and reduced in fp32. Else all is bf16.
+        inductor: settings of Inductor.
     """
     found: list[T] = []
 
@@ -98,7 +105,11 @@ def on_trials(
             capture_step(
                 model,
                 inputs,
-                options={"pipeline": STAGE_3, "target": str(target)},
+                options={
+                    "pipeline": STAGE_3,
+                    "target": str(target),
+                    "inductor": dict(inductor),
+                },
                 loss=lambda result: getattr(result, "loss", result),
                 fullgraph=True,
             )
@@ -137,7 +148,11 @@ def checkpointed(
 
 
 def selective(op: object, args: Any) -> bool:
-    return op in COMPUTE or "all_reduce" in str(op)
+    return op in COMPUTE or any(each in str(op) for each in ("all_reduce", "all_to_all"))
+
+
+def attention(op: object, args: Any) -> bool:
+    return op is ATTENTION
 
 
 def nothing(op: object, args: Any) -> bool:
@@ -193,7 +208,7 @@ class Step:
     """A predicted step of the whole model."""
 
     ms: float
-    """Of its kernels."""
+    """Of its kernels, and of the exchanges between experts, which it awaits at once."""
     saved_gib: float
     """What forward saves for backward, without parameters."""
 
@@ -202,7 +217,12 @@ def _step(trials: StepTrials, part: float, target: Target) -> Step:
     graphs = _untouched(trials)
     saved = saved_inputs(graphs[1].graph.nodes)
     held = sum(nbytes(value_of(each)) for each in saved if each.name not in _shards(graphs[0]))
-    return Step(part * kernels_ms(graphs, target), part * held / GIB)
+    exchanged = sum(
+        ring_collective_us("all_to_all", nbytes(value_of(node)), 8, target)
+        for each in graphs
+        for node in each.graph.find_nodes(op="call_function", target=ALL_TO_ALL)
+    )
+    return Step(part * (kernels_ms(graphs, target) + exchanged / 1e3), part * held / GIB)
 
 
 def _shards(forward: fx.GraphModule) -> set[str]:
@@ -260,51 +280,100 @@ def recomputed(
         target,
         mesh,
     )
+    return _changes(before, after, layers, (before_ms, after_ms), gib)
+
+
+def _changes(
+    before: Step, after: Step, layers: int, ms: tuple[float, float], gib: tuple[float, float]
+) -> tuple[Change, Change]:
+    """Returns the changes of time and of memory, with the published `ms` and `gib` of both."""
     # What one layer computes again is in memory at the peak of either form.
     gained = (before.saved_gib - after.saved_gib) * (layers - 1) / layers
     return (
-        Change(_percent(before_ms, after_ms), 100 * (after.ms - before.ms) / before_ms),
+        Change(_percent(*ms), 100 * (after.ms - before.ms) / ms[0]),
         Change(_percent(*gib), -100 * gained / gib[0]),
     )
 
 
 class LatentAttentionLayer(nn.Module):
-    """A layer of DeepSeek V3 with its shared expert. The other experts, which all published forms
-    compute identically, are left out.
+    """A layer of DeepSeek V3 with its shared expert, and with routed experts if a group of ranks
+    that divide them is given. torchtitan#4153 needs none, as all its forms compute them
+    identically. Without `q_rank`, queries are one product, as in the model of 16B.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        width: int = 7168,
+        heads: int = 128,
+        q_rank: int = 1536,
+        shared: int = 2048,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(size) for size in (7168, 1536, 512, 7168))
-        self.wq_a, self.wq_b = _linear(7168, 1536), _linear(1536, 128 * 192)
-        self.wkv_a, self.wkv_b = _linear(7168, 576), _linear(512, 128 * 256)
-        self.wo = _linear(128 * 128, 7168)
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.RMSNorm(size) for size in (width, 512, width))
+        self.wq = _linear(width, heads * 192)
+        if q_rank:
+            self.wq = nn.Sequential(
+                _linear(width, q_rank), nn.RMSNorm(q_rank), _linear(q_rank, heads * 192)
+            )
+        self.wkv_a, self.wkv_b = _linear(width, 576), _linear(512, heads * 256)
+        self.wo = _linear(heads * 128, width)
         self.gate, self.up, self.down = (
-            _linear(*sizes) for sizes in ((7168, 2048), (7168, 2048), (2048, 7168))
+            _linear(*sizes) for sizes in ((width, shared), (width, shared), (shared, width))
         )
+        self.routed = RoutedExperts(width, group) if group else None
 
     def forward(self, x: Tensor) -> Tensor:
-        before, of_q, of_kv, after = self.norms
+        before, of_kv, after = self.norms
         normed = before(x)
-        q = self.wq_b(of_q(self.wq_a(normed))).unflatten(-1, (128, 192)).transpose(1, 2)
+        q = self.wq(normed).unflatten(-1, (self.heads, 192)).transpose(1, 2)
         latent, rope = self.wkv_a(normed).split((512, 64), -1)
-        k, v = self.wkv_b(of_kv(latent)).unflatten(-1, (128, 256)).transpose(1, 2).split(128, -1)
-        k = torch.cat((k, rope.unsqueeze(1).expand(-1, 128, -1, -1)), -1)
+        kv = self.wkv_b(of_kv(latent)).unflatten(-1, (self.heads, 256)).transpose(1, 2)
+        k, v = kv.split(128, -1)
+        k = torch.cat((k, rope.unsqueeze(1).expand(-1, self.heads, -1, -1)), -1)
         mixed = F.scaled_dot_product_attention(q, k, F.pad(v, (0, 64)), is_causal=True)[..., :128]
         x = x + self.wo(mixed.transpose(1, 2).flatten(2))
         normed = after(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        made = self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return x + (made if self.routed is None else made + self.routed(normed))
 
 
-def _linear(inward: int, outward: int) -> nn.Linear:
+class RoutedExperts(nn.Module):
+    """64 experts, eight on each of eight ranks, which exchange tokens before and after. Each token
+    goes to six, and all receive equally many.
+    """
+
+    def __init__(self, width: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group, self.gate = group, _linear(width, 64)
+        self.up, self.down = (
+            nn.Parameter(torch.empty(8, *sizes)) for sizes in ((width, 2 * 1408), (1408, width))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.gate(tokens).float().softmax(-1).topk(6)
+        order = chosen.flatten().argsort()
+        sent = self._exchange(tokens[order // 6]).unflatten(0, (8, 8, -1)).transpose(0, 1)
+        gate, up = torch.bmm(sent.flatten(1, 2), self.up).chunk(2, -1)
+        done = torch.bmm(F.silu(gate) * up, self.down).unflatten(1, (8, -1)).transpose(0, 1)
+        back = self._exchange(done.flatten(0, 2))[order.argsort()].unflatten(0, (-1, 6))
+        return torch.bmm(weights.unsqueeze(1), back.float()).to(x.dtype).view_as(x)
+
+    def _exchange(self, tokens: Tensor) -> Tensor:
+        return all_to_all_single_autograd(tokens.contiguous(), None, None, self.group)
+
+
+def _linear(inward: int, outward: int) -> nn.Module:
     return nn.Linear(inward, outward, bias=False)
 
 
 class LatentAttentionModel(nn.Module):
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, width: int = 7168, **layer: Any) -> None:
         super().__init__()
-        self.first = _linear(7168, 7168)
-        self.layers = nn.ModuleList(LatentAttentionLayer() for _ in range(layers))
+        self.first = _linear(width, width)
+        self.layers = nn.ModuleList(LatentAttentionLayer(width, **layer) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -337,49 +406,84 @@ def selected(form: str, layers: int = 2) -> Step:
     )
 
 
+def experts_recomputed(captured: int = 2) -> tuple[Step, tuple[Change, Change]]:
+    """torchtitan#3429, DeepSeek V3 16B, 4 x 4,096 tokens per rank, as its configuration has them.
+    Of its 27 layers, the first has no experts, and counts as the others. Both published forms keep
+    the results of attention and compute the products of routed experts again.
+
+    Returns:
+        The step before, and the changes of time and of memory.
+    """
+
+    layers = 27
+
+    def step(saved: Callable[[object, Any], bool]) -> Step:
+        def build(mesh: DeviceMesh) -> tuple[nn.Module, dict[str, Tensor]]:
+            model = LatentAttentionModel(
+                captured, 2048, heads=16, q_rank=0, shared=2816, group=mesh.get_group()
+            )
+            checkpointed(model.layers, saved)
+            return model, {"x": torch.zeros(4, 4096, 2048, dtype=torch.bfloat16)}
+
+        return on_trials(
+            build,
+            lambda trials: _step(trials, layers / captured, TARGETS["h100"]),
+            TARGETS["h100"],
+            {"dp": 8},
+            mixed=False,
+        )
+
+    before = step(selective)
+    ms = (1e3 * 4 * 4096 / 8325, 1e3 * 4 * 4096 / 7444)
+    return before, _changes(before, step(attention), layers, ms, (84.78, 52.02))
+
+
 # --- copies to the host ---------------------------------------------------------------------------
 SELECTIVE_GIB, SELECTIVE_MS = 52.44, 1e3 * 8192 / 7890
 """torchtitan#3429: Llama 3 8B on 8 x H100 with selective checkpointing."""
-OFFLOADED = {5.0: (-9.9, 1.0), 8.0: (-16.6, 5.0), 10.0: (-20.4, 7.0), 18.8: (-33.4, 28.0)}
-"""torchtitan#3522: GB on the host -> change of memory and of time, in percent. Of the first three,
-an upper bound of the loss of throughput is published."""
+OFFLOADED = {5.0: (-9.9, 1.0), 8.0: (-16.6, 5.0), 10.0: (-20.4, 7.0), 17.5: (-33.4, 28.0)}
+"""torchtitan#3522: GiB on the host -> change of memory and of time, in percent. Of the first three,
+an upper bound of the loss of throughput is published. The text has "GB", and `cpu_offload.py` takes
+1024**3 bytes for each. The last row has no such limit: 33.4 % of 52.44 GiB are 17.5 GiB."""
 FITTED_GB_S = 31.8
 """Bandwidth of copies in each direction, with which the last of them takes as long as published."""
 
 
-def offloaded(host_gb_s: float, sizes: Collection[float] = tuple(OFFLOADED)) -> dict[float, float]:
-    """Predicts the change of the time, in percent, for so many GB on the host: those values that
-    the planner takes first, by copies that are so fast in both directions.
+def offloaded(rows: Collection[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Predicts the changes of memory and of time, in percent.
+
+    Args:
+        rows: GB/s of copies in each direction, and GiB on the host: of those values that the
+            planner takes first.
     """
-    part = 4
-    link = replace(TARGETS["h100"], host_out_gb_s=host_gb_s, host_in_gb_s=host_gb_s)
+    part, h100 = 4, TARGETS["h100"]
     passes = Pipeline(Pipeline.parse("schedule").at(Level.FORWARD))
 
-    def look(trials: StepTrials) -> dict[float, float]:
-        target = slowed_to(_untouched(trials), SELECTIVE_MS / part, link)
+    def total_us(graphs: Collection[fx.GraphModule], target: Target) -> float:
+        copies = [compat.clone_graph_module(each) for each in graphs]
+        for each in copies:
+            passes(each.graph)
+        return sum(Timeline(each.graph, target).run().total_us for each in copies)
 
-        def total_us(graphs: Collection[fx.GraphModule]) -> float:
-            copies = [compat.clone_graph_module(each) for each in graphs]
-            for each in copies:
-                passes(each.graph)
-            return sum(Timeline(each.graph, target).run().total_us for each in copies)
-
-        with use_target(target):
-            trials.host_bytes = 1 << 60
-            full = trials.trial(1.0)
-            values = trials.saved_values(1.0)
-            before = total_us(full.graphs)
-            found = {}
-            for gb in sizes:
-                leaving = worthwhile(full.step, values, 0, int(gb * 1e9 / part))
-                after = total_us(trials.offloading(full, leaving).graphs)
-                found[gb] = _percent(before, after)
-            return found
+    def look(trials: StepTrials) -> list[tuple[float, float]]:
+        slowed = slowed_to(_untouched(trials), SELECTIVE_MS / part, h100)
+        trials.host_bytes = 1 << 60
+        found = []
+        for gb_s, gib in rows:
+            target = replace(slowed, host_out_gb_s=gb_s, host_in_gb_s=gb_s)
+            with use_target(target):
+                full = trials.trial(1.0)
+                leaving = worthwhile(full.step, trials.saved_values(1.0), 0, int(gib * GIB / part))
+                less = trials.offloading(full, leaving)
+                fallen = part * (less.step.peak_bytes() - full.step.peak_bytes()) / GIB
+                change = _percent(total_us(full.graphs, target), total_us(less.graphs, target))
+            found.append((100 * fallen / SELECTIVE_GIB, change))
+        return found
 
     build = functools.partial(
         llama, config=LLAMA_8B, part=part, batch=1, tokens=8192, saved=selective
     )
-    return on_trials(build, look, link, {"dp": 8})
+    return on_trials(build, look, h100, {"dp": 8})
 
 
 QWEN3_14B = {
@@ -394,10 +498,16 @@ QWEN3_14B = {
 }
 
 
-def states_beside_the_step(gb: float, step_s: float) -> tuple[float, float]:
+def states_beside_the_step(
+    gb: float, step_s: float, links: Collection[tuple[float, bool]]
+) -> list[float]:
     """Predicts the seconds of DeepSpeed#8186: states leave from the start of forward, and come back
-    from the start of backward. Returns those of a link that works both ways at a time, and of one
-    that works one way at a time.
+    from the start of backward.
+
+    Args:
+        gb: GB (10^9 bytes) of states.
+        step_s: published step without copies.
+        links: links to the host: GB/s in a direction, and whether both directions work at a time.
     """
     part = 8
     build = functools.partial(llama, config=QWEN3_14B, part=part, batch=4, tokens=2048, saved=None)
@@ -409,11 +519,10 @@ def states_beside_the_step(gb: float, step_s: float) -> tuple[float, float]:
 
     forward, backward = on_trials(build, look, TARGETS["h200"], {"dp": 8}, mixed=False)
     found = []
-    for both_ways in (True, False):
+    for gb_s, both_ways in links:
         clock = Clock()
-        out, back = (
-            host_copy_timing(HostCopy(way, int(gb * 1e9)), TARGETS["h200"]) for way in ("out", "in")
-        )
+        link = replace(TARGETS["h200"], host_out_gb_s=gb_s, host_in_gb_s=gb_s)
+        out, back = (host_copy_timing(HostCopy(way, int(gb * 1e9)), link) for way in ("out", "in"))
         clock.enqueue(0, out.duration_us, out)
         clock.work(forward)
         if not both_ways:
@@ -422,7 +531,56 @@ def states_beside_the_step(gb: float, step_s: float) -> tuple[float, float]:
         clock.work(backward)
         clock.wait(1)
         found.append(clock.now_us / 1e6)
-    return found[0], found[1]
+    return found
+
+
+LENGTHS = {
+    2048: ((1.85, 0.0), (2.50, None)),
+    3072: ((5.41, 0.0), (7.81, None)),
+    3328: ((7.38, 11.7), (8.67, 22.0)),
+    3584: ((9.76, 20.5), (10.80, 23.7)),
+    4096: ((11.65, 26.8), (11.17, 27.0)),
+}
+"""DeepSpeed#8255: tokens -> seconds and GB on the host, as planned by DeepSpeed and with all out.
+None: not published."""
+
+
+def kernels_of_lengths(lengths: Collection[int]) -> dict[int, float]:
+    """Predicts the time of the kernels of DeepSpeed#8255 and #8186 with so many tokens, as a
+    multiple of that with 2,048. A layer and a 40th of the vocabulary stand for the model.
+    """
+
+    def of(tokens: int) -> float:
+        build = functools.partial(
+            llama, config=QWEN3_14B, part=40, batch=4, tokens=tokens, saved=None
+        )
+        target = TARGETS["h200"]
+        return on_trials(
+            build,
+            lambda trials: kernels_ms(_untouched(trials), target),
+            target,
+            {"dp": 8},
+            mixed=False,
+        )
+
+    found = {tokens: of(tokens) for tokens in {2048, *lengths}}
+    return {tokens: each / found[2048] for tokens, each in found.items()}
+
+
+def left_unexplained(times: dict[int, float]) -> dict[int, tuple[float, float]]:
+    """Returns the seconds of both steps of each length of `LENGTHS` that neither the kernels take,
+    which `times` compares with those of 2,048 tokens, nor copies out and back.
+    """
+    target, found = TARGETS["h200"], {}
+    for tokens, steps in LENGTHS.items():
+        rest = []
+        for seconds, gb in steps:
+            # Bytes grow with the tokens in the three published figures.
+            moved = 22.0 * tokens / 3328 if gb is None else gb
+            copies = moved / target.host_out_gb_s + moved / target.host_in_gb_s
+            rest.append(seconds - LENGTHS[2048][0][0] * times[tokens] - copies)
+        found[tokens] = rest[0], rest[1]
+    return found
 
 
 class Block(nn.Module):
@@ -475,7 +633,14 @@ def refused() -> tuple[float, int, int]:
 
 
 # --- chunks of the loss ---------------------------------------------------------------------------
-CHUNKS = {1: (36.208, 9.186), 4: (38.518, 5.219), 8: (40.396, 3.124), 16: (43.687, 2.077)}
+CHUNKS = {
+    1: (36.208, 9.186),
+    4: (38.518, 5.219),
+    8: (40.396, 3.124),
+    16: (43.687, 2.077),
+    32: (48.708, 1.553),
+    64: (56.699, 1.356),
+}
 """pytorch#124480: chunks -> ms, GB, on one device. Its kind is not stated."""
 
 
@@ -488,24 +653,24 @@ class Head(nn.Module):
         return F.cross_entropy(self.head(x), labels)
 
 
-def chunked() -> dict[int, tuple[float, float]]:
-    """Predicts milliseconds and GB, of each number of chunks of `CHUNKS`."""
+def chunked(chunks: int, *, by_torch: bool = True) -> tuple[float, float]:
+    """Predicts milliseconds and GB with so many chunks: those that Inductor's `auto_chunker` makes,
+    as in the published steps, or ours.
+    """
 
     def build(mesh: DeviceMesh) -> tuple[nn.Module, dict[str, Tensor]]:
         x = torch.zeros(32768, 768, dtype=torch.bfloat16, requires_grad=True)
         return Head(), {"x": x, "labels": torch.zeros(32768, dtype=torch.long)}
 
-    def look(trials: StepTrials) -> dict[int, tuple[float, float]]:
-        found = {}
-        for chunks in CHUNKS:
-            trial = trials.in_chunks(chunks).trial(1.0)
-            found[chunks] = (
-                kernels_ms(trial.graphs, TARGETS["h100"]),
-                trial.step.peak_bytes() / 1e9,
-            )
-        return found
+    def look(trials: StepTrials) -> tuple[float, float]:
+        trial = (trials if by_torch else trials.in_chunks(chunks)).trial(1.0)
+        return kernels_ms(trial.graphs, TARGETS["h100"]), trial.step.peak_bytes() / 1e9
 
-    return on_trials(build, look, TARGETS["h100"], {"dp": 2}, mixed=False)
+    settings = {
+        "auto_chunker.enable": by_torch and chunks > 1,
+        "auto_chunker.num_chunk": chunks,
+    }
+    return on_trials(build, look, TARGETS["h100"], {"dp": 2}, mixed=False, inductor=settings)
 
 
 RECOMPUTED: tuple[tuple[str, dict[str, int], tuple[float, float], tuple[float, float]], ...] = (
@@ -521,13 +686,28 @@ def main() -> None:
     for name, mesh, rates, gib in RECOMPUTED:
         print(name, "time, memory:", *recomputed(mesh, rates, gib))
         print("  if products take all of the time:", recomputed(mesh, rates, gib, slowed=True)[0])
+    print("torchtitan#3429, DeepSeek V3 16B, step before, time, memory:", *experts_recomputed())
     for form in SELECTORS:
         print("torchtitan#4153", form, selected(form))
-    for speed in (TARGETS["h100"].host_out_gb_s, FITTED_GB_S):
-        print(f"torchtitan#3522 at {speed} GB/s, GB: %", offloaded(speed))
-    print("DeepSpeed#8186, both ways at a time, one way, s:", states_beside_the_step(22.2, 1.89))
+    rows = [
+        (speed, gib) for speed in (TARGETS["h100"].host_out_gb_s, FITTED_GB_S) for gib in OFFLOADED
+    ]
+    for row, changes in zip(rows, offloaded(rows), strict=True):
+        print("torchtitan#3522, (GB/s, GiB), % of memory and of time:", row, changes)
+    links = ((20.0, True), (20.0, False), (22.2, False))
+    for link, took in zip(links, states_beside_the_step(22.2, 1.89, links), strict=True):
+        print("DeepSpeed#8186, GB/s and both ways at a time, s:", link, took)
+    times = kernels_of_lengths((*LENGTHS, 2400))
+    print("DeepSpeed#8255 and #8186, tokens: kernels / those of 2,048:", times)
+    print("DeepSpeed#8255, tokens: seconds left, planned, all out:", left_unexplained(times))
     print("accelerate#4175, GB that may leave, bytes that leave:", refused())
-    print("pytorch#124480, chunks: (ms, GB):", chunked())
+    for chunks in CHUNKS:
+        print(
+            "pytorch#124480, chunks, (ms, GB), of chunk-loss:",
+            chunks,
+            chunked(chunks),
+            chunked(chunks, by_torch=False),
+        )
 
 
 if __name__ == "__main__":

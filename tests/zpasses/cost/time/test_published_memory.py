@@ -7,11 +7,15 @@ import pytest
 from tests.zpasses.cost.time.published_memory import (
     CHUNKS,
     FITTED_GB_S,
+    LENGTHS,
     OFFLOADED,
     RECOMPUTED,
     SELECTED_GIB,
     SELECTED_S,
     chunked,
+    experts_recomputed,
+    kernels_of_lengths,
+    left_unexplained,
     offloaded,
     recomputed,
     refused,
@@ -21,7 +25,7 @@ from tests.zpasses.cost.time.published_memory import (
 from zpasses.cost.time.target import TARGETS
 
 POINTS_OFF = {
-    "torchtitan#3429, FSDP8": (0.5, 0.9),
+    "torchtitan#3429, FSDP8": (0.4, 0.9),
     "torchtitan#3429, FSDP4 and TP2": (1.1, 1.5),
 }
 """How far predictions are from what was published, in time and in memory."""
@@ -38,7 +42,18 @@ def percent(before, after):
 def test_recomputation_of_all_is_predicted(pair):
     name, mesh, rates, gib = pair
     for change, off in zip(recomputed(mesh, rates, gib), POINTS_OFF[name], strict=True):
-        assert change.off == pytest.approx(off, abs=0.25)
+        assert change.off == pytest.approx(off, abs=0.1)
+
+
+@pytest.mark.slow(quick="test_wrapped_operators_take_as_long_as_without, of what is recomputed")
+def test_recomputation_with_experts_is_predicted_once_it_is_as_slow_as_the_rest_of_the_step():
+    before, (time, memory) = experts_recomputed()
+    assert memory.off == pytest.approx(1.1, abs=0.1)
+    assert time.off == pytest.approx(7.1, abs=0.1)
+    # The model has a third of the published step, and two fifths of what recomputation adds.
+    slower = 1e3 * 4 * 4096 / 8325 / before.ms
+    assert slower == pytest.approx(3.1, abs=0.05)
+    assert slower * time.predicted - time.published == pytest.approx(2.8, abs=0.2)
 
 
 @pytest.mark.slow(quick="test_wrapped_operators_take_as_long_as_without, of what is recomputed")
@@ -60,29 +75,54 @@ def test_selectors_of_what_to_save_are_predicted():
 
 @pytest.mark.slow(quick="test_streamed_states_take_as_long_as_their_buckets, of other copies")
 def test_copies_beside_kernels_are_predicted_once_the_bandwidth_is_fitted_to_one_of_four():
-    most = max(OFFLOADED)
-    found = offloaded(FITTED_GB_S)
-    assert found[most] == pytest.approx(OFFLOADED[most][1], abs=1.5)  # fit
-    held_out = {gb: change for gb, change in found.items() if gb != most}
-    expected = {5.0: 0.6, 8.0: 0.8, 10.0: 1.8}
-    assert held_out == pytest.approx(expected, abs=0.3)
-    for gb, change in held_out.items():
+    most, target = max(OFFLOADED), TARGETS["h100"].host_out_gb_s
+    *found, ten, all_out = offloaded(
+        [*((FITTED_GB_S, gib) for gib in OFFLOADED), (target, 10.0), (target, most)]
+    )
+    changes = {gib: change for gib, (_, change) in zip(OFFLOADED, found, strict=True)}
+    assert changes.pop(most) == pytest.approx(OFFLOADED[most][1], abs=0.5)  # fit
+    assert changes == pytest.approx({5.0: 0.2, 8.0: 0.4, 10.0: 3.4}, abs=0.3)
+    for gib, change in changes.items():
         loss = 100 * (1 - 1 / (1 + change / 100))
-        assert loss < OFFLOADED[gb][1] + 0.3  # published as an upper bound
-
-
-@pytest.mark.slow(quick="test_streamed_states_take_as_long_as_their_buckets, of other copies")
-def test_bandwidth_of_the_target_is_too_low_for_torchtitan():
-    found = offloaded(TARGETS["h100"].host_out_gb_s, (10.0, 18.8))
-    assert found == pytest.approx({10.0: 19.4, 18.8: 81.9}, abs=1.0)
+        assert loss < OFFLOADED[gib][1]  # published as an upper bound
+    # Memory falls by what left, and by up to 0.7 GiB more where an allocator's is measured.
+    memory = [fallen - OFFLOADED[gib][0] for gib, (fallen, _) in zip(OFFLOADED, found, strict=True)]
+    assert memory == pytest.approx([0.4, 1.4, 1.4, 0.1], abs=0.1)
+    # The target's bandwidth, of other nodes, is too low.
+    assert (ten[1], all_out[1]) == pytest.approx((28.0, 86.4), abs=1.0)
 
 
 @pytest.mark.slow(quick="test_streamed_states_are_between_the_published_forms, of blocking copies")
-def test_states_that_move_beside_the_step_are_between_links_of_both_ways_and_of_one():
-    both, one = states_beside_the_step(22.2, 1.89)
-    assert abs(percent(1.89, both) - percent(1.89, 2.01)) == pytest.approx(6.0, abs=0.2)
+def test_states_that_move_beside_the_step_take_as_long_as_a_link_of_one_way_that_is_faster():
+    """DeepSpeed queues both directions on one stream. Copies are then the longest part of the step,
+    so a tenth of bandwidth is 11 points.
+    """
+    both, one, faster = states_beside_the_step(
+        22.2, 1.89, ((20.0, True), (20.0, False), (22.2, False))
+    )
+    assert percent(1.89, 2.01) - percent(1.89, both) == pytest.approx(6.0, abs=0.1)
+    assert percent(1.89, one) - percent(1.89, 2.01) == pytest.approx(11.6, abs=0.1)
     assert both < 2.01 < one
-    assert percent(1.89, one) == pytest.approx(17.9, abs=0.3)
+    assert faster == pytest.approx(2.01, abs=0.01)
+
+
+@pytest.mark.slow(
+    quick="test_predictions_are_as_far_from_what_was_published_as_the_docs_say, of copies"
+)
+def test_what_is_off_with_long_sequences_is_time_that_a_step_without_copies_lacks_as_well():
+    times = kernels_of_lengths((*LENGTHS, 2400))
+    rest = left_unexplained(times)
+    expected = {3072: (2.6, 2.9), 3328: (3.1, 3.4), 3584: (4.3, 5.1), 4096: (5.1, 4.6)}
+    for tokens, seconds in expected.items():
+        assert rest[tokens] == pytest.approx(seconds, abs=0.1)
+    assert LENGTHS[3072][0] == (5.41, 0.0)
+    points = {tokens: 100 * (b - a) / LENGTHS[tokens][0][0] for tokens, (a, b) in rest.items()}
+    expected_points = {2048: -38.0, 3072: 6.8, 3328: 3.5, 3584: 7.4, 4096: -4.3}
+    assert points == pytest.approx(expected_points, abs=0.1)
+    # Where memory is left, copies back are hidden: one way of 13.5 GB is what is missing.
+    assert rest[2048][1] == pytest.approx(-22.0 * 2048 / 3328 / 20, abs=0.05)
+    # DeepSpeed#8186 with blocking copies: 4.06 s with 2,048 tokens, 4.42 s with 2,400.
+    assert 1.85 * times[2400] + (4.06 - 1.85) == pytest.approx(4.42, abs=0.03)
 
 
 @pytest.mark.slow(
@@ -98,12 +138,17 @@ def test_nothing_leaves_where_the_peak_does_not_fall():
     quick="test_calls_take_the_time_of_compute_or_of_memory_and_at_least_a_kernel, of kernels"
 )
 def test_chunks_of_the_loss_are_as_far_from_what_was_published_as_the_docs_say():
-    found = chunked()
+    found = {chunks: chunked(chunks) for chunks in CHUNKS}
     (ms, gb), (published_ms, published_gb) = found[1], CHUNKS[1]
-    assert gb == pytest.approx(published_gb, rel=0.03)
-    for chunks, off_ms, off_gb in ((4, 4.3, 5.0), (8, 7.8, 5.6), (16, 13.3, 5.9)):
+    assert published_gb - gb == pytest.approx(0.24, abs=0.005)
+    for chunks, off_ms in ((4, 3.6), (8, 6.8), (16, 11.7)):
         taken, held = found[chunks]
-        slower = percent(ms, taken) - percent(published_ms, CHUNKS[chunks][0])
-        assert -slower == pytest.approx(off_ms, abs=0.3)
-        less = percent(gb, held) - percent(published_gb, CHUNKS[chunks][1])
-        assert -less == pytest.approx(off_gb, abs=0.3)
+        slower = percent(published_ms, CHUNKS[chunks][0]) - 100 * (taken - ms) / published_ms
+        assert slower == pytest.approx(off_ms, abs=0.1)
+        less = percent(published_gb, CHUNKS[chunks][1]) - 100 * (held - gb) / published_gb
+        assert less == pytest.approx(1.6, abs=0.1)
+    for chunks in (4, 8, 16, 32, 64):  # what a chunk holds is as predicted
+        assert CHUNKS[chunks][1] - found[chunks][1] == pytest.approx(0.387, abs=0.002)
+    ours_ms, ours_gb = chunked(16, by_torch=False)
+    assert found[16][0] - ours_ms == pytest.approx(1.1, abs=0.1)
+    assert found[16][1] - ours_gb == pytest.approx(0.2, abs=0.01)

@@ -11,9 +11,9 @@ import torch
 from tests.host_stream import HostStream
 from zpasses.errors import MemoryBudgetError, ZpassesError
 from zpasses.graph.host_copies import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, aligned
-from zpasses.sdma import host_memory
-from zpasses.sdma.platform import register_platform
-from zpasses.sdma.saved_arenas import SavedArenas, host, like_on_host, loose
+from zpasses.host import host_memory
+from zpasses.host.saved_arenas import SavedArenas, host, like_on_host, loose
+from zpasses.runtime.platform import register_platform
 
 CPU = torch.device("cpu")
 

@@ -37,10 +37,11 @@ from zpasses.graph.host_copies import (
     aligned,
     fills_its_storage,
 )
-from zpasses.runtime.block_schedule import Forward, block_schedule, place_of_call, values_may_move
+from zpasses.host.host_memory import result_of
+from zpasses.host.saved_arenas import SavedArenas
+from zpasses.runtime.block_schedule import block_schedule, place_of_call
 from zpasses.runtime.param_conversion import current_params, whose_call
-from zpasses.sdma.host_memory import result_of
-from zpasses.sdma.saved_arenas import SavedArenas
+from zpasses.runtime.planned_blocks import Forward, values_may_move
 
 log = logging.getLogger("zpasses")
 
@@ -269,8 +270,9 @@ class _ValuesOut:
                 return values
             values = list(values)
             call = _moves.expected = _Call(place, _moves.expected)
-            forward = block_schedule().forward_of(whose_call(current_params()))
-            planned = block_schedule().moved_by(forward)
+            plans = block_schedule().plans
+            forward = plans.forward_of(whose_call(current_params()))
+            planned = plans.moved_by(forward)
             if planned is not None and not self._had_plan and self._arenas is not None:
                 self._arenas.release()  # those that hold everything
             self._had_plan = planned is not None
@@ -288,18 +290,18 @@ class _ValuesOut:
         """Notes what becomes of what forwards returned, and returns for each input what notes
         whether the device has freed it.
         """
-        schedule = block_schedule()
+        plans = block_schedule().plans
         for at, value in enumerate(values):
             if isinstance(value, Tensor) and at not in self._inputs and at not in self._movable:
                 memory = _moves.memory_of(value)
                 memory.is_counted = True
-                note = functools.partial(schedule.note_returned, forward, at)
+                note = functools.partial(plans.note_returned, forward, at)
                 returned.append((memory, note))
         notes: dict[int, Callable[[bool], None]] = {}
         for number, at in enumerate(each for each in self._movable if each in self._inputs):
             memory = _moves.memory_of(values[at])
             counted = memory.is_counted
-            note = functools.partial(schedule.note_input, forward, number, counted=counted)
+            note = functools.partial(plans.note_input, forward, number, counted=counted)
             if memory.saved_by is not None:  # as long as one of both does not move it, it stays
                 memory.saved_by(False)
                 note(False)

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from zpasses.optim.host_arena import HostArena
+from zpasses.host.host_arena import HostArena
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

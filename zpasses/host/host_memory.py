@@ -18,8 +18,8 @@ from torch import Tensor
 
 from zpasses.errors import ZpassesError
 from zpasses.graph.host_copies import LIBRARY, empty_like_on
-from zpasses.sdma.platform import Platform, SideStream, platform_of
-from zpasses.sdma.saved_arenas import like_on_host, loose_gradients
+from zpasses.host.saved_arenas import like_on_host, loose_gradients
+from zpasses.runtime.platform import Platform, SideStream, platform_of
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zpasses.sdma.locked_memory import LockedMemory
+from zpasses.host.locked_memory import LockedMemory
 
 
 class HostArena:

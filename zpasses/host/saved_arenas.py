@@ -24,9 +24,9 @@ from torch import Tensor
 from zpasses import compat
 from zpasses.errors import MemoryBudgetError
 from zpasses.graph.host_copies import HostNeed, aligned, empty_like_on
+from zpasses.host.host_pool import HostPool
+from zpasses.host.locked_memory import LockedMemory
 from zpasses.option_values import format_size
-from zpasses.runtime.free_memory import HostPool
-from zpasses.sdma.locked_memory import LockedMemory
 
 
 class HostBytes(HostPool):

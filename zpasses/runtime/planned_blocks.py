@@ -1,0 +1,255 @@
+"""Plans of steps of graphs that run one after another: for how many graphs ahead gathers start, and
+which saved values rest on the host.
+
+A step is planned when its last backward ends. What is known of its graphs is kept per graph of this
+rank, because other ranks may run graphs for other lengths.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from zpasses import compat
+from zpasses.cost.plan.prefetch import GraphRun, StepCost
+from zpasses.runtime.windows import EngineRun
+
+_MAX_STEP = 1 << 12
+"""Graphs of one step that are planned together."""
+
+_MAX_PLANS = 64
+
+
+@dataclass(frozen=True)
+class RunKey:
+    """A graph with its parameters. Equal on all ranks at the same place of the program."""
+
+    graph: str
+    params: object
+    is_backward: bool
+    text: str = field(default="", compare=False)
+    """For notes: " with parameters 'layers.0.weight' to 'layers.0.bias'"."""
+
+
+class Forward(NamedTuple):
+    """A forward of this rank. Other ranks may run one for other lengths."""
+
+    params: object
+    """As in its `RunKey`."""
+    graph: int
+    """From `BlockSchedule.number_of`."""
+
+
+class _Ran(NamedTuple):
+    """One run of a graph."""
+
+    number: int
+    """Of its key."""
+    saves: bool
+    """Whether what it saves stays in memory. A checkpoint drops it, and runs the graph again in
+    backward."""
+    moves: bool
+    """Whether what it saves may rest on the host."""
+    graph: int
+    """Number of the graph on this rank. All else is equal on all ranks."""
+
+
+class _Plan(NamedTuple):
+    cost: StepCost
+    moved: dict[Forward, tuple[int, ...]]
+    """Positions of the values that each forward moves to the host."""
+
+
+PlanStep = Callable[[Sequence[GraphRun], int | None], StepCost]
+"""Plans a step of graphs, for which ranks have agreed for how many graphs ahead gathers start. If
+that is None, it asks them."""
+
+
+class InputSeen(NamedTuple):
+    """What is known of an input that a forward saves, of all its runs."""
+
+    freed: bool
+    """Whether the device frees it when its copy to the host has ended."""
+    counted: bool
+    """Whether it is part of what another forward saves."""
+
+
+class PlannedBlocks:
+    """The graphs of this rank, their last step, and its plans."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, RunKey] = {}
+        """By their numbers."""
+        self._forwards: dict[object, Forward] = {}
+        """Parameters -> the last forward with them."""
+        self._graphs: list[GraphRun] = []
+        self._graph_numbers: dict[GraphRun, int] = {}
+        self._step: list[_Ran] = []
+        """Graphs since the last step's backward."""
+        self._agreed: dict[tuple[object, ...], int] = {}
+        """Graphs of a step, as all ranks know them -> for how many graphs ahead gathers start."""
+        self._plans: dict[tuple[_Ran, ...], _Plan] = {}
+        """Graphs of a step of this rank -> its plan."""
+        self._ahead = 1
+        """For how many graphs ahead gathers of the last step start."""
+        self._moved: dict[Forward, tuple[int, ...]] = {}
+        """Positions of the values that each forward moves to the host, by the last plan with it."""
+        self._inputs: dict[tuple[Forward, int], InputSeen] = {}
+        """A forward, and number of an input that it saves -> what is known of it."""
+        self._dropped: dict[tuple[Forward, int], bool] = {}
+        """A forward, and position of an output -> whether code between the graphs drops it."""
+        self._planning: weakref.ref[EngineRun] | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def ahead(self) -> int:
+        """For how many graphs ahead gathers start where that is planned. 1 until the first step has
+        ended.
+        """
+        return self._ahead
+
+    def forward_of(self, params: object) -> Forward | None:
+        """Returns the last forward with these parameters; None if none takes part in the schedule.
+
+        Args:
+            params: as in its `RunKey`.
+        """
+        return self._forwards.get(params)
+
+    def moved_by(self, forward: Forward | None) -> tuple[int, ...] | None:
+        """Which of the values that a forward saves rest on the host until its backward: positions
+        among its outputs. None if no plan says so, as until its first step has ended.
+        """
+        return self._moved.get(forward) if forward is not None else None
+
+    def number_of(self, graph: GraphRun) -> int:
+        """Returns the number of a graph of this rank. Graphs that take the same have the same."""
+        with self._lock:
+            number = self._graph_numbers.setdefault(graph, len(self._graphs))
+            if number == len(self._graphs):
+                self._graphs.append(graph)
+            return number
+
+    def note_input(self, forward: Forward, number: int, freed: bool, *, counted: bool) -> None:
+        """An input that a forward saves has moved to the host.
+
+        Args:
+            number: of the input, among those that may move.
+            freed: whether its memory on the device was freed. Else something else holds it.
+            counted: whether it is part of what another forward saves.
+        """
+        with self._lock:
+            before = self._inputs.get((forward, number), InputSeen(True, True))
+            self._inputs[forward, number] = InputSeen(
+                before.freed and freed, before.counted and counted
+            )
+
+    def note_returned(self, forward: Forward, at: int, dropped: bool) -> None:
+        """Two forwards after it, what a forward returned may have been freed.
+
+        Args:
+            at: position among its outputs.
+            dropped: whether it was freed, and not because it moved to the host.
+        """
+        with self._lock:
+            before = self._dropped.get((forward, at), True)
+            self._dropped[forward, at] = before and dropped
+
+    def add_run(self, key: RunKey, number: int, graph: int, *, begins_step: bool) -> None:
+        """A graph of the step runs.
+
+        Args:
+            number: of its key.
+            graph: from `number_of`.
+            begins_step: whether it is the first one of another step.
+        """
+        with self._lock:
+            self._keys[number] = key
+            if self._graphs[graph].returned:
+                self._forwards[key.params] = Forward(key.params, graph)
+            if begins_step:
+                self._step.clear()
+            if len(self._step) < _MAX_STEP:
+                moves = values_may_move()
+                self._step.append(_Ran(number, moves or compat.in_backward(), moves, graph))
+
+    def plan_at_end(self, plan: PlanStep) -> None:
+        """Called in a backward: plan the step when its backward ends, if its graphs are new."""
+        run = EngineRun.current()
+        if self._planning is None or self._planning() is not run:
+            self._planning = weakref.ref(run)
+            run.at_end(lambda: self._plan(plan))
+
+    def _plan(self, plan: PlanStep) -> None:
+        if compat.in_backward():  # the end of a run inside of another one, as of a checkpoint
+            return
+        step = tuple(self._step)
+        # Whether other ranks are asked depends only on what all of them know.
+        agreed = tuple((each.number, each.saves, each.moves) for each in step)
+        ahead = self._agreed.get(agreed)
+        if ahead is None or step not in self._plans:
+            found = self._new_plan(step, plan, ahead)
+            if ahead is None and len(self._agreed) >= _MAX_PLANS:
+                self._agreed.clear()
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            self._agreed[agreed], self._plans[step] = found.cost.ahead, found
+        self._ahead = self._plans[step].cost.ahead
+        self._moved.update(self._plans[step].moved)
+
+    def _new_plan(self, step: Sequence[_Ran], plan: PlanStep, ahead: int | None) -> _Plan:
+        keys = self._keys
+        kinds = {each: self._described(each, keys[each.number]) for each in {*step}}
+        runs = [kinds[each] for each in step]  # a graph that runs again is one object
+        chosen = plan(runs, ahead)
+        moved = {
+            Forward(keys[each.number].params, each.graph): tuple(
+                value.at for value in run.movable[:count]
+            )
+            for each, run, count in zip(step, runs, chosen.moved or [0] * len(step), strict=True)
+            if each.moves and self._graphs[each.graph].movable
+        }
+        return _Plan(chosen, moved)
+
+    def _described(self, ran: _Ran, key: RunKey) -> GraphRun:
+        run = self._graphs[ran.graph]
+        run = replace(run, name=f"{run.name}{key.text}")
+        if run.is_backward:
+            return run
+        if not ran.moves:
+            return replace(run, movable=(), saved_bytes=run.saved_bytes if ran.saves else 0)
+        forward = Forward(key.params, ran.graph)
+        dropped = [size for at, size in run.returned if self._dropped.get((forward, at))]
+        run = replace(run, dropped_bytes=sum(dropped)) if dropped else run
+        inputs = [each for each in run.movable if each.is_input]
+        if not inputs:
+            return run
+        seen = {each: self._seen(forward, number) for number, each in enumerate(inputs)}
+        freed = [each for each, known in seen.items() if known is not None and known.freed]
+        uncounted = [each.nbytes for each in freed if (known := seen[each]) and not known.counted]
+        return replace(
+            run,
+            movable=tuple(each for each in run.movable if not each.is_input or each in freed),
+            saved_bytes=run.saved_bytes + sum(uncounted),
+            held_bytes=sum(each.nbytes for each in inputs if seen[each] and each not in freed),
+        )
+
+    def _seen(self, forward: Forward, number: int) -> InputSeen | None:
+        """What is known of an input. If it did not move, for lack of memory on the host, it is as
+        that of the last equal graph.
+        """
+        found = self._inputs.get((forward, number))
+        for (params, graph), its_number in reversed(self._inputs) if found is None else ():
+            if (graph, its_number) == (forward.graph, number):
+                return self._inputs[Forward(params, graph), number]
+        return found
+
+
+def values_may_move() -> bool:
+    """Whether what a forward saves now may rest on the host until its backward. What a checkpoint
+    saves does not rest, and what it computes again is needed at once.
+    """
+    return not compat.in_backward() and not compat.has_saved_tensor_hooks()
