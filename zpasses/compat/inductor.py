@@ -32,6 +32,10 @@ _CONFIG_PATCHES = {
     "reorder_for_locality": False,
     # Moves waits for the sake of memory, which undoes overlap with compute.
     "reorder_for_peak_memory": False,
+    # Keeps a dead buffer for one to come if that raises no peak. The lifetimes that it asks for are
+    # known only to the passes above that order nodes, and no part of Inductor knows of memory that
+    # a copy from the host takes before its wait. A caching allocator reuses memory anyway.
+    "allow_buffer_reuse": False,
 }
 
 
@@ -75,26 +79,20 @@ def inductor_config_patches(
 
 
 def within_planned_peak(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the Inductor options with which code needs no more memory than its graph.
-
-    - Kernels are not fused where that raises the peak. A pass of the user in the same place runs
-      before.
-    - Dead buffers are freed. Inductor keeps one for a buffer to come if that raises no peak. What
-      it asks for that is computed only by passes that order nodes, which zpasses disables, and no
-      part of it knows of memory that a copy from the host takes before its wait. A caching
-      allocator reuses memory anyway.
+    """Returns the Inductor options with which kernels are not fused where that raises the peak. A
+    pass of the user in the same place runs before.
 
     Args:
-        chosen: the user's options. They are kept.
+        chosen: the user's options, which are kept. None in this place has all kernels fused.
     """
     from torch._inductor import config
 
     from zpasses.compat.inductor_fusion import fusion_within_peak
 
     name = "_pre_fusion_custom_pass"
-    before = chosen.get(name, getattr(config, name))
-    wanted = {name: fusion_within_peak(before), "allow_buffer_reuse": False}
-    return wanted | {key: value for key, value in chosen.items() if key != name or value is None}
+    if name in chosen and chosen[name] is None:
+        return dict(chosen)
+    return {**chosen, name: fusion_within_peak(chosen.get(name, getattr(config, name)))}
 
 
 def inductor_option_names() -> frozenset[str]:
