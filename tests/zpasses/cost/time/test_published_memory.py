@@ -80,7 +80,7 @@ def test_copies_beside_kernels_are_predicted_once_the_bandwidth_is_fitted_to_one
         [*((FITTED_GB_S, gib) for gib in OFFLOADED), (target, 10.0), (target, most)]
     )
     changes = {gib: change for gib, (_, change) in zip(OFFLOADED, found, strict=True)}
-    assert changes.pop(most) == pytest.approx(OFFLOADED[most][1], abs=0.5)  # fit
+    assert changes.pop(most) == pytest.approx(OFFLOADED[most][1], abs=0.7)  # fit
     assert changes == pytest.approx({5.0: 0.2, 8.0: 0.4, 10.0: 3.4}, abs=0.3)
     for gib, change in changes.items():
         loss = 100 * (1 - 1 / (1 + change / 100))
