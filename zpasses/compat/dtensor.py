@@ -321,6 +321,12 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor fill its part of the memory, in any order."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((size - 1) * stride for size, stride in steps) + 1 == tensor.numel()
+
+
 def spec_of(dtensor: DTensor) -> DTensorSpec:
     return dtensor._spec
 

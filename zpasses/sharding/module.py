@@ -59,6 +59,10 @@ class ShardedModule(nn.Module):
     _zpasses_specs: dict[str, ParamShardSpec]
     _zpasses_unsharded_class: type[nn.Module]
 
+    def __init_subclass__(cls) -> None:
+        # Not that of the user's class, such as one that lists its subclasses: this is none of them.
+        pass
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Shard a full parameter that is assigned to a sharded name.
 

@@ -4,6 +4,7 @@ application to the model.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -99,6 +100,7 @@ class ShardPlan:
         for path, module in model.named_modules():
             _check_module(path, module, ignored)
         _check_parameters(places, params, mesh, pack_mb)
+        _check_shared_memory(model, places)
         foreign = _foreign_weights(places, params, param_dtype)
         names = {key: found[0][0] for key, found in places.items()}
         hybrid_mesh = mesh if mesh.ndim == 2 else None
@@ -197,6 +199,31 @@ def _check_parameters(
     for param in params:
         for path, _, _ in places[id(param)]:
             _check_parameter(path, param, mesh, pack_mb is not None)
+
+
+def _check_shared_memory(model: nn.Module, places: _Places) -> None:
+    """Refuses trained parameters that share memory with another parameter or a buffer: each would
+    get memory of its own.
+    """
+    found: list[tuple[int, int, str, Tensor]] = []
+    for path, value in (*model.named_parameters(), *model.named_buffers()):
+        plain = type(value) in (nn.Parameter, Tensor) and value.layout == torch.strided
+        if plain and not value.is_meta and value.numel() and compat.is_dense(value):
+            found.append((value.data_ptr(), value.nbytes, path, value))
+    found.sort(key=lambda each: each[:2])
+    for (first, size, one, a), (second, _, other, b) in itertools.pairwise(found):
+        pair = a, b
+        if (
+            second < first + size
+            and any(id(each) in places for each in pair)
+            and any(each.requires_grad for each in pair)
+        ):
+            raise ShardingError(
+                f"{one} and {other} are two tensors that share memory. Sharding would give each "
+                "its own, so a change of one would not be seen in the other. To tie two "
+                "parameters, assign one to both modules (b.weight = a.weight); else give one of "
+                "them a copy (tensor.detach().clone())."
+            )
 
 
 def _foreign_weights(

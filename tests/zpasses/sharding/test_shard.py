@@ -177,6 +177,18 @@ def _plain(mesh):
     return nn.Linear(2, 2)
 
 
+def _tied_by_memory(mesh):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2, bias=False))
+    model[2].weight.data = model[0].weight.data.t()
+    return model
+
+
+def _in_a_buffer(mesh):
+    model = nn.Linear(2, 2)
+    model.register_buffer("row", model.weight.detach()[1])
+    return model
+
+
 def _of(*kind, **options):
     """A function that makes a module at place 1 of a sequence."""
     return lambda mesh: nn.Sequential(nn.Linear(2, 2), kind[0](*kind[1:], **options))
@@ -188,6 +200,8 @@ REFUSED = {
     "twice": (_already_sharded, {}, "Linear is sharded already. Shard a model once"),
     "nothing": (lambda mesh: nn.ReLU(), {}, "ReLU has no parameter to shard"),
     "dtensor": (_dtensor_model, {}, "parameter weight is a DTensor already"),
+    "memory": (_tied_by_memory, {}, r"0\.weight and 2\.weight are two tensors that share memory"),
+    "buffer": (_in_a_buffer, {}, "weight and row are two tensors that share memory.*a copy"),
     "lazy": (_of(nn.LazyLinear, 2), {}, r"parameter 1\.weight has no shape yet.*Run one forward"),
     "complex": (_complex, {}, "parameter phase is complex.*view_as_real"),
     "max_norm": (_of(nn.Embedding, 4, 2, max_norm=1), {}, r"module 1 \(Embedding\) has max_norm"),
@@ -197,6 +211,30 @@ REFUSED = {
     "text": (_plain, {"reduce_dtype": "float32"}, f"reduce_dtype is 'float32'; {NUMBER}"),
     "no mesh": (_plain, {"mesh": 8}, "mesh is a int; expected a DeviceMesh"),
 }
+
+
+def test_parts_of_one_memory_that_do_not_overlap_are_sharded(mesh):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    memory = torch.arange(8.0)
+    for layer, part in zip(model, memory.chunk(2), strict=True):
+        layer.weight.data = part.view(2, 2)
+    zpasses.shard(model, mesh=mesh)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+def test_what_a_class_does_with_its_subclasses_is_not_done_to_sharded_ones(mesh):
+    known = []
+
+    class Listed(nn.Linear):
+        def __init_subclass__(cls, *, key, **kwargs):
+            known.append((key, cls))
+
+    class Own(Listed, key="own"):
+        pass
+
+    model = zpasses.shard(nn.Sequential(Own(2, 2)), mesh=mesh)
+    assert known == [("own", Own)]
+    assert isinstance(model[0], Own)
 
 
 @pytest.mark.parametrize("case", REFUSED)
