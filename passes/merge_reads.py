@@ -14,7 +14,8 @@ Contract: runs on the dialect, before it is lowered. A merged parameter stays ga
 first read to its last. Two reads are therefore merged only if that is free (no other parameter is
 gathered between them) or cheap (the parameter has at most `max_hold_mb`). Gradients are always
 summed before their reduction, in the reduction dtype. That keeps one full gradient alive from the
-first summand to the last.
+first summand to the last. Two reads that the graph returns, itself or as views, stay two: for its
+caller they share no memory.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from zpasses.graph.aliases import memory_base
 from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, TO_HOST, UNSHARD
-from zpasses.graph.queries import Editor, calls, nbytes, replace_node, value_of
+from zpasses.graph.queries import Editor, calls, nbytes, replace_node, returned_values, value_of
 from zpasses.graph.tags import Tag, add_tag, tag_of
 from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.facts import Facts
@@ -54,14 +56,18 @@ class MergeReads(Pass):
 
     def _merge_gathers(self, graph: fx.Graph) -> int:
         saved = 0
+        returned = {memory_base(each) for each in returned_values(graph) if each is not None}
         holders: dict[Any, fx.Node] = {}
         last: Any = None
         for read in calls(graph, UNSHARD):
             key = (read.args[0], *read.args[1:])
             holder = holders.get(key)
-            if holder is not None and (last == key or self._cheap(read)):
+            both_returned = returned.issuperset((holder, read))
+            if holder is not None and not both_returned and (last == key or self._cheap(read)):
                 _move_users(read, holder)
                 saved += 1
+                if read in returned:
+                    returned.add(holder)
             else:
                 holders[key] = read
             last = key

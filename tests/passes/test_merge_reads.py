@@ -1,5 +1,7 @@
+import pytest
 import torch
 
+import zpasses
 from tests.graphs import (
     Param,
     before_and_after,
@@ -109,3 +111,17 @@ def test_tied_parameter_is_gathered_and_reduced_once():
     assert counts(captured.after.joint) == (1, 1)
     (read,) = calls(captured.after.joint.graph, UNSHARD)
     assert tag_of(read).params == ("embed.weight",)
+
+
+@pytest.mark.inductor
+def test_reads_that_the_model_returns_share_no_memory():
+    class Returns(torch.nn.Linear):
+        def forward(self, x):
+            return x @ self.weight, self.weight, self.weight.detach()
+
+    with fake_world(2) as mesh:
+        model = zpasses.shard(Returns(8, 8), mesh=mesh)
+        out, weight, detached = torch.compile(model, backend="zpasses")(torch.ones(2, 8))
+        assert weight.requires_grad
+        assert weight.data_ptr() != detached.data_ptr()
+        (out.sum() + weight.square().sum()).backward()

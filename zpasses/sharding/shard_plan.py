@@ -4,7 +4,10 @@ application to the model.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -387,6 +390,16 @@ def _parameters_in(value: object, depth: int = 3) -> Iterator[nn.Parameter]:
     elif depth and isinstance(value, (list, tuple, set, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _parameters_in(item, depth - 1)
+    elif depth and isinstance(value, functools.partial):
+        yield from _parameters_in((value.func, value.args, value.keywords), depth)
+    elif depth and isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                yield from _parameters_in(cell.cell_contents, depth - 1)
+    elif depth and isinstance(value, types.MethodType):
+        yield from _parameters_in(value.__self__, depth)
+    elif depth and not isinstance(value, (nn.Module, Tensor, type, types.ModuleType)):
+        yield from _parameters_in(getattr(value, "__dict__", None), depth - 1)
 
 
 def _check_parameter(path: str, param: nn.Parameter, mesh: DeviceMesh, packs: bool) -> None:

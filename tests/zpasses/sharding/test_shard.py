@@ -1,6 +1,7 @@
 """`zpasses.shard`: the sharded model, refused models, and the rest of torch on sharded models."""
 
 import copy
+import functools
 import io
 import logging
 
@@ -155,6 +156,28 @@ class Hides(nn.Module):
         self.groups = {"all": [self.linear.weight]}
 
 
+class Helper:
+    """Reads a parameter that a module gave it."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def read(self):
+        return self.weight
+
+
+class HidesIn(nn.Linear):
+    def __init__(self, how):
+        super().__init__(2, 2)
+        weight = self.weight
+        self.helper = {
+            "object": Helper(weight),
+            "method": Helper(weight).read,
+            "partial": functools.partial(torch.matmul, weight),
+            "closure": lambda x: x @ weight,
+        }[how]
+
+
 def _dtensor_model(mesh):
     model = nn.Linear(2, 6)
     model.weight = nn.Parameter(
@@ -197,6 +220,10 @@ def _of(*kind, **options):
 NUMBER = "expected a floating-point"
 REFUSED = {
     "hidden": (_of(Hides), {}, r"module 1 \(Hides\).*'groups'.*ignored_params"),
+    **{
+        how: (_of(HidesIn, how), {}, r"module 1 \(HidesIn\).*'helper'.*ignored_params")
+        for how in ("object", "method", "partial", "closure")
+    },
     "twice": (_already_sharded, {}, "Linear is sharded already. Shard a model once"),
     "nothing": (lambda mesh: nn.ReLU(), {}, "ReLU has no parameter to shard"),
     "dtensor": (_dtensor_model, {}, "parameter weight is a DTensor already"),
