@@ -6,8 +6,6 @@ lines, which only errors show.
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,25 +13,11 @@ import torch
 from torch import fx
 
 from zpasses import compat
+from zpasses.backend.cache.function_text import PLAIN, functions_digest
 from zpasses.graph.tags import Tag
 
 _NAMESPACES = frozenset({"aten", "prims", "prim", "_c10d_functional", "zpasses", "torchvision"})
 """Operators whose code belongs to torch or zpasses, whose versions are in the key."""
-
-_PLAIN = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bool,
-    type(None),
-    type(Ellipsis),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
 
 
 class NotCacheableError(Exception):
@@ -92,14 +76,12 @@ def _target_text(node: fx.Node) -> str:
 
 def _custom_op_digest(op: compat.OpOverload | compat.OpOverloadPacket) -> str:
     functions = compat.custom_op_functions(op)
-    files = {inspect.getsourcefile(inspect.unwrap(each)) for each in functions}
-    if not files or None in files:
+    if not functions:
         raise NotCacheableError(f"it calls the operator {op}, whose source is not known")
-    digest = hashlib.sha256()
-    for path in sorted(each for each in files if each is not None):
-        with open(path, "rb") as file:
-            digest.update(file.read())
-    return digest.hexdigest()
+    try:
+        return functions_digest(functions)
+    except ValueError as error:
+        raise NotCacheableError(f"it calls the operator {op}, {error}") from None
 
 
 def _value_text(value: Any) -> str:
@@ -107,7 +89,7 @@ def _value_text(value: Any) -> str:
         return f"%{value.name}"
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return _symbol_text(value)
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__}({', '.join(map(_value_text, value))})"

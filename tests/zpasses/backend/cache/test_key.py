@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 from unittest import mock
 
@@ -242,6 +243,47 @@ def test_the_source_of_a_custom_operator_is_part_of_the_key(tmp_path, monkeypatc
     assert other.digest != before.digest
     source.write_text(source.read_text() + "# changed\n")
     assert captured(Twice()).digest not in (before.digest, other.digest)
+
+
+def backward_with(scale):
+    return lambda ctx, grad: scale * grad
+
+
+@pytest.mark.parametrize("how", ["closure", "default", "global", "partial"])
+def test_what_the_formula_of_a_custom_operator_reads_is_part_of_the_key(how, monkeypatch):
+    def digest_with(scale):
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        formula = {
+            "closure": backward_with(scale),
+            "default": lambda ctx, grad, scale=scale: scale * grad,
+            "global": lambda ctx, grad: SCALE * grad,  # noqa: F821
+            "partial": functools.partial(lambda scale, ctx, grad: scale * grad, scale),
+        }[how]
+        twice.register_autograd(formula)
+        return captured(Twice()).digest
+
+    assert digest_with(1.0) == digest_with(1.0)
+    assert digest_with(1.0) != digest_with(3.0)
+
+
+def test_the_source_of_what_a_formula_calls_is_part_of_the_key(tmp_path):
+    source = tmp_path / "helper.py"
+    source.write_text("def helper(grad):\n    return 2 * grad\n")
+    spec = importlib.util.spec_from_file_location("helper", source)
+    helper = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(helper)
+    called = helper.helper
+    twice.register_autograd(lambda ctx, grad: called(grad))
+    before = captured(Twice())
+    source.write_text(source.read_text() + "# changed\n")
+    assert captured(Twice()).digest != before.digest
+
+
+def test_operators_whose_formula_holds_a_tensor_are_not_cached():
+    twice.register_autograd(backward_with(torch.ones(3)))
+    with pytest.raises(BackendCompilerFailed, match=r"twice.*whose function .* holds a Tensor"):
+        captured(Twice())
+    twice.register_autograd(backward_with(2.0))
 
 
 def test_operators_of_unknown_source_are_not_cached():
