@@ -46,8 +46,9 @@ GROUP_TIMEOUT = "init_process_group(timeout=...)"
 """What the user sets to wait longer, for errors."""
 
 NOT_ALONE = (
-    "One rank cannot run a sharded model alone, for an evaluation or a log, or skip layers at "
-    "random: with transformers, set the layerdrop values of the configuration to 0."
+    "One rank cannot run a sharded model alone, for an evaluation or a log, skip layers at random "
+    "(with transformers, set the layerdrop values of the configuration to 0), or leave out experts "
+    "that none of its tokens chose."
 )
 """Advice of errors about ranks that do different things."""
 
