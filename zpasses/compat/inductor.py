@@ -78,12 +78,13 @@ def inductor_config_patches(
     return {**ours, "custom_partitioner_fn": partitioner, **extra}
 
 
-def within_planned_peak(chosen: Mapping[str, Any]) -> dict[str, Any]:
+def within_planned_peak(chosen: Mapping[str, Any], limit_bytes: int = 0) -> dict[str, Any]:
     """Returns the Inductor options with which kernels are not fused where that raises the peak. A
     pass of the user in the same place runs before.
 
     Args:
         chosen: the user's options, which are kept. None in this place has all kernels fused.
+        limit_bytes: what the peak may be in any case.
     """
     from torch._inductor import config
 
@@ -92,7 +93,8 @@ def within_planned_peak(chosen: Mapping[str, Any]) -> dict[str, Any]:
     name = "_pre_fusion_custom_pass"
     if name in chosen and chosen[name] is None:
         return dict(chosen)
-    return {**chosen, name: fusion_within_peak(chosen.get(name, getattr(config, name)))}
+    before = chosen.get(name, getattr(config, name))
+    return {**chosen, name: fusion_within_peak(before, limit_bytes)}
 
 
 def inductor_option_names() -> frozenset[str]:

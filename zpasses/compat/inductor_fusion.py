@@ -38,45 +38,46 @@ class FusionWithinPeak(CustomSchedulerPass):
     That saves a read of `h`, and `dx` and `dh` live beside `dy`. This pass goes through the pairs
     of kernels that Inductor may fuse, in the order of the graph. It allows a pair if the bytes that
     live earlier for it and for all pairs allowed before fit below the peak that the graph has
-    without fusion; so the peak is kept whichever of them Inductor then fuses. Otherwise, the second
-    kernel depends on an operator between, and this operator on the first, by dependencies that
-    order and keep no buffer alive.
+    without fusion, or below nine tenths of a limit; so the peak is kept whichever of them Inductor
+    then fuses. Otherwise, the second kernel depends on an operator between, and this operator on
+    the first, by dependencies that order and keep no buffer alive.
 
     Args:
         before: a pass of the user that runs before, if there is one.
+        limit_bytes: what the peak may be in any case.
     """
 
-    def __init__(self, before: CustomSchedulerPass | None = None) -> None:
-        self._before = before
+    def __init__(self, before: CustomSchedulerPass | None = None, limit_bytes: int = 0) -> None:
+        self._before, self._limit_bytes = before, limit_bytes
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         """Adds the dependencies. `nodes` are in the order of the graph."""
         if self._before is not None:
             nodes = self._before(nodes)
         if nodes:
-            _Fusions(nodes).restrict()
+            _Fusions(nodes, self._limit_bytes).restrict()
         return nodes
 
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.1", before
+        return "zpasses.FusionWithinPeak.2", self._limit_bytes, before
 
 
-def fusion_within_peak(before: Callable[..., Any] | None) -> Callable[..., Any]:
+def fusion_within_peak(before: Callable[..., Any] | None, limit_bytes: int) -> Callable[..., Any]:
     """Returns `FusionWithinPeak` after a pass of the user. Inductor caches no code of a pass that
     is a plain function, so neither does it here.
     """
     if before is None or isinstance(before, CustomSchedulerPass):
-        return FusionWithinPeak(before)
+        return FusionWithinPeak(before, limit_bytes)
     function = before
-    return lambda nodes: FusionWithinPeak()(function(nodes))
+    return lambda nodes: FusionWithinPeak(None, limit_bytes)(function(nodes))
 
 
 class _Fusions:
     """The pairs of kernels of one graph that Inductor may fuse. Nodes go by their positions."""
 
-    def __init__(self, nodes: list[BaseSchedulerNode]) -> None:
+    def __init__(self, nodes: list[BaseSchedulerNode], limit_bytes: int) -> None:
         self._nodes = nodes
         made_at = {
             name: position
@@ -89,7 +90,7 @@ class _Fusions:
         ]
         self._memory = _Memory(nodes)
         self._live = self._memory.live  # with what the allowed fusions add at most
-        self._peak = max(self._live)
+        self._peak = max(*self._live, limit_bytes * 9 // 10)  # the count is not exact
         self._operators = [at for at, node in enumerate(nodes) if _is_operator(node)]
         self._place = list(range(len(nodes)))
         """Where each node runs at the earliest, after the fusions that are allowed."""
@@ -108,7 +109,8 @@ class _Fusions:
             names = node.used_buffer_names()
             near = {each for name in names for each in users[name][-_MOST_NEIGHBOURS:]}
             for other in sorted(near, reverse=True):
-                if other in self._needs[at] or _elements(self._nodes[other]) == _elements(node):
+                alike = other in self._needs[at] or _elements(self._nodes[other]) == _elements(node)
+                if alike and not self._are_apart(other, at):
                     self._decide(other, at)
             for name in names:
                 users[name].append(at)
@@ -116,6 +118,18 @@ class _Fusions:
             _run_after(self._nodes[at], [self._nodes[each] for each in sorted(self._after[at])])
         if self._after:
             _find_ancestors(self._nodes)
+
+    def _are_apart(self, other: int, at: int) -> bool:
+        """Whether an operator reads what a kernel leads to, and leads to a later kernel. Inductor
+        fuses no such pair.
+        """
+        low, high = (bisect_left(self._operators, each) for each in (other, at))
+        names, later = self._nodes[other].get_operation_names(), self._nodes[at].ancestors
+        return any(
+            not later.isdisjoint(self._nodes[each].get_operation_names())
+            and not names.isdisjoint(self._nodes[each].ancestors)
+            for each in self._operators[low:high]
+        )
 
     def _decide(self, other: int, at: int) -> None:
         """Allows two kernels to be fused, or keeps them apart."""

@@ -121,6 +121,12 @@ def test_kernels_are_not_fused_where_that_raises_the_peak():
     assert kept == ["kernel", "product", "product", "kernel"]
 
 
+def test_kernels_are_fused_where_a_limit_leaves_room():
+    patches = compat.within_planned_peak({}, limit_bytes=1 << 20)
+    assert calls_of(patches, what="products") == ["product", "kernel", "product"]
+    assert patches[HOOK].uuid() != compat.within_planned_peak({})[HOOK].uuid()
+
+
 @pytest.mark.parametrize("graph", [{"what": "products", "room": True}, {"what": "wait"}])
 def test_kernels_are_fused_where_there_is_room(graph):
     calls = calls_of(compat.within_planned_peak({}), **graph)
