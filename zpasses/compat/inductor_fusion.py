@@ -48,7 +48,8 @@ class FusionWithinPeak(CustomSchedulerPass):
     """
 
     def __init__(self, before: CustomSchedulerPass | None = None, limit_bytes: int = 0) -> None:
-        self._before, self._limit_bytes = before, limit_bytes
+        self._before = before
+        self._limit_bytes = limit_bytes
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         """Adds the dependencies. `nodes` are in the order of the graph."""
