@@ -56,7 +56,8 @@ class MergeReads(Pass):
 
     def _merge_gathers(self, graph: fx.Graph) -> int:
         saved = 0
-        returned = {memory_base(each) for each in returned_values(graph) if each is not None}
+        outputs = (each for each in returned_values(graph) if isinstance(each, fx.Node))
+        returned = set(map(memory_base, outputs))
         holders: dict[Any, fx.Node] = {}
         last: Any = None
         for read in calls(graph, UNSHARD):

@@ -308,9 +308,10 @@ def _is_kernel(node: BaseSchedulerNode) -> bool:
 
 def _is_operator(node: BaseSchedulerNode) -> bool:
     """Whether a node runs an operator such as a product. Collectives, copies from the host, waits
-    and the outputs of another call do not count: kernels around them are one kernel often.
+    and the outputs of another call do not count: kernels around them are one kernel often. Nor does
+    what makes no buffer, because dependencies name one.
     """
-    if _is_kernel(node) or isinstance(node, NopKernelSchedulerNode):
+    if _is_kernel(node) or isinstance(node, NopKernelSchedulerNode) or not node.get_buffer_names():
         return False
     kernel: Any = node.node
     namespace = getattr(getattr(kernel, "op_overload", None), "namespace", None)

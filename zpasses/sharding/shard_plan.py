@@ -208,16 +208,19 @@ def _check_shared_memory(model: nn.Module, places: _Places) -> None:
     """Refuses trained parameters that share memory with another parameter or a buffer: each would
     get memory of its own.
     """
-    found: list[tuple[int, int, str, Tensor]] = []
+    found: list[tuple[str, int, int, str, Tensor]] = []
     for path, value in (*model.named_parameters(), *model.named_buffers()):
         plain = type(value) in (nn.Parameter, Tensor) and value.layout == torch.strided
         if plain and not value.is_meta and value.numel() and compat.is_dense(value):
-            found.append((value.data_ptr(), value.nbytes, path, value))
-    found.sort(key=lambda each: each[:2])
-    for (first, size, one, a), (second, _, other, b) in itertools.pairwise(found):
+            found.append((str(value.device), value.data_ptr(), value.nbytes, path, value))
+    found.sort(key=lambda each: each[:3])
+    for (device, first, size, one, a), (device_of_b, second, _, other, b) in itertools.pairwise(
+        found
+    ):
         pair = a, b
         if (
-            second < first + size
+            device == device_of_b
+            and second < first + size
             and any(id(each) in places for each in pair)
             and any(each.requires_grad for each in pair)
         ):

@@ -61,8 +61,12 @@ class _Reader:
             for each in (*function.args, *function.keywords.items()):
                 self._add_value(each, f"{function.func!r}")
             function = function.func
-        function = inspect.unwrap(getattr(function, "__func__", function))
-        if id(function) in self._seen or _is_versioned(getattr(function, "__module__", None)):
+        if isinstance(function, types.MethodType):
+            self._add_value(function.__self__, function.__qualname__)
+            function = function.__func__
+        if (wrapped := getattr(function, "__wrapped__", None)) is not None:
+            self.add_function(wrapped)
+        if id(function) in self._seen or _is_versioned(_module_of(function)):
             return
         self._seen.add(id(function))
         self._add_source(function)
@@ -80,8 +84,10 @@ class _Reader:
     def _add_global(self, name: str, value: Any) -> None:
         if isinstance(value, PLAIN):
             self.values.append(f"{name}={value!r}")
-        elif isinstance(value, (types.FunctionType, functools.partial)):
+        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
             self.add_function(value)
+        elif isinstance(value, (tuple, list, dict, set, frozenset, torch.Tensor)):
+            self._add_value(value, f"reads {name}, and")
         elif callable(value) or isinstance(value, types.ModuleType):  # such as a kernel of Triton
             module = getattr(value, "__module__", getattr(value, "__name__", None))
             if not _is_versioned(module) and module in sys.modules:
@@ -90,12 +96,15 @@ class _Reader:
     def _add_value(self, value: Any, where: str) -> None:
         if isinstance(value, PLAIN):
             self.values.append(repr(value))
-        elif isinstance(value, (tuple, list)):
-            for each in value:
+        elif isinstance(value, (tuple, list, dict)):
+            self.values.append(type(value).__name__)
+            for each in value.items() if isinstance(value, dict) else value:
                 self._add_value(each, where)
         elif callable(value) and not isinstance(value, torch.nn.Module):
             self.add_function(value)
-        elif not isinstance(value, types.ModuleType):
+        elif isinstance(value, types.ModuleType):
+            self._add_global("", value)
+        else:
             raise ValueError(f"whose function {where} holds a {type(value).__name__}")
 
     def _add_source(self, source: Any) -> None:
@@ -113,6 +122,13 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
             yield from _codes(each)
+
+
+def _module_of(function: Any) -> str | None:
+    """The module whose code it is: `functools.wraps` gives a wrapper the name of another one."""
+    if isinstance(function, types.FunctionType):
+        return str(function.__globals__.get("__name__"))
+    return getattr(function, "__module__", None)
 
 
 def _is_versioned(module: str | None) -> bool:

@@ -249,14 +249,28 @@ def backward_with(scale):
     return lambda ctx, grad: scale * grad
 
 
-@pytest.mark.parametrize("how", ["closure", "default", "global", "partial"])
+def decorated_with(scale):
+    @functools.wraps(backward_with)
+    def scaled(ctx, grad):
+        return scale * grad
+
+    return scaled
+
+
+HOW = ["closure", "default", "global", "table", "partial", "decorator"]
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_what_the_formula_of_a_custom_operator_reads_is_part_of_the_key(how, monkeypatch):
     def digest_with(scale):
         monkeypatch.setitem(globals(), "SCALE", scale)
+        monkeypatch.setitem(globals(), "TABLE", {"scale": [scale]})
         formula = {
             "closure": backward_with(scale),
             "default": lambda ctx, grad, scale=scale: scale * grad,
             "global": lambda ctx, grad: SCALE * grad,  # noqa: F821
+            "table": lambda ctx, grad: TABLE["scale"][0] * grad,  # noqa: F821
+            "decorator": decorated_with(scale),
             "partial": functools.partial(lambda scale, ctx, grad: scale * grad, scale),
         }[how]
         twice.register_autograd(formula)
@@ -279,9 +293,18 @@ def test_the_source_of_what_a_formula_calls_is_part_of_the_key(tmp_path):
     assert captured(Twice()).digest != before.digest
 
 
-def test_operators_whose_formula_holds_a_tensor_are_not_cached():
-    twice.register_autograd(backward_with(torch.ones(3)))
-    with pytest.raises(BackendCompilerFailed, match=r"twice.*whose function .* holds a Tensor"):
+class Formula:
+    def backward(self, ctx, grad):
+        return 2 * grad
+
+
+@pytest.mark.parametrize(
+    ("formula", "held"),
+    [(backward_with(torch.ones(3)), "Tensor"), (Formula().backward, "Formula")],
+)
+def test_operators_whose_formula_holds_an_object_are_not_cached(formula, held):
+    twice.register_autograd(formula)
+    with pytest.raises(BackendCompilerFailed, match=rf"twice.*whose function .* holds a {held}"):
         captured(Twice())
     twice.register_autograd(backward_with(2.0))
 
