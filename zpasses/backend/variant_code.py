@@ -179,7 +179,7 @@ def backward_code(job: CompileJob, template: Template, facts: BackwardFacts) -> 
     if job.options.prefetch and job.host_bytes:
         code = boxed(with_values_back(code))
     if not job.options.prefetch:  # else reductions have arenas of their own, after the graph
-        code = _with_grad_arenas(code, facts.host)
+        code = _with_grad_arenas(job, code, facts.host)
     code = boxed(job.result_hook(code, "gradients"))
     if facts.params_read:
         code = boxed(with_value_check(code, {name: order[name] for name in facts.params_read}))
@@ -187,8 +187,9 @@ def backward_code(job: CompileJob, template: Template, facts: BackwardFacts) -> 
     return boxed(warn_if_always_reduced(code, job.name, left, order)) if left else code
 
 
-def _with_grad_arenas(code: Compiled, need: HostNeed | None) -> Compiled:
-    return boxed(with_arenas(code, need, SavedArenas(pool=gradients))) if need else code
+def _with_grad_arenas(job: CompileJob, code: Compiled, need: HostNeed | None) -> Compiled:
+    arenas = SavedArenas(pool=gradients)
+    return code if need is None else boxed(with_arenas(code, need, arenas, job.report))
 
 
 def agree(job: CompileJob, gm: fx.GraphModule, kind: str) -> None:
@@ -235,7 +236,7 @@ def _lowering(job: CompileJob) -> Lowering:
         codegen = functools.partial(compat.inductor_codegen_standalone, patches=patches)
 
     def with_arenas_of_grads(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        return _with_grad_arenas(codegen(gm, inputs), host_need(gm.graph))
+        return _with_grad_arenas(job, codegen(gm, inputs), host_need(gm.graph))
 
     pipeline, verify = job.decided.pipeline, job.options.verify
     target = job.options.target
@@ -430,7 +431,7 @@ def _part(
     """Returns code of gathers before a graph, or of reductions after it."""
     code = eager_codegen(replace_gloo_collectives(gm), ())
     code = job.overflows.watching(code, encoded, f"graph {job.name} {kind}")
-    code = _with_grad_arenas(code, host_need(gm.graph))
+    code = _with_grad_arenas(job, code, host_need(gm.graph))
     return with_part_range(code, names, collective_names(gm.graph), job.name, kind)
 
 

@@ -19,15 +19,13 @@ class HostArena:
         device: the device that copies from and to it. For "cuda", its pages are locked.
 
     Raises:
-        ZpassesError: if the driver refuses to lock so much.
+        MemoryBudgetError: if the system or the driver refuses so much.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._memory = LockedMemory(-1, max(nbytes, 1))  # anonymous and shared, Python's default
+        self._memory = LockedMemory.of(nbytes, device)
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8, count=max(nbytes, 1))
-        if device.type == "cuda" and nbytes:
-            self._memory.lock(device)
-        else:  # takes the pages, so that what is free on the machine does not count them
+        if device.type != "cuda":  # takes the pages, which then no longer count as free
             self.bytes.zero_()
 
     def tensor(

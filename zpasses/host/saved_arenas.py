@@ -46,8 +46,8 @@ class HostBytes(HostPool):
         """Returns new memory, after freeing all that holds no tensor if it is short.
 
         Raises:
-            MemoryBudgetError: if the memory in use leaves less within the limit.
-            ZpassesError: if the driver refuses to lock so much.
+            MemoryBudgetError: if the memory in use leaves less within the limit, or if the system
+                or the driver refuses so much.
         """
         with self.lock:
             if limit_bytes is not None and self.reserved + nbytes > limit_bytes:
@@ -55,9 +55,7 @@ class HostBytes(HostPool):
                     each.release()
                 if self.reserved + nbytes > limit_bytes:
                     raise MemoryBudgetError(_too_much(nbytes, self.reserved, limit_bytes))
-            memory = LockedMemory(-1, max(nbytes, 1))
-            if device.type == "cuda":
-                memory.lock(device)
+            memory = LockedMemory.of(nbytes, device)
             self.reserved += nbytes
             weakref.finalize(memory, self._freed, nbytes).atexit = False
         return memory
@@ -123,7 +121,7 @@ class SavedArenas:
             device: the device that copies them.
 
         Raises:
-            MemoryBudgetError, ZpassesError: as `HostBytes.reserve`.
+            MemoryBudgetError: as `HostBytes.reserve`.
         """
         lease = _Lease(self, self._take(nbytes, device))
         before, _current.lease = _current.lease, lease
@@ -195,7 +193,7 @@ def like_on_host(value: Tensor, otherwise: SavedArenas = loose) -> Tensor:
         otherwise: where its memory comes from outside of a run of a compiled graph.
 
     Raises:
-        ZpassesError: if the driver refuses to lock so much.
+        MemoryBudgetError: if the system or the driver refuses so much.
     """
     if not value.numel():  # of a rank without rows
         return empty_like_on(value, "cpu")
@@ -210,7 +208,7 @@ def with_arenas(
     code: Callable[[list[Any]], Any],
     need: HostNeed,
     arenas: SavedArenas,
-    report: Callable[[MemoryBudgetError], None] = lambda error: None,
+    report: Callable[[MemoryBudgetError], None],
 ) -> Callable[[list[Any]], Any]:
     """Returns the code of a graph, with an arena for each of its runs.
 
@@ -220,7 +218,7 @@ def with_arenas(
         report: called with the error of a run that needs more, which has not begun.
 
     Raises:
-        MemoryBudgetError: when the code is called, if the run needs more than the limit leaves.
+        MemoryBudgetError: when the code is called, as `HostBytes.reserve`.
     """
 
     def run(args: list[Any]) -> Any:

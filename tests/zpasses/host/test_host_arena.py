@@ -4,10 +4,13 @@ import contextlib
 import gc
 import io
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from zpasses.errors import MemoryBudgetError
+from zpasses.host import locked_memory
 from zpasses.host.host_arena import HostArena
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -72,6 +75,7 @@ def with_runtime(monkeypatch, runtime):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: runtime.calls.append("wait"))
+    monkeypatch.setattr(locked_memory, "_local_processors", lambda device: set())
     return runtime
 
 
@@ -85,6 +89,32 @@ def test_memory_of_an_accelerator_is_locked_once_until_its_last_part_goes(monkey
     del part
     assert not runtime.locked
     assert runtime.calls == ["wait", "unlock"]  # a copy may still run
+
+
+@pytest.mark.parametrize(
+    ("listed", "runs_on"),
+    [("2-3,6\n", {2, 3}), ("8-9\n", {0, 1, 2, 3}), ("\n", {0, 1, 2, 3}), (None, {0, 1, 2, 3})],
+)
+def test_pages_are_locked_by_a_processor_near_the_device(listed, runs_on, monkeypatch, tmp_path):
+    allowed, seen = {0, 1, 2, 3}, []
+    found = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x5E, pci_device_id=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(locked_memory, "_PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: set(allowed))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, to: allowed.intersection_update(to))
+    if listed is not None:
+        (tmp_path / "0000:5e:01.0").mkdir()
+        (tmp_path / "0000:5e:01.0" / "local_cpulist").write_text(listed)
+    with locked_memory.near(CUDA):
+        seen.append(set(allowed))
+        allowed.update(range(4))
+    assert seen == [runs_on]
+    assert allowed == {0, 1, 2, 3}
+
+
+def test_memory_that_the_system_does_not_give_is_an_error():
+    with pytest.raises(MemoryBudgetError, match=r"does not give 2\.147e\+09 GiB.*ulimit -v"):
+        HostArena(1 << 61, CPU)
 
 
 def test_memory_that_the_driver_does_not_lock_is_an_error(monkeypatch):

@@ -1,5 +1,6 @@
 """Parameters whose shards rest on the host, on real gloo ranks: the bits stay the same."""
 
+import contextlib
 import functools
 import gc
 from unittest import mock
@@ -31,10 +32,11 @@ from zpasses.cost.memory import device_memory
 from zpasses.errors import AgreementError, MemoryBudgetError, ZpassesError
 from zpasses.graph.host_copies import RELOAD
 from zpasses.graph.queries import calls
+from zpasses.host.locked_memory import LockedMemory
 from zpasses.host.saved_arenas import gradients
 from zpasses.optim import parameter_plan, state_plan
 from zpasses.pipeline.events import observe_graphs
-from zpasses.testing import world_mesh
+from zpasses.testing import run_in_fresh_ranks, world_mesh
 
 
 def partly_frozen(**options):
@@ -299,6 +301,24 @@ def test_all_ranks_refuse_what_one_cannot_offload():
             zpasses.offload_parameters(net)
         with pytest.raises(AgreementError, match="rank 0 failed while offloading parameters"):
             zpasses.offload_parameters(net)
+
+
+def _one_rank_gets_no_memory():
+    net = zpasses.shard(partly_frozen(layers=1), mesh=world_mesh())
+    zpasses.offload_parameters(net, trained=True)
+    options = {"zero_stage": 3, "codegen": "eager", "agreement_timeout_s": 8.0}
+    loss = torch.compile(net, backend="zpasses", options=options)(torch.ones(2, WIDTH)).sum()
+    refused = mock.patch.object(LockedMemory, "of", side_effect=MemoryBudgetError("no memory"))
+    fails = dist.get_rank() == 1
+    wrong = MemoryBudgetError if fails else AgreementError
+    with refused if fails else contextlib.nullcontext(), pytest.raises(wrong, match="no memory"):
+        loss.backward()
+
+
+@pytest.mark.processes
+def test_a_rank_that_gets_no_memory_for_gradients_tells_the_others():
+    outcomes = run_in_fresh_ranks(_one_rank_gets_no_memory, timeout_s=100)
+    assert all(each.ok for each in outcomes), "\n".join(map(str, outcomes))
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

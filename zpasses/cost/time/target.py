@@ -73,6 +73,9 @@ class Target:
     """Bandwidth of copies to the host while all ranks of a node copy."""
     host_in_gb_s: float = 20.0
     """Bandwidth of copies from the host while all ranks of a node copy."""
+    host_alone: float = 2.5
+    """How many times faster a rank copies that copies alone. Fewer ranks on a node share what all
+    of them have, up to this."""
     host_memory_bytes: int = 256 * _GIB
     """Memory of the host for each rank of a node."""
 
@@ -109,7 +112,18 @@ class Target:
                     f"target {text!r}: {key.strip()} must be "
                     f"{'at least' if may_be_zero else 'greater than'} 0, got {value.strip()}."
                 )
-        return dataclasses.replace(TARGETS[name], **values)
+        return TARGETS[name]._with(values)
+
+    def _with(self, changes: Mapping[str, Any]) -> Target:
+        """Returns this target with other figures. With fewer ranks on a node, copies to and from
+        the host get a larger share of what all have, unless their figures are given, too.
+        """
+        changed = dataclasses.replace(self, **changes)
+        faster = min(self.ranks_per_node / changed.ranks_per_node, changed.host_alone)
+        if faster <= 1:
+            return changed
+        copies = {key: getattr(self, key) * faster for key in ("host_out_gb_s", "host_in_gb_s")}
+        return dataclasses.replace(changed, **(copies | dict(changes)))
 
     @classmethod
     def detect(cls) -> Target:
@@ -136,11 +150,12 @@ class Target:
             missing.add("mori")
         if compat.zero_sm_obstacle() is not None:
             missing.add("nccl_zero")
-        return dataclasses.replace(
-            found,
-            routes=tuple(each for each in found.routes if each not in missing),
-            ranks_per_node=torch.cuda.device_count(),
-            memory_bytes=properties.total_memory,
+        return found._with(
+            {
+                "routes": tuple(each for each in found.routes if each not in missing),
+                "ranks_per_node": torch.cuda.device_count(),
+                "memory_bytes": properties.total_memory,
+            }
         )
 
     def link_share(self, ranks: int) -> float:
@@ -159,12 +174,15 @@ class Target:
         base = TARGETS.get(self.name)
         if base is None or base == self:
             return self.name
-        changed = [
-            field.name
-            for field in dataclasses.fields(self)
-            if field.name not in _FIXED and getattr(self, field.name) != getattr(base, field.name)
-        ]
-        return ",".join([self.name, *(f"{key}={getattr(self, key)}" for key in changed)])
+        own = {key: value for key, value in vars(self).items() if key not in _FIXED}
+        changed = {
+            key: own[key]
+            for key in ("ranks_per_node", "host_alone")
+            if own[key] != getattr(base, key)
+        }
+        follows = base._with(changed)
+        changed |= {key: value for key, value in own.items() if value != getattr(follows, key)}
+        return ",".join([self.name, *(f"{key}={value}" for key, value in changed.items())])
 
 
 _FIXED = ("name", "source", "architecture", "routes")
@@ -178,19 +196,21 @@ _FIXED = ("name", "source", "architecture", "routes")
 # GB/s (DeepSpeed#8255, #8186). A device that copies alone reaches 50. PCIe 4 has half of it.
 def _gpu(name: str, architecture: str, source: str, *, gib: int, **figures: Any) -> Target:
     mori = ("mori",) if architecture in ("gfx942", "gfx950") else ()
+    usual: dict[str, Any] = {
+        "ranks_per_node": 8,
+        "network_gb_s": 50.0,
+        "launch_us": 8.4,
+        "hop_us": 3.4,
+        "network_hop_us": 14.0,
+        "kernel_us": 5.0,
+        "routes": (*mori, "nccl_zero", "symm_mem"),
+    }
     return Target(
         name=name,
-        ranks_per_node=8,
-        network_gb_s=50.0,
         memory_bytes=gib * _GIB,
-        launch_us=8.4,
-        hop_us=3.4,
-        network_hop_us=14.0,
-        kernel_us=5.0,
         source=source,
         architecture=architecture,
-        routes=(*mori, "nccl_zero", "symm_mem"),
-        **figures,
+        **(usual | figures),
     )
 
 
@@ -218,6 +238,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
                 issue_us=500.0,
                 host_out_gb_s=2.5,
                 host_in_gb_s=2.5,
+                host_alone=1.0,
                 host_memory_bytes=16 * _GIB,
             ),
             _gpu(
@@ -243,6 +264,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
                 gib=96,
                 host_out_gb_s=170.0,
                 host_in_gb_s=411.0,
+                host_alone=1.0,
                 host_memory_bytes=480 * _GIB,
             ),
             _gpu(
@@ -271,6 +293,23 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
                 memory_gb_s=8000.0,
                 tflops=2250.0,
                 gib=180,
+            ),
+            # A tray of four, two per CPU; the links reach 72 (ranks_per_node=72). Copies as in
+            # Megatron-LM#6491: 169 to 175 in and 182 to 184 out of all at once, 211 of one alone.
+            _gpu(
+                "gb300",
+                "sm103",
+                "NVIDIA GB300 NVL72 data sheet, a GPU's share",
+                ranks_per_node=4,
+                link_gb_s=900.0,
+                network_gb_s=100.0,
+                memory_gb_s=8000.0,
+                tflops=2500.0,
+                gib=279,
+                host_out_gb_s=183.0,
+                host_in_gb_s=172.0,
+                host_alone=1.2,
+                host_memory_bytes=240 * _GIB,
             ),
             _gpu(
                 "mi300x",

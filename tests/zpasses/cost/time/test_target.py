@@ -25,9 +25,28 @@ def test_every_target_is_found_by_its_name_and_says_where_its_figures_are_from(n
 
 
 def test_figures_can_be_changed():
-    target = Target.parse("mi300x, ranks_per_node = 4, link_gb_s=300")
-    assert (target.ranks_per_node, target.link_gb_s) == (4, 300.0)
-    assert dataclasses.replace(target, ranks_per_node=8, link_gb_s=448.0) == TARGETS["mi300x"]
+    target = Target.parse("mi300x, network_gb_s = 25, link_gb_s=300")
+    assert (target.network_gb_s, target.link_gb_s) == (25.0, 300.0)
+    assert dataclasses.replace(target, network_gb_s=50.0, link_gb_s=448.0) == TARGETS["mi300x"]
+
+
+@pytest.mark.parametrize(
+    ("text", "out", "into"),
+    [
+        ("h200", 20.0, 20.0),
+        ("h200,ranks_per_node=4", 40.0, 40.0),
+        ("h200,ranks_per_node=1", 50.0, 50.0),
+        ("h200,ranks_per_node=16", 20.0, 20.0),
+        ("h200,ranks_per_node=1,host_in_gb_s=30", 50.0, 30.0),
+        ("h200,ranks_per_node=1,host_alone=1.5", 30.0, 30.0),
+        ("gh200,ranks_per_node=1", 170.0, 411.0),
+        ("gb300,ranks_per_node=72", 183.0, 172.0),
+    ],
+)
+def test_fewer_ranks_of_a_node_copy_to_the_host_faster(text, out, into):
+    target = Target.parse(text)
+    assert (target.host_out_gb_s, target.host_in_gb_s) == (out, into)
+    assert Target.parse(str(target)) == target
 
 
 @pytest.mark.parametrize(
