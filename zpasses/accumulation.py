@@ -212,6 +212,7 @@ class GradientWindow(Window):
         Args:
             error: the exception with which the `with` block ends, if any.
         """
+        self.check_last_backward()
         if error is None:
             flush(self, timeout_of(groups_of(self), self._timeout_s), self.failure)
             if self.failure is not None:
@@ -219,9 +220,9 @@ class GradientWindow(Window):
                     f"{self.failure}; pending gradients are dropped on all ranks. Let the original "
                     "exception leave the `with` block instead of catching it inside."
                 )
-        elif isinstance(error, AgreementError):
+        elif isinstance(error, AgreementError) and is_reported(error):
             pass_on_failure(groups_of(self), error)  # the ranks of one group know of it
-        elif not is_reported(error):
+        elif not is_reported(error):  # or a collective that this rank gave up
             for group in groups_of(self):
                 if reason := reported_failure(group):
                     log.error(

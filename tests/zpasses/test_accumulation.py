@@ -5,12 +5,14 @@ Data are small integers, so that every order of summation gives the same bits. T
 of the process group counts collectives.
 """
 
+import contextlib
 import copy
 import itertools
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -395,6 +397,22 @@ def test_a_failed_compile_inside_a_window_is_reported_once():
     with zpasses.coalesce_grad_reduction(model, timeout_s=200):
         model(torch.ones(1, 4)).sum().backward()
     assert torch.equal(model._parameters["weight"].grad.full_tensor(), torch.ones(9, 4))
+
+
+@on_ranks(2)
+def test_a_rank_that_fails_before_the_reduction_of_a_window_tells_the_others():
+    model = zpasses.shard(nn.Linear(4, 11), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options=EAGER)
+    fails = dist.get_rank() == 1
+    broken = mock.patch("zpasses.runtime.flush.rows_of", side_effect=MemoryError("no memory"))
+    said = "^no memory" if fails else "rank 1 failed while ending a window: MemoryError: no memory"
+    with (
+        broken if fails else contextlib.nullcontext(),
+        pytest.raises(Exception, match=said),
+        zpasses.coalesce_grad_reduction(model, timeout_s=200),
+    ):
+        step(torch.ones(1, 4)).sum().backward()
+    dist.barrier()
 
 
 def _late():

@@ -80,6 +80,13 @@ def zpasses_backend(
     _collect_no_garbage_in_compiles()  # torch._dynamo.reset forgets it
     given = Options.parse(options)
     captured = capture(gm, example_inputs)
+    with _reporting_failures(captured, given):
+        return _compile(captured, given, example_inputs)
+
+
+def _compile(
+    captured: Capture, given: Options, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
     _check_accumulation(given, captured)
     chosen = _chosen_options(given, captured)
     pipeline, result_hook = apply_bisect_limits(chosen.passes(), compat.current_compile_id())
@@ -87,7 +94,6 @@ def zpasses_backend(
     if not chosen.agreement:
         _log_remaining_votes(pipeline, captured.groups, given)
     with (
-        _reporting_failures(captured, chosen),
         no_garbage_collection(),
         use_target(target),
         use_fusion(chosen.codegen == "inductor"),

@@ -58,7 +58,10 @@ def is_reported(error: BaseException | None) -> bool:
             return bool(error._zpasses_reported)
         if isinstance(error, AgreementError):
             return True
-        error = compat.inner_exception(error) or error.__cause__ or error.__context__
+        # `raise ... from None` wraps, too. Any other context is an error that was being handled,
+        # such as that of an earlier call which the program tries again.
+        context = error.__context__ if error.__suppress_context__ else None
+        error = compat.inner_exception(error) or error.__cause__ or context
     return False
 
 

@@ -17,6 +17,7 @@ from zpasses import compat
 from zpasses.errors import ZpassesError, some_of
 from zpasses.runtime.backward_variants import BackwardVariant
 from zpasses.runtime.grad_slots import GradSlot
+from zpasses.runtime.layout import layout_of
 from zpasses.runtime.param_conversion import local_shards_node
 from zpasses.runtime.windows import (
     EngineRun,
@@ -44,6 +45,8 @@ class _CallPlan:
     states: dict[int, ParamGradState]
     """State of the parameters that are in a window, by slot."""
     windows: list[Window]
+    device: str = "cpu"
+    """Type of the device that computes the gradients."""
 
 
 class BackwardDispatch:
@@ -84,8 +87,8 @@ class BackwardDispatch:
             return self._code_of(BackwardVariant())(args)
         code = self._code_for(plan)
         variant = plan.variant
-        args.extend(self._take_pending(plan, i) for i in sorted(variant.given))
         try:
+            args.extend(self._take_pending(plan, i) for i in sorted(variant.given))
             values = code(args)
         except BaseException as error:
             mark_failed(plan.windows, f"a backward failed with {type(error).__name__}: {error}")
@@ -120,6 +123,7 @@ class BackwardDispatch:
             if window not in reduces:
                 reduces[window] = window.reduces(EngineRun.current())
             plan.states[i] = state
+            plan.device = layout_of(source.zpasses_params[position]).mesh.device_type
             if self._slots[i].key in state.pending:
                 given.add(i)
             if not reduces[window]:
@@ -153,9 +157,8 @@ class BackwardDispatch:
         grad = pending.get(slot.key)
         if grad is None:
             assert slot.reduction is not None
-            like = next(iter(plan.states.values()))
-            device = next((other.total.device for other in like.pending.values()), None)
-            total = torch.zeros(slot.shape, dtype=plan.variant.pending_dtype(slot), device=device)
+            dtype = plan.variant.pending_dtype(slot)
+            total = torch.zeros(slot.shape, dtype=dtype, device=plan.device)
             grad = PendingGrad(total, slot.reduction, self._lowering)
             if i in plan.variant.deferred:
                 pending[slot.key] = grad

@@ -8,9 +8,10 @@ with zeros from the other ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -251,7 +252,9 @@ def _pending_entries(window: Window) -> dict[FlushEntry, str]:
     held = {}
     for param_index, param in enumerate(window.params):
         for (dtype, _), part in (
-            sorted(grad_state_of(param).pending.items(), key=str) if param is not None else ()
+            sorted(grad_state_of(param).pending.items(), key=lambda item: str(item[0]))
+            if param is not None
+            else ()
         ):
             entry = FlushEntry(
                 param_index, dtype, part.total.dtype, tuple(part.total.shape), part.reduction
@@ -335,7 +338,35 @@ def groups_of(window: Window) -> list[str]:
 def _reduce(
     window: Window, entries: Sequence[FlushEntry], text: str, timeout_s: float | None
 ) -> None:
-    params = window.params
+    params, groups = window.params, groups_of(window)
+    with vote_timeout(timeout_of(groups, timeout_s)):  # of passes, and about routes
+        with _reporting_failures(groups, timeout_s):
+            code, totals = _prepared(params, entries, text, timeout_s)
+        if timeout_s is None:
+            grads = code(totals)
+        else:
+            asked = [group for group in groups if has_other_ranks(group)]
+            name = "the reduction of a window"
+            with limited_collectives(asked, name, timeout_s, _TIMEOUT_OPTION):
+                grads = code(totals)
+    accumulate_grads([params[entry.param_index] for entry in entries], grads)
+
+
+@contextlib.contextmanager
+def _reporting_failures(groups: Sequence[str], timeout_s: float | None) -> Iterator[None]:
+    """Context of what a rank does by itself while the others may wait in a collective."""
+    try:
+        yield
+    except BaseException as error:  # interrupts, too
+        if timeout_s is not None and not is_reported(error):
+            report_failure(groups, "", error, recoverable=False, doing="ending a window")
+        raise
+
+
+def _prepared(
+    params: Sequence[Any], entries: Sequence[FlushEntry], text: str, timeout_s: float | None
+) -> tuple[Callable[[list[Any]], Any], list[Tensor]]:
+    """Returns code that reduces the pending gradients, and these. Parameters give them up."""
     lowering = _lowering(params, text)
     totals, shard_rows = [], []
     for entry in entries:
@@ -357,38 +388,9 @@ def _reduce(
             )
         )
         shard_rows.append(shard.shape[0] if shard.dim() else 0)
-    groups = groups_of(window)
-    with vote_timeout(timeout_of(groups, timeout_s)):  # of passes, and about routes
-        code: Callable[[list[Any]], Any]
-        if lowering is None:
-            code = functools.partial(_reduce_with_dialect, entries, shard_rows)
-        else:
-            code = _lowered(lowering, groups, entries, totals, shard_rows, timeout_s, params)
-        if timeout_s is None:
-            grads = code(totals)
-        else:
-            asked = [group for group in groups if has_other_ranks(group)]
-            name = "the reduction of a window"
-            with limited_collectives(asked, name, timeout_s, _TIMEOUT_OPTION):
-                grads = code(totals)
-    accumulate_grads([params[entry.param_index] for entry in entries], grads)
-
-
-def _lowered(
-    lowering: Lowering,
-    groups: Sequence[str],
-    entries: Sequence[FlushEntry],
-    totals: Sequence[Tensor],
-    shard_rows: Sequence[int],
-    timeout_s: float | None,
-    params: Sequence[Any],
-) -> Callable[[list[Any]], Any]:
-    try:
-        return lowering.code(entries, totals, shard_rows, timeout_s, params)
-    except Exception as error:
-        if timeout_s is not None and not is_reported(error):
-            report_failure(groups, "of the end of a window", error, recoverable=False)
-        raise
+    if lowering is None:
+        return functools.partial(_reduce_with_dialect, entries, shard_rows), totals
+    return lowering.code(entries, totals, shard_rows, timeout_s, params), totals
 
 
 def _lowering(params: Sequence[Any], text: str) -> Lowering | None:

@@ -266,21 +266,33 @@ def with_vote_limit(
     return boxed(run)
 
 
-def check_optimizer_step(groups: Sequence[str], optimizer: str) -> None:
-    """Check that every rank comes to a step of an optimizer of parameters of these groups.
+def check_optimizer_step(params: Mapping[str, Sequence[str]], optimizer: str) -> None:
+    """Check that every rank comes to a step of an optimizer of the same parameters.
 
     Groups on which only graphs have run whose runs are not checked do not take part.
+
+    Args:
+        params: process group -> the identities of the optimizer's parameters that are sharded over
+            it.
+        optimizer: the name of its type.
     """
     check_conflicts()
-    event = RunEvent.of(f"{optimizer}.step()")
+    groups = sorted(params)
     try:
         for group in groups:
             if group not in _unchecked_groups and has_other_ranks(group):
-                _check_eager_event(group, event)
+                _check_eager_event(group, _step_event(optimizer, tuple(params[group])))
                 heartbeat.set_activity(f"in {optimizer}.step()")
     except AgreementError as error:
         pass_on_failure(groups, error)
         raise
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _step_event(optimizer: str, identities: tuple[str, ...]) -> RunEvent:
+    event = RunEvent.of(f"{optimizer}.step()")
+    stepped = CallParams.of(sorted(identities))
+    return event if stepped is None else _with_params(event, stepped)
 
 
 def checked_eager_collective(

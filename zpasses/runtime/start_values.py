@@ -36,11 +36,12 @@ def compare_start_values(params: Sequence[Any], names: Sequence[str], timeout_s:
         AgreementError: if ranks that should hold equal values do not.
     """
     asked: dict[str, dict[str, Tensor]] = {}
+    states = []
     for param, name in zip(params, names, strict=True):
         state = grad_state_of(param)
         if state.values_compared:
             continue
-        state.values_compared = True
+        states.append(state)
         for group in _holders(param):
             asked.setdefault(group, {})[param_value_of(param).identity or name] = rows_of(param)
     try:
@@ -50,6 +51,8 @@ def compare_start_values(params: Sequence[Any], names: Sequence[str], timeout_s:
         every = [group for param in params for group in layout_of(param).sharding_groups]
         pass_on_failure(list(dict.fromkeys(every)), error)
         raise
+    for state in states:  # not before: the program may catch the error, and call again
+        state.values_compared = True
 
 
 def _holders(param: Any) -> list[str]:

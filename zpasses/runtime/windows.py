@@ -183,6 +183,8 @@ class Window:
         self.failure: str | None = None
         """Why pending gradients may be incomplete: a backward failed after it had changed them."""
         self._run: weakref.ref[EngineRun] | None = None
+        self._has_ended = True
+        """Whether the last backward ended without an exception."""
         self._reduces = False
 
     @property
@@ -199,10 +201,23 @@ class Window:
         """Whether this run reduces gradients. The first call in a run counts it as a backward."""
         current = self._run() if self._run is not None else None
         if current is None:
-            self._run = weakref.ref(run)
+            self.check_last_backward()
+            self._run, self._has_ended = weakref.ref(run), False
+            run.at_end(self._end_backward)
             self.count += 1
             self._reduces = self.begin_backward(run)
         return self._reduces
+
+    def _end_backward(self) -> None:
+        self._has_ended = True
+
+    def check_last_backward(self) -> None:
+        """Called between backwards: one that failed, also outside of compiled code, may have left
+        a part of a gradient.
+        """
+        if not self._has_ended:
+            self.failure = self.failure or "a backward ended with an exception"
+            self._has_ended = True
 
     def begin_backward(self, run: EngineRun) -> bool:
         """Called when a backward begins, after it is counted. Returns whether it is the last
@@ -268,6 +283,7 @@ class StepWindow(Window):
 
     def close(self) -> None:
         """Reduce the gradients that are still pending, and start the next window."""
+        self.check_last_backward()
         try:
             if self._close is not None:
                 self._close(self)
@@ -418,7 +434,7 @@ def drop_accumulated(params: Iterable[Any]) -> None:
             windows[state.step_window] = None
     for window in windows:
         window.discard_pending()
-        window.count, window.failure = 0, None
+        window.count, window.failure, window._has_ended = 0, None, True
 
 
 def mark_failed(windows: Sequence[Window], reason: str) -> None:
@@ -443,7 +459,7 @@ def install_step_guard() -> None:
 
 def _compare_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     early: dict[StepWindow, None] = {}
-    names: set[str] = set()
+    params: dict[str, list[str]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = getattr(param, GRAD_STATE_ATTRIBUTE, None)
@@ -456,8 +472,9 @@ def _compare_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: An
                 )
             if state.step_window is not None and state.step_window.count:
                 early[state.step_window] = None
-            names.update(layout_of(param).sharding_groups)
-    check_optimizer_step(sorted(names), type(optimizer).__name__)
+            for name in layout_of(param).sharding_groups:
+                params.setdefault(name, []).append(param_value_of(param).identity)
+    check_optimizer_step(params, type(optimizer).__name__)
     for window in early:
         window.close()  # the step comes before the Nth backward: reduce the gradients so far
 

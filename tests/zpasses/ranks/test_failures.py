@@ -13,9 +13,11 @@ from torch import nn
 
 import zpasses
 from zpasses.dumps import runs
+from zpasses.errors import AgreementError
 from zpasses.passes.schedule import Schedule
 from zpasses.pipeline.events import observe_graphs
 from zpasses.ranks import heartbeat, vote
+from zpasses.ranks.failures import is_reported
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
@@ -65,6 +67,7 @@ FAULTS = {
     "pass": lambda: mock.patch.object(Schedule, "rewrite", fail),
     "observer": lambda: observe_graphs(fail),
     "dump": lambda: mock.patch.object(runs, "create_rank_folder", fail_to_create_a_folder),
+    "target": lambda: mock.patch("zpasses.backend.compiler.current_target", fail),
     # Code generation of a graph calls these functions.
     "eager": lambda: mock.patch("zpasses.runtime.codegen.reinplaceable_all_reduces", fail),
     "inductor": lambda: mock.patch("torch._inductor.compile_fx.compile_fx_inner", fail),
@@ -170,6 +173,7 @@ def slow(*values, quick):
     [
         (in_forward, "observer", 0),
         (in_forward, "dump", 1),
+        (in_forward, "target", 0),
         (in_backward, "pass", 1),
         slow(in_a_forward_without_gradients, "eager", 1, quick="in_forward-inductor-1"),
         (in_a_late_variant_of_forward, "eager", 0),
@@ -278,3 +282,37 @@ def test_a_rank_that_meets_another_one_after_its_failure_hears_the_cause():
     cause = "Before that, rank 1 failed while compiling graph 0/0: ValueError: told to fail."
     assert cause in waiting.result
     assert "rank 0 is at compiling a graph, but rank 1 at the next graph" in failed.result
+
+
+# --- what was told before -------------------------------------------------------------------------
+def raised(first, second, *, cause):
+    try:
+        try:
+            raise first
+        except Exception as caught:
+            raise second from (caught if cause else None)
+    except Exception as error:
+        return error
+
+
+def test_an_error_is_told_unless_it_wraps_one_that_was_told():
+    told = AgreementError("told")
+    assert is_reported(raised(told, ValueError("wraps"), cause=True))
+    assert is_reported(raised(told, ValueError("wraps"), cause=False))
+    again = ValueError("new")
+    again.__context__ = told  # of a program that tries again while it handles the first error
+    assert not is_reported(again)
+
+
+def test_a_rank_that_gave_up_a_collective_in_a_window_tells_it(one_rank):
+    model = zpasses.shard(nn.Linear(4, 3), mesh=one_rank)
+    gave_up = AgreementError("waited in a collective")
+    gave_up._zpasses_reported = False
+    with (
+        mock.patch("zpasses.accumulation.flush") as flush,
+        pytest.raises(AgreementError, match="waited"),
+        zpasses.coalesce_grad_reduction(model),
+    ):
+        raise gave_up
+    (call,) = flush.mock_calls
+    assert call.args[2] == "left a window with AgreementError: waited in a collective"

@@ -227,6 +227,24 @@ def test_a_step_of_one_rank_before_the_first_graph_is_an_error():
         assert "run the same backwards and optimizer steps" in error
 
 
+def _optimizers_by_rank():
+    """A generator and a discriminator of one class, of which each rank steps another."""
+    nets = [nn.Linear(4, 4) for _ in range(2)]
+    steps = [compiled(net) for net in nets]
+    optimizers = [torch.optim.Adam(net.parameters()) for net in nets]
+    for step in steps:
+        step(torch.ones(2, 4)).sum().backward()
+    return outcome_of(optimizers[dist.get_rank()].step)
+
+
+def test_ranks_that_step_optimizers_of_other_parameters_get_an_error():
+    for error in map(in_time, run_in_fresh_ranks(_optimizers_by_rank)):
+        for call in (1, 2):
+            assert (
+                f"Adam.step() with parameters 'bias' to 'weight', sharded in call {call}" in error
+            )
+
+
 def _as_a_plain_loop():
     """Training, evaluation, other shapes on one rank, and a shorter last step on all."""
     model = EitherLayer()

@@ -5,6 +5,7 @@ afterwards. test_window_sequences.py draws programs of ordinary windows.
 import copy
 import gc
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -195,14 +196,18 @@ def test_more_patterns_of_pending_gradients_than_variants(one_rank):
     model = zpasses.shard(TwoTowers(), mesh=one_rank)
     step = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
     runs = [[i for i in range(4) if number >> i & 1] for number in range(1, 15)]
+    made = []
     for which in runs:
         model.zero_grad()
         with zpasses.coalesce_grad_reduction(model, backwards=2):
             model(X, which).backward()
-            step(X, range(5)).backward()
+            with mock.patch.object(torch, "zeros", wraps=torch.zeros) as zeros:
+                step(X, range(5)).backward()
+        made += [each.kwargs["device"] for each in zeros.mock_calls]
         assert [value(tower._parameters["weight"]) for tower in model.towers] == [
             4.0 if i in which else 2.0 for i in range(5)
         ]
+    assert set(made) == {"cpu"}  # None, that of the mesh elsewhere, would be the CPU, too
 
 
 # --- dtypes ---------------------------------------------------------------------------------------
@@ -319,6 +324,25 @@ def a_backward_that_fails_in_compiled_code_fails_the_window_even_if_it_is_caught
     assert is_clean(model)
 
 
+def a_backward_that_fails_outside_of_compiled_code_fails_the_window_even_if_it_is_caught(
+    model, step, weight
+):
+
+    def go_wrong(window):
+        x = X.clone().requires_grad_()
+        x.register_hook(fail)
+        with pytest.raises(ValueError, match="half-way"):
+            step(x).sum().backward()
+
+    for after in ((), (backward(step),)):
+        with pytest.raises(ZpassesError, match="a backward ended with an exception; pending"):
+            inside(model, backward(step), go_wrong, *after)
+        assert weight.grad is None
+        assert is_clean(model)
+    inside(model, backward(step))
+    assert value(weight) == 2.0
+
+
 # --- backwards_per_step ---------------------------------------------------------------------------
 @pytest.mark.parametrize("stage", some_quick([1, 3], [3]))
 def test_backwards_per_step_reduces_every_nth_backward(one_rank, stage):
@@ -345,6 +369,21 @@ def test_a_step_before_the_nth_backward_reduces_the_gradients_so_far(one_rank):
     for expected in (None, None, 6):
         step(X).sum().backward()
         assert value(weight) == expected
+
+
+def test_a_step_after_a_backward_that_failed_raises_and_begins_a_new_window(one_rank):
+    model, step, weight = linear(one_rank, backwards_per_step=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = X.clone().requires_grad_()
+    x.register_hook(fail)
+    with pytest.raises(ValueError, match="half-way"):
+        step(x).sum().backward()
+    with pytest.raises(ZpassesError, match="a backward ended with an exception"):
+        optimizer.step()
+    for _ in range(2):
+        assert weight.grad is None
+        step(X).sum().backward()
+    assert value(weight) == 4.0
 
 
 def test_gradients_that_the_nth_backward_does_not_produce_are_reduced_after_it(one_rank):
@@ -484,6 +523,7 @@ def test_refusals_and_failures_drop_pending_gradients(one_rank):
         windows_of_two_threads_do_not_nest,
         a_backward_that_raises_half_way_and_is_not_caught,
         a_backward_that_fails_in_compiled_code_fails_the_window_even_if_it_is_caught,
+        a_backward_that_fails_outside_of_compiled_code_fails_the_window_even_if_it_is_caught,
     ):
         check(model, step, weight)
         assert is_clean(model), check.__name__
