@@ -33,6 +33,7 @@ from zpasses.runtime.layout import layout_of, rows_of
 from zpasses.runtime.windows import grad_state_of
 from zpasses.sharding.module import is_ignored
 from zpasses.sharding.param_spec import trained_on_host
+from zpasses.sharding.replaced_params import sharded_form
 
 log = logging.getLogger("zpasses")
 
@@ -359,15 +360,19 @@ def _check_unsharded(
         communicates: whether it communicates at all. The graphs of other libraries do.
 
     Raises:
-        ShardingError: if several ranks would train a parameter independently.
+        ShardingError: if several ranks would train a parameter independently, or the graph reads
+            one from before `shard`.
     """
+    for node, value in zip(placeholders, inputs, strict=True):
+        if isinstance(value, nn.Parameter) and sharded_form(value) is not None:
+            _refuse_replaced(compat.placeholder_source(node), value)
     left = [
         (compat.parameter_name(node), value)
         for node, value in zip(placeholders, inputs, strict=True)
         if isinstance(value, nn.Parameter)
         and value.requires_grad
         and not isinstance(value, DTensor)
-        and "_parameters[" in compat.placeholder_source(node)  # not an argument of a function
+        and "." in compat.placeholder_source(node)  # not an argument of a function
     ]
     named = [each for each in left if not is_ignored(each[1])]
     if averages and named and _trains_on_several_ranks():
@@ -390,6 +395,19 @@ def _check_unsharded(
             "zpasses.shard(model, mesh=...) before torch.compile, list parameters to leave "
             "unsharded as its ignored_params, or compile with backend='inductor' to train ranks "
             "independently."
+        )
+
+
+def _refuse_replaced(source: str, value: nn.Parameter) -> None:
+    """Raise ShardingError for a parameter from before `shard`, unless a module still holds it, such
+    as one that was tied to the sharded model.
+    """
+    if "_parameters[" not in source:
+        raise ShardingError(
+            f"compiled code reads a parameter of shape {list(value.shape)}, from {source}, that is "
+            "no longer in the model, because zpasses.shard replaced it by a DTensor: what was kept "
+            "from before, in a list, an object or a closure, has its old value, and gets no "
+            "gradient. Read it as an attribute of its module, such as self.weight."
         )
 
 
