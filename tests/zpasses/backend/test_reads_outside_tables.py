@@ -85,3 +85,63 @@ def test_gradients_of_full_values_are_averaged_over_the_batches_of_the_ranks(com
         (plain(batch).square().mean() / 2).backward()
     found, expected = (next(each.parameters()).grad for each in (model, plain))
     torch.testing.assert_close(found.full_tensor(), expected)
+
+
+class Writes(Reads):
+    def forward(self, x):
+        weight = self.inner.weight
+        self.write(weight)  # between two graphs
+        return F.linear(x, weight), weight.t()
+
+
+def _normalizes(weight):
+    weight.data = F.normalize(weight.data, dim=1)
+
+
+def _writes_to_a_view(weight):
+    torch._dynamo.graph_break()
+    weight[0].data.zero_()
+
+
+WRITES = (
+    lambda weight: weight.mul_(2),
+    lambda weight: torch.mul(weight, 2, out=weight),
+    lambda weight: torch.mul(weight, 2, out=weight.data),
+    lambda weight: F.relu(weight, inplace=True),
+    lambda weight: F.relu(weight[1:], inplace=True),
+    lambda weight: weight.__ipow__(2),
+    lambda weight: torch._foreach_mul_([weight], 2),
+)
+
+
+class WritesWithin(Writes):
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x)
+
+
+@on_ranks(2)
+def test_writes_within_a_graph_are_refused():
+    model = zpasses.shard(WritesWithin(), mesh=world_mesh())
+    for write in WRITES:
+        torch.compiler.reset()
+        model.write = write
+        with pytest.raises(Exception, match=r"writes to parameter inner\.weight.*is sharded"):
+            torch.compile(model, backend="zpasses", fullgraph=True)(torch.ones(2, 5))
+
+
+@on_ranks(2)
+def test_writes_between_graphs_and_to_what_a_graph_returns_are_refused():
+    model = zpasses.shard(Writes(), mesh=world_mesh())
+    run = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
+    x = torch.ones(2, 5)
+    for write in (_normalizes, _writes_to_a_view):
+        model.write = write
+        with pytest.raises(Exception, match=r"write(s|) to parameter.*is sharded.*write"):
+            run(x)
+    model.write = lambda weight: torch._dynamo.graph_break()
+    y, weight = run(x)
+    torch.testing.assert_close(y, x @ weight)
+    torch.testing.assert_close(weight, model.inner.get_parameter("weight").full_tensor().t())
+    with pytest.raises(zpasses.ShardingError, match=r"write to parameter 'inner\.weight'"):
+        weight.add_(1.0)
