@@ -58,29 +58,26 @@ def check_no_writes(read: fx.Node, label: str) -> None:
     Args:
         label: the parameter, for the error.
     """
-    for value, user in _uses_of_storage(read):
-        target = (
-            user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+    uses = list(_uses_of_storage(read))
+    writers = (name for value, user in uses if (name := _in_place_name(value, user)))
+    # Dynamo counts other writes to its fake values, such as by `out=` and `inplace=True`.
+    is_written = any(compat.version_of(value_of(each)) for each, _ in uses)
+    if (how := next(writers, "in place" if is_written else "")) != "":
+        raise ShardingError(
+            f"the model writes to {label} ({how}), which is sharded. "
+            "A read returns a gathered copy, so the write would be lost. Write to the shards "
+            "outside the compiled function: to model.parameters(), or to module attributes "
+            f"inside `with zpasses.local_shards(model):`.\n{read.stack_trace or ''}"
         )
-        if _is_written(value) or (_writes_first_argument(target) and _is_first_of(value, user)):
-            raise ShardingError(
-                f"the model writes to {label} ({target}), which is sharded. "
-                "A read returns a gathered copy, so the write would be lost. Write to the shards "
-                "outside the compiled function: to model.parameters(), or to module attributes "
-                f"inside `with zpasses.local_shards(model):`.\n{read.stack_trace or ''}"
-            )
 
 
-def _is_written(node: fx.Node) -> bool:
-    """Whether Dynamo has written to the fake value of a node, as `out=` and `inplace=True` do."""
-    value = value_of(node)
-    return isinstance(value, torch.Tensor) and compat.version_of(value) > 0
-
-
-def _writes_first_argument(target: str) -> bool:
-    if target in ("setitem", "iadd", "imul", "isub", "itruediv"):
-        return True
-    return target.endswith("_") and not target.endswith("__")
+def _in_place_name(value: fx.Node, user: fx.Node) -> str:
+    """Return the name of what a node calls if it writes to a value; "" for others."""
+    name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+    writes = name in ("setitem", "iadd", "imul", "isub", "itruediv") or (
+        name.endswith("_") and not name.endswith("__")
+    )
+    return name if writes and _is_first_of(value, user) else ""
 
 
 def _is_first_of(value: fx.Node, user: fx.Node) -> bool:
