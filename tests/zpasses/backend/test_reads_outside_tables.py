@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zpasses
@@ -66,7 +67,7 @@ class Whole(Reads):
     def forward(self, x):
         weight = self.inner.get_parameter("weight")
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        return F.linear(self.inner(x), whole) * self.penalty().cosh()
+        return F.linear(x, whole) + F.linear(self.inner(x), whole) * self.penalty().cosh()
 
     def penalty(self):
         total = next(self.parameters()).square().sum()
@@ -74,10 +75,12 @@ class Whole(Reads):
 
 
 @pytest.mark.inductor
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
 @pytest.mark.parametrize("compiled", [False, True])
 @on_ranks(2)
-def test_gradients_of_full_values_are_averaged_over_the_batches_of_the_ranks(compiled):
-    plain, model = Whole(), zpasses.shard(Whole(), mesh=world_mesh())
+def test_gradients_of_full_values_are_averaged_over_the_batches_of_the_ranks(compiled, shape):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    plain, model = Whole(), zpasses.shard(Whole(), mesh=mesh)
     batches = [torch.randn(2, 5, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     run = torch.compile(model, backend="zpasses") if compiled else model
     run(batches[dist.get_rank()]).square().mean().backward()
