@@ -93,7 +93,9 @@ def _sum_gradients(graph: fx.Graph) -> int:
         if total.kwargs:
             continue
         for last in (TO_HOST, AVERAGE_GRAD):
-            if (equal := _equal_calls(last, *total.args[:2])) is not None:
+            equal = _equal_calls(last, *total.args[:2])
+            # Those without a tag are of values that the model made whole (`param.full_tensor()`).
+            if equal is not None and all(map(tag_of, equal)):
                 total = _sum_before(graph, total, *equal)
         if (reductions := _equal_calls(REDUCE_GRAD, *total.args[:2])) is not None:
             _reduce_sum(graph, total, *reductions)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,18 +21,25 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
+from zpasses.backend.gathered_values import (
+    check_no_writes,
+    is_decode,
+    is_unshard,
+    returned_params,
+)
 from zpasses.errors import ShardingError, some_of
 from zpasses.graph.aliases import elements_of
 from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, TO_HOST, UNSHARD
-from zpasses.graph.encoding import DECODE
 from zpasses.graph.groups import mesh_dimensions
-from zpasses.graph.queries import collective_of, is_dialect, named_arguments, nbytes, value_of
+from zpasses.graph.queries import collective_of, is_dialect, named_arguments, nbytes
 from zpasses.graph.tags import Tag, add_tag, mark_of_model, tag_of
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.layout import layout_of, rows_of
 from zpasses.runtime.windows import grad_state_of
+from zpasses.sharding.guard import GatheredCopy
 from zpasses.sharding.module import is_ignored
 from zpasses.sharding.param_spec import trained_on_host
+from zpasses.sharding.replaced_params import sharded_form
 
 log = logging.getLogger("zpasses")
 
@@ -48,6 +55,8 @@ class Capture:
     """Position of each sharded input -> name of the parameter."""
     groups: tuple[str, ...]
     """Names of the process groups over which the dialect's ops communicate."""
+    returned: Mapping[int, str] = field(default_factory=dict)
+    """Position of each output that is a gathered parameter, or a view of one -> what it is."""
     share: float = 0.0
     """Part of the bytes of the trained parameters that were sharded together with the graph's own,
     that the graph reads; 0 if it is not known."""
@@ -89,6 +98,13 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
         _take_rows_first(gm, placeholders[i], layout_of(example_inputs[i]).dim)
     if positions:
         _read_shards_directly(gm)
+    given = {  # by frames that are not compiled, and by other graphs
+        node: value._label
+        for node, value in zip(placeholders, example_inputs, strict=True)
+        if isinstance(value, GatheredCopy)
+    }
+    for node, label in given.items():
+        check_no_writes(node, label)
     groups = _check_and_tag_reads(
         gm, dict(zip((placeholders[i] for i in positions), names, strict=True))
     )
@@ -102,8 +118,9 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
     layouts = [layout_of(each) for each in params]
     hybrid = any(each.hybrid_mesh is not None for each in layouts)
     one_mesh = len({each.sharding_groups for each in layouts}) < 2
+    returned, share = returned_params(gm.graph, given), _share(params)
     return Capture(
-        gm, inputs, shards, groups, _share(params), tuple(frozen), hybrid, one_mesh, is_fake
+        gm, inputs, shards, groups, returned, share, tuple(frozen), hybrid, one_mesh, is_fake
     )
 
 
@@ -274,27 +291,20 @@ def _unique_names(placeholders: Sequence[fx.Node]) -> list[str]:
     ]
 
 
-def _is_unshard(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (UNSHARD, UNSHARD.overloadpacket)
-
-
-def _is_decode(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (DECODE, DECODE.overloadpacket)
-
-
 def _check_and_tag_reads(gm: fx.GraphModule, names: dict[fx.Node, str]) -> tuple[str, ...]:
     groups: dict[str, None] = {}
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
             continue
         for node in module.graph.nodes:
-            if _is_unshard(node):
+            if is_unshard(node):
                 groups.update((name, None) for name in node.args[4:] if isinstance(name, str))
                 source = node.all_input_nodes[0].all_input_nodes
                 name = names.get(source[0]) if source else None
-                _check_no_writes(node, name)
-                for reader in filter(_is_decode, node.users):
-                    _check_no_writes(reader, name)
+                label = f"parameter {name or node.name}"
+                check_no_writes(node, label)
+                for reader in filter(is_decode, node.users):
+                    check_no_writes(reader, label)
                 arguments = named_arguments(node, UNSHARD)
                 stays = arguments.get("device") and not arguments.get("grad_to_host")
                 if name is not None and stays and source[0].meta["example_value"].requires_grad:
@@ -302,47 +312,6 @@ def _check_and_tag_reads(gm: fx.GraphModule, names: dict[fx.Node, str]) -> tuple
                 if name is not None:
                     add_tag(node, Tag("gather", (name,), origin="capture"))
     return tuple(groups)
-
-
-def _check_no_writes(read: fx.Node, name: str | None) -> None:
-    for value, user in _uses_of_storage(read):
-        target = (
-            user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-        )
-        in_place = (target.endswith("_") and not target.endswith("__")) or target in (
-            "setitem",
-            "iadd",
-            "imul",
-            "isub",
-            "itruediv",
-        )
-        if in_place and user.args and user.args[0] is value:
-            raise ShardingError(
-                f"the model writes to parameter {name or read.name} ({target}), which is sharded. "
-                "A read returns a gathered copy, so the write would be lost. Write to the shards "
-                "outside the compiled function: to model.parameters(), or to module attributes "
-                f"inside `with zpasses.local_shards(model):`.\n{read.stack_trace or ''}"
-            )
-
-
-def _uses_of_storage(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield (value, user) for each use of a node and of its views."""
-    queue, memory = [node], _storage_of(node)
-    while queue:
-        value = queue.pop()
-        for user in value.users:
-            yield value, user
-            if memory is not None and _storage_of(user) == memory:
-                queue.append(user)
-
-
-def _storage_of(node: fx.Node) -> int | None:
-    value = value_of(node)
-    return (
-        compat.storage_id(value)
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided
-        else None
-    )
 
 
 def _check_unsharded(
@@ -359,15 +328,19 @@ def _check_unsharded(
         communicates: whether it communicates at all. The graphs of other libraries do.
 
     Raises:
-        ShardingError: if several ranks would train a parameter independently.
+        ShardingError: if several ranks would train a parameter independently, or the graph reads
+            one from before `shard`.
     """
+    for node, value in zip(placeholders, inputs, strict=True):
+        if isinstance(value, nn.Parameter) and sharded_form(value) is not None:
+            _refuse_replaced(compat.placeholder_source(node), value)
     left = [
         (compat.parameter_name(node), value)
         for node, value in zip(placeholders, inputs, strict=True)
         if isinstance(value, nn.Parameter)
         and value.requires_grad
         and not isinstance(value, DTensor)
-        and "_parameters[" in compat.placeholder_source(node)  # not an argument of a function
+        and "." in compat.placeholder_source(node)  # not an argument of a function
     ]
     named = [each for each in left if not is_ignored(each[1])]
     if averages and named and _trains_on_several_ranks():
@@ -390,6 +363,19 @@ def _check_unsharded(
             "zpasses.shard(model, mesh=...) before torch.compile, list parameters to leave "
             "unsharded as its ignored_params, or compile with backend='inductor' to train ranks "
             "independently."
+        )
+
+
+def _refuse_replaced(source: str, value: nn.Parameter) -> None:
+    """Raise ShardingError for a parameter from before `shard`, unless a module still holds it, such
+    as one that was tied to the sharded model.
+    """
+    if "_parameters[" not in source:
+        raise ShardingError(
+            f"compiled code reads a parameter of shape {list(value.shape)}, from {source}, that is "
+            "no longer in the model, because zpasses.shard replaced it by a DTensor: what was kept "
+            "from before, in a list, an object or a closure, has its old value, and gets no "
+            "gradient. Read it as an attribute of its module, such as self.weight."
         )
 
 

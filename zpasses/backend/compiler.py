@@ -33,7 +33,7 @@ from zpasses.ranks.vote import has_other_ranks, rejoin_after_failure, vote_timeo
 from zpasses.runtime.flush import flush
 from zpasses.runtime.forward import AccumulationOptions, with_local_shards
 from zpasses.runtime.windows import StepWindow, install_step_guard
-from zpasses.sharding.guard import with_plain_inputs
+from zpasses.sharding.guard import with_guarded_outputs, with_plain_inputs
 
 log = logging.getLogger("zpasses")
 
@@ -109,6 +109,7 @@ def _compile(
             events.send(CompileEnded())
             captured.inputs.clear()  # the values of this call, which the code would keep in memory
             compiled = with_plain_inputs(_with_local_shards(job, compiled), example_inputs)
+            compiled = with_guarded_outputs(compiled, captured.returned)
             return result_hook(compiled, "outputs")
 
 

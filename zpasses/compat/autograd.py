@@ -10,7 +10,9 @@ from typing import Any, cast
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 
 
 def next_node_number() -> int:
@@ -56,6 +58,19 @@ def in_backward() -> bool:
 def current_autograd_node() -> Any:
     """Returns the autograd node that is executing, or None outside a backward."""
     return cast(Any, torch._C)._current_autograd_node()
+
+
+def is_batched(value: Any) -> bool:
+    """Whether a value is a batch of gradients that the engine runs at once (`is_grads_batched`)."""
+    return isinstance(value, torch.Tensor) and is_legacy_batchedtensor(value)
+
+
+def has_tangents(values: Sequence[Any]) -> bool:
+    """Whether one of these values has a tangent of forward-mode AD."""
+    if cast(Any, forward_ad)._current_level < 0:
+        return False
+    tensors = (each for each in values if isinstance(each, torch.Tensor))
+    return any(forward_ad.unpack_dual(each).tangent is not None for each in tensors)
 
 
 def grad_consumers(node: Any) -> list[Any]:

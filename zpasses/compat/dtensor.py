@@ -261,6 +261,13 @@ def locals_of(dtensors: Sequence[DTensor]) -> list[Tensor]:
     return [each._local_tensor for each in dtensors]
 
 
+def version_of(value: object) -> int:
+    """Returns how often a tensor, or a view of it, was written to; 0 if nothing counts it."""
+    if not isinstance(value, torch.Tensor) or value.is_inference():
+        return 0
+    return value._version
+
+
 def versions_of(dtensors: Sequence[DTensor]) -> list[int]:
     """Returns the version of each local tensor.
 

@@ -3,7 +3,8 @@
 A rank that waits too long for another rank asks for that rank's heartbeat. The answer tells a rank
 that is slow or somewhere else from one whose process is gone or stopped. The last that the thread
 of a process does is to tell the others why the process ends, as far as Python can see that: an
-exception or an interrupt, but not a signal that ends the process at once.
+exception or an interrupt, but not a signal that ends the process at once. It also tells that the
+program has called `destroy_process_group`.
 """
 
 from __future__ import annotations
@@ -63,17 +64,28 @@ class _HeartbeatThread(threading.Thread):
         self._main_store, self._tell_end = store, tell_end
         self._reason: str | None = None
         self.group = dist.group.WORLD
+        self.votes: list[Any] = []
+        """The votes of the job. Those of its groups would be gone with them."""
         self._stopped = threading.Event()
         self._beats = 0
 
     def run(self) -> None:
         with contextlib.suppress(Exception):  # the store ends with the job
             while not self._stopped.wait(0 if self._beats == 0 else INTERVAL_S):
+                if self._has_left():
+                    break
                 self._beats += 1
                 beat = {"beat": self._beats, "now": time.monotonic()}
                 self._store.set(_key("beat", self._rank), json.dumps(beat))
-            if self._reason is not None:
-                self._tell_end(self._store, f"rank {self._rank} has ended {self._reason}")
+            reason = self._reason
+            if reason is None and self._has_left():
+                reason = f"its part of the job (destroy_process_group); it was {_activity}"
+            if reason is not None:
+                self._tell_end(self._store, self.votes, self._rank, reason)
+
+    def _has_left(self) -> bool:
+        """Whether the program has called `destroy_process_group`. No more votes come from it."""
+        return self.group is not dist.group.WORLD
 
     def publish(self, activity: str) -> None:
         """At once, in the main thread: a process may stop in what it does next."""
@@ -92,18 +104,27 @@ class _HeartbeatThread(threading.Thread):
         self.join(_MISSED * INTERVAL_S)
 
 
-TellEnd = Callable[[Any, str], object]
-"""Tells the other ranks through a store that this rank's process ends, in words."""
+TellEnd = Callable[[Any, Sequence[Any], int, str], object]
+"""Tells the others, through a store and in some votes, that a rank has ended, and how."""
 
 _hearts: list[_HeartbeatThread] = []
 
 
-def start(tell_end: TellEnd = lambda store, reason: None) -> None:
-    """Start the heartbeat of this process, once for each job that it takes part in."""
+def start(
+    tell_end: TellEnd = lambda store, votes, rank, reason: None, votes: object | None = None
+) -> None:
+    """Start the heartbeat of this process, once for each job that it takes part in.
+
+    Args:
+        votes: of a group, in which to tell the end.
+    """
     if _hearts and _hearts[0].group is dist.group.WORLD and _hearts[0].is_alive():
+        if votes is not None and all(each is not votes for each in _hearts[0].votes):
+            _hearts[0].votes.append(votes)
         return
     stop()
     heart = _HeartbeatThread(compat.default_store(), dist.get_rank(), tell_end)
+    heart.votes += [] if votes is None else [votes]
     heart.start()
     _hearts.append(heart)
     heart.publish(_activity)

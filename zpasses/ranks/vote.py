@@ -256,7 +256,7 @@ class _VoteRound:
         self, ballot: Ballot, combine: Combine, deadline: float, in_full: Collection[int]
     ) -> dict[str, Any]:
         state, rank = group_state(self.group), compat.process_group(self.group).rank()
-        heartbeat.start(_tell_end)
+        heartbeat.start(_tell_end, state)
         rejoin_after_failure([self.group])
         text = text_of(self.occasion, ballot, compiled_graph(), in_full=rank in in_full)
         attempt = _Attempt(self, state.key(), deadline, ballot, text)
@@ -515,11 +515,11 @@ def rejoin_after_failure(groups: Sequence[str]) -> None:
             compat.default_store().set(key, "1")
 
 
-def _tell_end(store: Any, reason: str) -> None:
-    """Let the votes that the other ranks are in, or come to next, end with this rank's process."""
-    reason = f"{reason}. The other ranks cannot go on without it; look at its log."
-    failure = {"rank": dist.get_rank(), "reason": reason, "recoverable": False}
-    for state in list(_states.values()):
+def _tell_end(store: Any, votes: Sequence[GroupState], rank: int, how: str) -> None:
+    """Let the votes that the other ranks are in, or come to next, end: this rank leaves."""
+    reason = f"rank {rank} has ended {how}. The other ranks cannot go on without it; look at its "
+    failure = {"rank": rank, "reason": f"{reason}log.", "recoverable": False}
+    for state in list(votes):
         store.compare_set(end_key(state.key()), "", pack({"failure": failure}))
 
 

@@ -234,6 +234,7 @@ def with_local_shards(
                 shards = rows_of_all(params)
             for i, shard in zip(positions, shards, strict=True):
                 values[i] = shard
+            _refuse_forward_mode(values)
             try:
                 outputs = compiled(*values)
             finally:
@@ -346,7 +347,7 @@ def _prepare_backward(outputs: Any, values_used: _ValuesUsed, first_node: int) -
         node = _compiled_node(value.grad_fn, first_node) if isinstance(value, Tensor) else None
         if node is not None:  # all outputs share the node
             setattr(node, _VALUES_USED, values_used)
-            node.register_prehook(_refuse_create_graph)
+            node.register_prehook(_refuse_what_needs_formulas)
             # The node refers to its hooks, so they hold it weakly.
             node.register_prehook(functools.partial(_check_saved, values_used, weakref.ref(node)))
             break
@@ -369,11 +370,10 @@ def _compiled_node(node: Any, first_node: int) -> Any:
     return None
 
 
-def _refuse_create_graph(grads: Any) -> None:
-    """Raise an error in a backward that would be differentiated again.
-
-    AOTAutograd cannot differentiate a compiled backward. Its own errors come later and name
-    options that do not help.
+def _refuse_what_needs_formulas(grads: Sequence[Any]) -> None:
+    """Raise an error in a backward that would be differentiated again, or runs for a batch of
+    gradients. Compiled code has no formulas for either, and errors of torch name options that do
+    not help, or operators.
     """
     if torch.is_grad_enabled():
         raise ShardingError(
@@ -381,4 +381,24 @@ def _refuse_create_graph(grads: Any) -> None:
             "torch.compile cannot differentiate a backward again. Compute this loss with the "
             "sharded model itself instead of its compiled form; gradients of gradients are exact "
             "there, and both may be used in one step."
+        )
+    if any(map(compat.is_batched, grads)):
+        raise ShardingError(
+            "is_grads_batched=True, as in jacobian(vectorize=True), through a graph that zpasses "
+            "compiled: torch.compile cannot run a backward under vmap. Run it for one gradient at "
+            "a time, with retain_graph=True, or compute this with the sharded model itself instead "
+            "of its compiled form."
+        )
+
+
+def _refuse_forward_mode(values: Sequence[Any]) -> None:
+    """Raise an error for an input with a tangent of forward-mode AD, for which compiled code has no
+    formulas.
+    """
+    if compat.has_tangents(values):
+        raise ShardingError(
+            "an input of a graph that zpasses compiled has a tangent of forward-mode AD "
+            "(torch.autograd.forward_ad): compiled code computes none. Compute this with the "
+            "sharded model itself instead of its compiled form, or call torch.func.jvp in the "
+            "forward that is compiled."
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
+from zpasses.errors import ShardingError
 from zpasses.graph.host_copies import SETTLE
 from zpasses.runtime.early_steps import expect_gradients, gradients_came
 from zpasses.runtime.layout import layout_of, rows_of, rows_of_all
@@ -121,6 +122,12 @@ class _LocalShards(torch.autograd.Function):
             if grad is None:
                 result.append(None)
                 continue
+            if compat.is_batched(grad):
+                raise ShardingError(
+                    "is_grads_batched=True, as in jacobian(vectorize=True), for sharded "
+                    "parameters, whose gradients are DTensors: torch has no batches of these. Run "
+                    "the backward for one gradient at a time, with retain_graph=True."
+                )
             # An optimizer step is expected, on every rank, so the cached copy becomes stale.
             drop_cached(param)
             # Any other gradient goes to the caller of torch.autograd.grad, or first to a hook.

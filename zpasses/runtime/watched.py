@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from zpasses import compat
 from zpasses.errors import ShardingError, ZpassesError
@@ -31,6 +31,7 @@ from zpasses.runtime.edits import (
     origin_of,
     owner_of,
 )
+from zpasses.runtime.full_value import with_averaged_grad
 from zpasses.runtime.inplace import (
     draws_full,
     edit_plain,
@@ -111,6 +112,13 @@ class WatchedShard(DTensor):
             ShardingError: for another shape or dtype.
         """
         _set_data(self, value)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole value, on every rank. Its gradient is the average over the ranks, unless
+        `grad_placements` says how it is placed.
+        """
+        full = super().full_tensor(grad_placements=grad_placements)
+        return full if grad_placements else with_averaged_grad(full, self.device_mesh)
 
     def requires_grad_(self, mode: bool = True) -> WatchedShard:
         """Refused with its name for a parameter of codes, of which torch says only the dtype."""
@@ -395,6 +403,13 @@ def _check_gradients(func: Any, args: tuple[Any, ...]) -> None:
     """Raise ShardingError for an operator whose gradient for a plain tensor would be a DTensor."""
     plain = (each for each in args if isinstance(each, Tensor) and not isinstance(each, DTensor))
     if any(each.requires_grad for each in plain):
+        param = next((each for each in args if memory_of(each) is not None), None)
+        if param is not None:
+            raise ShardingError(
+                f"{func.overloadpacket.__name__} of a plain tensor that needs a gradient, and of a "
+                f"sharded parameter of shape {list(param.shape)}. {_READ_AS_ATTRIBUTE} Elsewhere, "
+                "take its full value, on every rank: param.full_tensor()."
+            )
         raise ShardingError(
             f"{func.overloadpacket.__name__} of a plain tensor that needs a gradient, such as a "
             "loss, and of a DTensor that was computed from sharded parameters, such as a penalty. "
@@ -531,6 +546,12 @@ def _by_torch(func: Any, *args: Any, **kwargs: Any) -> Any:
             item.__class__ = kind
 
 
+_READ_AS_ATTRIBUTE = (
+    "In a model's forward, read a parameter as an attribute of its module, such as self.weight, "
+    "which gathers it: named_parameters() and _parameters hold shards."
+)
+
+
 def run_explained(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on DTensors.
 
@@ -552,8 +573,7 @@ def run_explained(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         raise ShardingError(
             f"{func.overloadpacket.__name__} of plain tensors and DTensors, which are sharded "
             "parameters or gradients, or were computed from them. Expected tensors of one kind. "
-            "In a model's forward, read a parameter as an attribute of its module, such as "
-            "self.weight, which gathers it: named_parameters() and _parameters hold shards. "
+            f"{_READ_AS_ATTRIBUTE} "
             "Averages and copies: shard the other model, too (zpasses.shard), or read the full "
             "value on every rank, param.full_tensor(). Parameters that are sharded and others, "
             "such as ignored_params: clip with zpasses.clip_grad_norm_, and give each kind an "
@@ -591,6 +611,10 @@ def _pick(func: Callable[..., Any], i: int, *args: Any, **kwargs: Any) -> Any:
 
 def _storage(tensor: DTensor) -> int:
     return compat.storage_id(compat.local_of(tensor))
+
+
+# Compiled code that calls an operator between two graphs would have it compiled.
+compat.begin_no_compile_at(cast(Any, WatchedShard).__torch_dispatch__.__func__)
 
 
 class DTensorInplaceMode(compat.TorchDispatchMode):

@@ -8,7 +8,7 @@ gradient. So these raise an error that says where to write.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -419,6 +419,29 @@ def with_plain_inputs(
         for i in positions:
             values[i] = values[i].as_subclass(Tensor)
         return compiled(*values)
+
+    return compat.dynamo_disable(run)
+
+
+def with_guarded_outputs(
+    compiled: Callable[..., Any], labels: Mapping[int, str]
+) -> Callable[..., Any]:
+    """Wrap compiled code so that parameters among its outputs are gathered copies.
+
+    The model returns them, or goes on between two graphs, where Dynamo does what it cannot trace,
+    such as `module.weight.data = value`.
+
+    Args:
+        labels: position of an output -> the parameter that it is, or is a view of.
+    """
+    if not labels:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        outputs = list(compiled(*args))
+        for i, label in labels.items():
+            outputs[i] = guard(outputs[i], label)
+        return outputs
 
     return compat.dynamo_disable(run)
 

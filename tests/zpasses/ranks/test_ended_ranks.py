@@ -1,4 +1,6 @@
-"""A rank whose process ends by an exception or an interrupt tells the others, which raise."""
+"""A rank whose process ends by an exception or an interrupt, or that destroys its process group,
+tells the others, which raise.
+"""
 
 import _thread
 import multiprocessing.util
@@ -58,6 +60,23 @@ def test_a_rank_that_is_interrupted_ends_the_vote_of_the_other():
     seconds, error = survivor.result
     assert seconds < AT_ONCE_S
     assert "AgreementError: rank 1 has ended by KeyboardInterrupt; it was after graph 0/0" in error
+
+
+def _leaves():
+    step = compiled(nn.Linear(4, 4), agreement_timeout_s=LIMIT_S)
+    loss = step(torch.ones(2, 4)).sum()
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        time.sleep(5)  # the process goes on
+        return None
+    return outcome_of(loss.backward)
+
+
+def test_a_rank_that_destroys_its_process_group_ends_the_vote_of_the_other():
+    survivor, _ = run_in_fresh_ranks(_leaves, timeout_s=LIMIT_S)
+    seconds, error = survivor.result
+    assert seconds < AT_ONCE_S
+    assert "AgreementError: rank 1 has ended its part of the job (destroy_process_group)" in error
 
 
 def _interrupt_is_caught():

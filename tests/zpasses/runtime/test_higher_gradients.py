@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 import zpasses
@@ -104,3 +105,32 @@ def test_gradient_penalty_of_the_compiled_model_names_the_way_out(stage):
     (plain(x).sum() + _penalty(plain, x)).backward()
     for param, reference in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), reference.grad)
+
+
+@on_ranks(2)
+def test_batches_of_gradients_are_exact_for_inputs_and_refused_for_parameters():
+    plain, model = _pair()
+    x, ways = torch.randn(3, 4, requires_grad=True), torch.eye(3).unsqueeze(-1)
+    expected, found = (
+        torch.autograd.grad(each(x), x, ways, is_grads_batched=True) for each in (plain, model)
+    )
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(zpasses.ShardingError, match=r"is_grads_batched.*one gradient at a time"):
+        torch.autograd.grad(model(x), list(model.parameters()), ways, is_grads_batched=True)
+
+
+@pytest.mark.inductor
+@on_ranks(2)
+def test_batches_of_gradients_and_tangents_of_the_compiled_model_name_the_way_out():
+    plain, model = _pair()
+    run = torch.compile(model, backend="zpasses")
+    x, ways = torch.randn(3, 4, requires_grad=True), torch.eye(3).unsqueeze(-1)
+    with pytest.raises(zpasses.ShardingError, match=r"is_grads_batched.*sharded model itself"):
+        torch.autograd.grad(run(x), x, ways, is_grads_batched=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.randn(3, 4), torch.ones(3, 4))
+        with pytest.raises(zpasses.ShardingError, match=r"a tangent.*sharded model itself"):
+            run(dual)
+        found, expected = (forward_ad.unpack_dual(each(dual)).tangent for each in (model, plain))
+        torch.testing.assert_close(found, expected)
+        run(x)  # no input has a tangent
