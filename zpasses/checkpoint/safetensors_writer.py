@@ -111,7 +111,7 @@ def save_safetensors(
     Raises:
         OptionError: for a size that is none.
         ShardingError: on every rank, for a model with entries that are not tensors or are on meta,
-            and if the files cannot be written.
+            for metadata that is no text, and if the files cannot be written.
         AgreementError: on every rank, if another rank does not call it in time, passes another
             model, or has edited it otherwise.
     """
@@ -120,6 +120,7 @@ def save_safetensors(
     tensors: list[ModelTensor] = []
     described: list[Any] = []
     with agreed(groups, _OCCASION, timeout_s, described=described, model=model, what="the model"):
+        _check_metadata(metadata or {})
         tensors += model_tensors(model)
         _check(tensors)
         described += [
@@ -137,6 +138,15 @@ def save_safetensors(
         else:
             _gather_the_rest(fulls)
     return [file.name for file in files]
+
+
+def _check_metadata(metadata: Mapping[Any, Any]) -> None:
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ShardingError(
+                f"metadata is {{{key!r}: {value!r}}}, and safetensors files hold text only: "
+                f"readers would refuse them. Give {{{str(key)!r}: {str(value)!r}}}."
+            )
 
 
 def _check(tensors: Sequence[ModelTensor]) -> None:
@@ -233,6 +243,8 @@ def _write(
         with contextlib.suppress(OSError):
             for path in paths:
                 _temporary(path).unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise ShardingError(
             f"{folder} cannot be written: {error}. Free space or give another path."
         ) from error

@@ -334,6 +334,23 @@ def test_disk_that_fails_is_an_error_on_all_ranks_and_leaves_the_old_checkpoint(
 
 
 @on_ranks(2)
+def test_an_error_that_is_not_of_the_disk_is_told_as_it_is(folder):
+    broken = mock.patch.object(safetensors_writer, "_header", side_effect=TypeError("no JSON"))
+    with broken, pytest.raises(zpasses.ShardingError, match=r"on rank 0: TypeError: no JSON$"):
+        zpasses.save_safetensors(sharded(nn.Linear(2, 2)), folder)
+    dist.barrier()
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("metadata", [{"epoch": 3}, {3: "epoch"}, {"net": nn.Linear}])
+@on_ranks(2)
+def test_metadata_that_is_no_text_is_refused(folder, metadata):
+    with pytest.raises(zpasses.ShardingError, match=r"on rank 0: metadata is .* hold text only"):
+        zpasses.save_safetensors(sharded(nn.Linear(2, 2)), folder, metadata=metadata)
+    assert not list(folder.iterdir())
+
+
+@on_ranks(2)
 def test_a_save_on_one_rank_does_not_hang(folder):
     model = sharded(nn.Linear(4, 4))
     time.sleep(4 * dist.get_rank())
