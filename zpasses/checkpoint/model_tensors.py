@@ -260,6 +260,10 @@ def gather_full(tensor: Tensor, destination: int | None = None) -> Tensor | None
         tensor: a DTensor, or a plain tensor, which every rank holds.
         destination: global rank that gets the tensor. The others get None. None gives it to all.
             If the mesh lacks that rank, no rank of it gets the tensor.
+
+    Raises:
+        RuntimeError: if this rank lacks memory for the full tensor. If it is the destination of
+            rows, it has taken part in the gather, and the next one may follow.
     """
     wanted = destination is None or not _ranks() or dist.get_rank() == destination
     tensor = tensor.detach()
@@ -316,17 +320,19 @@ def _gather_rows(tensor: DTensor, local: Tensor, destination: int | None) -> Ten
     sent = padded.view(-1).view(torch.uint8)
     if destination is not None and destination not in dist.get_process_group_ranks(group):
         return None
-    gathered = None
-    if destination is None or dist.get_rank() == destination:
+    if destination is not None and dist.get_rank() != destination:
+        dist.gather(sent, None, dst=destination, group=group)
+        return None
+    try:
         gathered = torch.empty(ranks * sent.numel(), dtype=torch.uint8, device=sent.device)
+    except RuntimeError:
+        if destination is not None:  # the other ranks send in any case, into what is thrown away
+            dist.gather(sent, [torch.empty_like(sent)] * ranks, dst=destination, group=group)
+        raise
     if destination is None:
-        assert gathered is not None
         dist.all_gather_into_tensor(gathered, sent, group=group)
     else:
-        parts = None if gathered is None else list(gathered.chunk(ranks))
-        dist.gather(sent, parts, dst=destination, group=group)
-    if gathered is None:
-        return None
+        dist.gather(sent, list(gathered.chunk(ranks)), dst=destination, group=group)
     full = gathered.view(tensor.dtype).view(ranks * block, *tensor.shape[1:])
     # A view would keep the padding alive, and files of its storage would contain it.
     return full if full.shape == tensor.shape else full[: tensor.shape[0]].clone()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -131,7 +132,9 @@ def save_safetensors(
     header = {"format": "pt", **dict(metadata or {})}
     header |= {alias: each.name for each in tensors for alias in each.names[1:]}
     destination = writing_rank(model)
-    fulls = (gather_full(each.tensor, destination) for file in files for each in file.tensors)
+    # A map goes on after a gather that failed, and a generator would not.
+    gather = functools.partial(gather_full, destination=destination)
+    fulls = map(gather, [each.tensor for file in files for each in file.tensors])
     with agreed(groups, f"the end of {_OCCASION}", timeout_s):
         if not dist.is_initialized() or dist.get_rank() == destination:
             _write(files, folder, stem, header, fulls)
@@ -239,7 +242,8 @@ def _write(
                 os.fsync(out.fileno())
         _finish(folder, stem, files)
     except Exception as error:
-        _gather_the_rest(fulls)  # because the other ranks wait in the gathers
+        with contextlib.suppress(Exception):  # the first error is the one to tell
+            _gather_the_rest(fulls)
         with contextlib.suppress(OSError):
             for path in paths:
                 _temporary(path).unlink(missing_ok=True)
@@ -251,7 +255,21 @@ def _write(
 
 
 def _gather_the_rest(fulls: Iterator[Tensor | None]) -> None:
-    collections.deque(fulls, maxlen=0)
+    """Take part in the gathers that are left, also after one that fails: other ranks wait there.
+
+    Raises:
+        Exception: the first failure, at the end.
+    """
+    failure: Exception | None = None
+    while True:
+        try:
+            collections.deque(fulls, maxlen=0)
+        except Exception as error:
+            failure = failure or error
+        else:
+            break
+    if failure is not None:
+        raise failure
 
 
 def _bytes_of(full: Tensor | None) -> memoryview:

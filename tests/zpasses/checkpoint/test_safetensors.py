@@ -342,6 +342,31 @@ def test_an_error_that_is_not_of_the_disk_is_told_as_it_is(folder):
     assert not list(folder.iterdir())
 
 
+@on_ranks(2, timeout_s=60)
+def test_a_rank_without_memory_for_a_full_tensor_takes_part_in_all_gathers(folder):
+    model = sharded(nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))))
+    sizes = []
+
+    def empty(size, *, _empty=torch.empty, **kwargs):
+        sizes.append(size)
+        if len(sizes) in (2, 4):
+            raise torch.OutOfMemoryError("out of memory")
+        return _empty(size, **kwargs)
+
+    with (
+        mock.patch.object(torch, "empty", empty),
+        pytest.raises(zpasses.ShardingError, match=r"on rank 0: OutOfMemoryError: out of memory$"),
+    ):
+        zpasses.save_safetensors(model, folder)
+    assert len(sizes) == (0 if dist.get_rank() else 6)
+    assert not list(folder.iterdir())
+    # The ranks are still at the same collective.
+    zpasses.save_safetensors(model, folder)
+    loaded = sharded(changed(nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))))
+    zpasses.load_safetensors(loaded, folder)
+    assert_same(full(loaded), full(model))
+
+
 @pytest.mark.parametrize("metadata", [{"epoch": 3}, {3: "epoch"}, {"net": nn.Linear}])
 @on_ranks(2)
 def test_metadata_that_is_no_text_is_refused(folder, metadata):
