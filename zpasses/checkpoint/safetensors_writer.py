@@ -31,7 +31,7 @@ from zpasses.checkpoint.model_tensors import (
     sharding_groups,
     writing_rank,
 )
-from zpasses.errors import OptionError, ShardingError
+from zpasses.errors import AgreementError, OptionError, ShardingError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
 _OCCASION = "zpasses.save_safetensors"
@@ -104,7 +104,8 @@ def save_safetensors(
         max_shard_size: size of a file's tensors, in bytes or as text such as "5GB" (10^9 bytes) or
             "5GiB". A larger tensor gets a file of its own.
         metadata: further text for the header of each file.
-        timeout_s: seconds to wait for the other ranks.
+        timeout_s: seconds to wait for the other ranks, in each gather and at the end: while one
+            rank writes a tensor, the others wait.
 
     Returns:
         The names of the files that hold tensors, on every rank.
@@ -133,7 +134,7 @@ def save_safetensors(
     header |= {alias: each.name for each in tensors for alias in each.names[1:]}
     destination = writing_rank(model)
     # A map goes on after a gather that failed, and a generator would not.
-    gather = functools.partial(gather_full, destination=destination)
+    gather = functools.partial(gather_full, destination=destination, timeout_s=timeout_s)
     fulls = map(gather, [each.tensor for file in files for each in file.tensors])
     with agreed(groups, f"the end of {_OCCASION}", timeout_s):
         if not dist.is_initialized() or dist.get_rank() == destination:
@@ -242,8 +243,9 @@ def _write(
                 os.fsync(out.fileno())
         _finish(folder, stem, files)
     except Exception as error:
-        with contextlib.suppress(Exception):  # the first error is the one to tell
-            _gather_the_rest(fulls)
+        if not isinstance(error, AgreementError):
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                _gather_the_rest(fulls)
         with contextlib.suppress(OSError):
             for path in paths:
                 _temporary(path).unlink(missing_ok=True)
@@ -259,11 +261,14 @@ def _gather_the_rest(fulls: Iterator[Tensor | None]) -> None:
 
     Raises:
         Exception: the first failure, at the end.
+        AgreementError: at once, if another rank did not come to a gather.
     """
     failure: Exception | None = None
     while True:
         try:
             collections.deque(fulls, maxlen=0)
+        except AgreementError:
+            raise
         except Exception as error:
             failure = failure or error
         else:

@@ -101,9 +101,9 @@ def test_rank_holds_one_full_tensor_at_a_time(folder):
     model = sharded(nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]))
     gathered = []
 
-    def gather(tensor, destination=None):
+    def gather(tensor, destination, **kwargs):
         assert all(ref() is None for ref in gathered), "the tensor before this one is still alive"
-        result = model_tensors.gather_full(tensor, destination)
+        result = model_tensors.gather_full(tensor, destination, **kwargs)
         assert (result is None) == (dist.get_rank() != 0)
         if result is not None:
             gathered.append(weakref.ref(result))
