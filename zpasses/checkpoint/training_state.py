@@ -45,6 +45,7 @@ from zpasses.checkpoint.random_states import packed_random_states, restore_rando
 from zpasses.errors import ShardingError, ZpassesError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 from zpasses.runtime.early_steps import forget_steps, has_stepped
+from zpasses.runtime.edits import counted_as_one_edit
 from zpasses.runtime.residuals import drop_residuals
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, drop_accumulated
 from zpasses.sharding.module import check_is_module
@@ -183,11 +184,12 @@ def load_training_state(
     load(tensors, storage_reader=reader)
     with agreed(ranks, f"the end of {occasion}", timeout_s):
         try:
-            if weights:
-                values = {name: _unwrapped(tensors[key]) for name, key in parts.items()}
-                model.load_state_dict(values)
-            for target in targets:
-                target.apply({**settings, **tensors})
+            with counted_as_one_edit(model.parameters(), "load_training_state"):
+                if weights:
+                    values = {name: _unwrapped(tensors[key]) for name, key in parts.items()}
+                    model.load_state_dict(values)
+                for target in targets:
+                    target.apply({**settings, **tensors})
             for drop in (drop_residuals, drop_accumulated, forget_steps):
                 drop(model.parameters())
         except Exception as error:

@@ -187,6 +187,8 @@ def test_every_rank_is_told_of_one_that_cannot_take_what_was_read(tmp_path, owne
     ):
         zpasses.load_training_state(tmp_path, model, optimizer, timeout_s=10.0)
     zpasses.load_training_state(tmp_path, model, optimizer)
+    _step(model, optimizer)  # ranks compare their edits
+    zpasses.training_state(model, optimizer)
 
 
 @on_ranks(2)
