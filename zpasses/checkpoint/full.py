@@ -41,7 +41,7 @@ def full_state_dict(
         cpu_offload: move each tensor to the CPU before the next is gathered.
         rank0_only: return the tensors only on the first rank of the mesh, and an empty dict on the
             others.
-        timeout_s: seconds to wait for the other ranks before the first gather.
+        timeout_s: seconds to wait for the other ranks, before the first gather and in each.
 
     Raises:
         AgreementError: on every rank, if another rank does not call it in time, passes another
@@ -67,9 +67,9 @@ def full_state_dict(
             continue
         if id(value) not in gathered:
             if destination is None and id(value) in buffers and not isinstance(value, DTensor):
-                full: Tensor | None = copy_of_first_rank(value, mesh)
+                full: Tensor | None = copy_of_first_rank(value, mesh, timeout_s)
             else:
-                full = gather_full(value, destination)
+                full = gather_full(value, destination, timeout_s)
             gathered[id(value)] = full.cpu() if cpu_offload and full is not None else full
         if keeps:
             state[name] = gathered[id(value)]

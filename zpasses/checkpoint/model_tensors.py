@@ -22,6 +22,7 @@ from zpasses.graph.dialect import rows_per_rank
 from zpasses.ranks.agree import exchange, first_two
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.edits import log_of, origin_of, owner_of
+from zpasses.runtime.run_checks import limited_over
 from zpasses.sharding.module import gathering_reads
 
 _WRAPPER = "_orig_mod."
@@ -251,7 +252,12 @@ def agreed(
 
 
 # --- gathers --------------------------------------------------------------------------------------
-def gather_full(tensor: Tensor, destination: int | None = None) -> Tensor | None:
+_GATHER = "a gather of a model's tensor"
+
+
+def gather_full(
+    tensor: Tensor, destination: int | None = None, timeout_s: float | None = None
+) -> Tensor | None:
     """Return a copy of the full tensor, detached, with memory of its own.
 
     Call it on every rank of the tensor's mesh.
@@ -260,11 +266,22 @@ def gather_full(tensor: Tensor, destination: int | None = None) -> Tensor | None
         tensor: a DTensor, or a plain tensor, which every rank holds.
         destination: global rank that gets the tensor. The others get None. None gives it to all.
             If the mesh lacks that rank, no rank of it gets the tensor.
+        timeout_s: seconds to wait for the other ranks; None takes the limit of the graphs that ran.
+
+    Raises:
+        AgreementError: if another rank does not come in time.
+        RuntimeError: if this rank lacks memory for the full tensor. If it is the destination of
+            rows, it has taken part in the gather, and the next one may follow.
     """
     wanted = destination is None or not _ranks() or dist.get_rank() == destination
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return _own_copy(tensor) if wanted else None
+    with limited_over(tensor.device_mesh, _GATHER, timeout_s, TIMEOUT):
+        return _gather_whole(tensor, destination, wanted=wanted)
+
+
+def _gather_whole(tensor: DTensor, destination: int | None, *, wanted: bool) -> Tensor | None:
     mesh = tensor.device_mesh
     if compat.local_of(tensor).device.type == "cpu" != mesh.device_type:  # it rests on the host
         local = compat.local_of(tensor).to(mesh.device_type)
@@ -280,18 +297,27 @@ def gather_full(tensor: Tensor, destination: int | None = None) -> Tensor | None
     return _gather_rows(tensor, local, destination)
 
 
-def copy_of_first_rank(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
+def copy_of_first_rank(
+    tensor: Tensor, mesh: DeviceMesh | None, timeout_s: float | None = None
+) -> Tensor:
     """Return a copy of a plain tensor, such as a buffer, as the first rank of the mesh has it.
 
     Call it on every rank of the mesh. The dimensions come in one order on all ranks. Names of
     groups would not: the value of another rank would reach some.
+
+    Args:
+        timeout_s: as for `gather_full`.
+
+    Raises:
+        AgreementError: if another rank does not come in time.
     """
     copy = _own_copy(tensor)
-    for dim in range(mesh.ndim if mesh is not None and copy.numel() else 0):
-        group = cast(DeviceMesh, mesh).get_group(dim)
-        if has_other_ranks(compat.group_name(group)):
-            as_bytes = copy.view(-1).view(torch.uint8)  # backends differ in the dtypes they know
-            dist.broadcast(as_bytes, group=group, group_src=0)
+    with limited_over(mesh, _GATHER, timeout_s, TIMEOUT):
+        for dim in range(mesh.ndim if mesh is not None and copy.numel() else 0):
+            group = cast(DeviceMesh, mesh).get_group(dim)
+            if has_other_ranks(compat.group_name(group)):
+                as_bytes = copy.view(-1).view(torch.uint8)  # not all backends know all dtypes
+                dist.broadcast(as_bytes, group=group, group_src=0)
     return copy
 
 
@@ -316,17 +342,19 @@ def _gather_rows(tensor: DTensor, local: Tensor, destination: int | None) -> Ten
     sent = padded.view(-1).view(torch.uint8)
     if destination is not None and destination not in dist.get_process_group_ranks(group):
         return None
-    gathered = None
-    if destination is None or dist.get_rank() == destination:
+    if destination is not None and dist.get_rank() != destination:
+        dist.gather(sent, None, dst=destination, group=group)
+        return None
+    try:
         gathered = torch.empty(ranks * sent.numel(), dtype=torch.uint8, device=sent.device)
+    except RuntimeError:
+        if destination is not None:  # the other ranks send in any case, into what is thrown away
+            dist.gather(sent, [torch.empty_like(sent)] * ranks, dst=destination, group=group)
+        raise
     if destination is None:
-        assert gathered is not None
         dist.all_gather_into_tensor(gathered, sent, group=group)
     else:
-        parts = None if gathered is None else list(gathered.chunk(ranks))
-        dist.gather(sent, parts, dst=destination, group=group)
-    if gathered is None:
-        return None
+        dist.gather(sent, list(gathered.chunk(ranks)), dst=destination, group=group)
     full = gathered.view(tensor.dtype).view(ranks * block, *tensor.shape[1:])
     # A view would keep the padding alive, and files of its storage would contain it.
     return full if full.shape == tensor.shape else full[: tensor.shape[0]].clone()

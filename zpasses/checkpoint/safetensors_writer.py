@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -30,7 +31,7 @@ from zpasses.checkpoint.model_tensors import (
     sharding_groups,
     writing_rank,
 )
-from zpasses.errors import OptionError, ShardingError
+from zpasses.errors import AgreementError, OptionError, ShardingError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
 _OCCASION = "zpasses.save_safetensors"
@@ -103,7 +104,8 @@ def save_safetensors(
         max_shard_size: size of a file's tensors, in bytes or as text such as "5GB" (10^9 bytes) or
             "5GiB". A larger tensor gets a file of its own.
         metadata: further text for the header of each file.
-        timeout_s: seconds to wait for the other ranks.
+        timeout_s: seconds to wait for the other ranks, in each gather and at the end: while one
+            rank writes a tensor, the others wait.
 
     Returns:
         The names of the files that hold tensors, on every rank.
@@ -111,7 +113,7 @@ def save_safetensors(
     Raises:
         OptionError: for a size that is none.
         ShardingError: on every rank, for a model with entries that are not tensors or are on meta,
-            and if the files cannot be written.
+            for metadata that is no text, and if the files cannot be written.
         AgreementError: on every rank, if another rank does not call it in time, passes another
             model, or has edited it otherwise.
     """
@@ -120,6 +122,7 @@ def save_safetensors(
     tensors: list[ModelTensor] = []
     described: list[Any] = []
     with agreed(groups, _OCCASION, timeout_s, described=described, model=model, what="the model"):
+        _check_metadata(metadata or {})
         tensors += model_tensors(model)
         _check(tensors)
         described += [
@@ -130,13 +133,24 @@ def save_safetensors(
     header = {"format": "pt", **dict(metadata or {})}
     header |= {alias: each.name for each in tensors for alias in each.names[1:]}
     destination = writing_rank(model)
-    fulls = (gather_full(each.tensor, destination) for file in files for each in file.tensors)
+    # A map goes on after a gather that failed, and a generator would not.
+    gather = functools.partial(gather_full, destination=destination, timeout_s=timeout_s)
+    fulls = map(gather, [each.tensor for file in files for each in file.tensors])
     with agreed(groups, f"the end of {_OCCASION}", timeout_s):
         if not dist.is_initialized() or dist.get_rank() == destination:
             _write(files, folder, stem, header, fulls)
         else:
             _gather_the_rest(fulls)
     return [file.name for file in files]
+
+
+def _check_metadata(metadata: Mapping[Any, Any]) -> None:
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ShardingError(
+                f"metadata is {{{key!r}: {value!r}}}, and safetensors files hold text only: "
+                f"readers would refuse them. Give {{{str(key)!r}: {str(value)!r}}}."
+            )
 
 
 def _check(tensors: Sequence[ModelTensor]) -> None:
@@ -229,17 +243,38 @@ def _write(
                 os.fsync(out.fileno())
         _finish(folder, stem, files)
     except Exception as error:
-        _gather_the_rest(fulls)  # because the other ranks wait in the gathers
+        if not isinstance(error, AgreementError):
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                _gather_the_rest(fulls)
         with contextlib.suppress(OSError):
             for path in paths:
                 _temporary(path).unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise ShardingError(
             f"{folder} cannot be written: {error}. Free space or give another path."
         ) from error
 
 
 def _gather_the_rest(fulls: Iterator[Tensor | None]) -> None:
-    collections.deque(fulls, maxlen=0)
+    """Take part in the gathers that are left, also after one that fails: other ranks wait there.
+
+    Raises:
+        Exception: the first failure, at the end.
+        AgreementError: at once, if another rank did not come to a gather.
+    """
+    failure: Exception | None = None
+    while True:
+        try:
+            collections.deque(fulls, maxlen=0)
+        except AgreementError:
+            raise
+        except Exception as error:
+            failure = failure or error
+        else:
+            break
+    if failure is not None:
+        raise failure
 
 
 def _bytes_of(full: Tensor | None) -> memoryview:

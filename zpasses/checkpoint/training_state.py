@@ -45,6 +45,7 @@ from zpasses.checkpoint.random_states import packed_random_states, restore_rando
 from zpasses.errors import ShardingError, ZpassesError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 from zpasses.runtime.early_steps import forget_steps, has_stepped
+from zpasses.runtime.edits import counted_as_one_edit
 from zpasses.runtime.residuals import drop_residuals
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, drop_accumulated
 from zpasses.sharding.module import check_is_module
@@ -143,6 +144,7 @@ def load_training_state(
         ShardingError: on every rank, before anything is changed, if the checkpoint lacks a
             parameter or buffer of the model, if it has state of a parameter that is in no
             optimizer, or if one group has the parameters of groups with different settings.
+            After changes: if a rank cannot take what was read, such as for lack of memory.
         AgreementError: on every rank, if another rank does not call it in time.
     """
     if not isinstance(source, (str, os.PathLike, StorageReader)):
@@ -180,13 +182,21 @@ def load_training_state(
             tensors[parts[name]] = value if isinstance(value, Tensor) else None
         _check_found(parts, metadata)
     load(tensors, storage_reader=reader)
-    if weights:
-        model.load_state_dict({name: _unwrapped(tensors[key]) for name, key in parts.items()})
-    for target in targets:
-        target.apply({**settings, **tensors})
-    for drop in (drop_residuals, drop_accumulated, forget_steps):
-        drop(model.parameters())
-    with agreed(ranks, occasion, timeout_s):
+    with agreed(ranks, f"the end of {occasion}", timeout_s):
+        try:
+            with counted_as_one_edit(model.parameters(), "load_training_state"):
+                if weights:
+                    values = {name: _unwrapped(tensors[key]) for name, key in parts.items()}
+                    model.load_state_dict(values)
+                for target in targets:
+                    target.apply({**settings, **tensors})
+            for drop in (drop_residuals, drop_accumulated, forget_steps):
+                drop(model.parameters())
+        except Exception as error:
+            raise ShardingError(
+                f"{type(error).__name__}: {error}. The model and its optimizers are incomplete; "
+                "load them again."
+            ) from error
         if listed and generators is not None:
             restore_random_states(settings[generators])
 

@@ -94,15 +94,37 @@ def code_environment(inductor: Mapping[str, Any]) -> list[str]:
 
     with config.patch(dict(inductor)):
         settings = config.save_config_portable()
+    backends: Any = torch.backends
+    outside = (  # what Inductor reads besides its own settings
+        backends.cuda.matmul.fp32_precision,
+        backends.cudnn.fp32_precision,
+        backends.mkldnn.matmul.fp32_precision,
+        backends.mkldnn.enabled,
+        cast(Any, torch.utils.deterministic).fill_uninitialized_memory,
+    )
     return [
         torch_key().hex(),
         sys.version,
         repr(CacheBase.get_system()),
         # Decides which vector instructions Inductor uses, which takes a second to find.
         torch.backends.cpu.get_cpu_capability(),
+        repr(outside),
         repr(sorted(settings.items())),
         repr(sorted(functorch_config.save_config_portable().items())),
     ]
+
+
+def attention_backends() -> list[str]:
+    """Returns the kernels that `scaled_dot_product_attention` may become while it is traced, the
+    preferred one first.
+    """
+    return [each.name for each in torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)]
+
+
+def checkpoint_policy(gm: fx.GraphModule) -> Callable[..., Any] | None:
+    """Returns `context_fn` of `torch.utils.checkpoint`, if a graph is what it was called with."""
+    found: Callable[..., Any] | None = gm.meta.get("_checkpoint_context_fn")
+    return found
 
 
 def inductor_cache_folder() -> str:

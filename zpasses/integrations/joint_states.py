@@ -86,7 +86,7 @@ def broadcast_buffers(model: nn.Module, occasion: str) -> None:
     )
     with torch.no_grad():
         for buffer in buffers.values():
-            buffer.copy_(copy_of_first_rank(buffer, mesh))
+            buffer.copy_(copy_of_first_rank(buffer, mesh, limit_s(model)))
 
 
 def discard_states(folder: str | os.PathLike[str], model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from zpasses import compat
 from zpasses.graph.dialect import rows_per_rank
 from zpasses.optim.rows import Rows
+from zpasses.runtime.run_checks import limited_over
 
 
 class Muon(torch.optim.Muon):
@@ -56,9 +57,9 @@ class Muon(torch.optim.Muon):
             how = group["ns_coefficients"], group["ns_steps"], group["eps"]
             return compat.newton_schulz(full, *how)
 
-        for rows, update in zip(
-            batch, _on_one_rank_each(batch, updates, orthogonalise), strict=True
-        ):
+        with limited_over(batch[0].mesh, "Muon.step()"):
+            found = _on_one_rank_each(batch, updates, orthogonalise)
+        for rows, update in zip(batch, found, strict=True):
             rows.param.mul_(1 - lr * group["weight_decay"])
             adjusted = compat.adjusted_muon_lr(lr, group["adjust_lr_fn"], tuple(rows.shape))
             rows.param.add_(update, alpha=-adjusted)

@@ -263,7 +263,7 @@ class _Offload:
     ) -> tuple[Mapping[Tensor, Sequence[ValueLayout]], AgreedSizes]:
         """Returns what the optimizer holds for its parameters, and what ranks decide from."""
         layouts: Mapping[Tensor, Sequence[ValueLayout]] = {}
-        self._usable, room, error = 0, 0, None
+        self._usable, room, failure = 0, 0, None
         try:
             layouts = expected_layouts(optimizer)
             if self._options.device_bytes == "auto":
@@ -272,14 +272,22 @@ class _Offload:
                 room = self._usable - max(
                     planned_peak_bytes(), device_memory.fallen_bytes(self._device)
                 )
-        except (OptionError, ZpassesError) as raised:
-            error = str(raised)
+        except Exception as raised:
+            failure = raised
+        error = None if failure is None else f"{type(failure).__name__}: {failure}"
+        if isinstance(failure, (OptionError, ZpassesError)):
+            error = str(failure)
         groups = sharding_groups_of(_params_of(optimizer))
         sizes, owner = [nbytes_of(each) for each in layouts.values()], type(optimizer).__name__
-        agreed = agreed_sizes(
-            groups, self._options, owner, sizes, error, _riding_bytes(layouts), room, self._usable
-        )
-        return layouts, agreed
+        riding = _riding_bytes(layouts)
+        try:
+            return layouts, agreed_sizes(
+                groups, self._options, owner, sizes, error, riding, room, self._usable
+            )
+        except ZpassesError as told:
+            if failure is None:
+                raise
+            raise told from failure
 
     def _bytes_on_device(self, state: RestingState, params: Iterable[Tensor]) -> int:
         return sum(

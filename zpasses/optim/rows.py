@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.layout import layout_of
+from zpasses.runtime.run_checks import limited_over
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def run_in_rounds(updates: Sequence[tuple[Rows, SumOverRanks]]) -> None:
                 batches.setdefault(key, []).append(i)
         for (group, *_), members in batches.items():
             flat = torch.cat([sent[i] for i in members])
-            dist.all_reduce(flat, group=group)
+            with limited_over(updates[members[0]][0].mesh, "optimizer.step()"):
+                dist.all_reduce(flat, group=group)
             parts = flat.split([sent[i].numel() for i in members])
             sent.update(zip(members, parts, strict=True))
         for i, (_, update) in list(running.items()):

@@ -5,7 +5,7 @@ equal on all ranks, and the last edits in words, for errors.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _MOST_TOLD = 64
 _STEPS_PER_VOTE = 100
@@ -40,6 +40,14 @@ class EditLog:
     def add_step(self, what: str, number: int, settings: int) -> None:
         self.steps += 1
         self.add("", what, number, settings)
+
+    def copy(self) -> EditLog:
+        return replace(self, last=self.last.copy())
+
+    def return_to(self, earlier: EditLog) -> None:
+        """Forget what was added since a copy was made, if no event was in between."""
+        self.count, self.steps, self.last = earlier.count, earlier.steps, earlier.last.copy()
+        self.digest, self.values = earlier.digest, earlier.values
 
     def needs_vote(self) -> bool:
         """Whether arguments have not been compared for long."""

@@ -10,9 +10,10 @@ graph, says which edits came before it (zpasses.ranks.edit_log, zpasses.runtime.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +175,31 @@ def note_edit(param: Any, what: str, value: Tensor | None = None) -> None:
     owner = owner_of(param)
     if owner is not None:
         owner.edited(what, number_of(what), argument_number(value))
+
+
+@contextlib.contextmanager
+def counted_as_one_edit(params: Iterable[Any], what: str) -> Iterator[None]:
+    """What the block does to parameters, and to what belongs to them, counts as one edit of each.
+
+    So ranks have made the same edits also if the block fails on one of them, and may try again. The
+    block runs nothing that ranks check.
+
+    Args:
+        what: the edit, for errors.
+    """
+    memories = {id(found): found for each in params if (found := memory_of(each)) is not None}
+    owners = [each.owner for each in memories.values() if each.owner is not None]
+    logs = {id(log): (log, log.copy()) for owner in owners for log in owner.logs}
+    histories = [(each, each.history) for each in memories.values()]
+    try:
+        yield
+    finally:
+        for log, earlier in logs.values():
+            log.return_to(earlier)
+        number = number_of(what)
+        for memory, history in histories:
+            memory.history = history
+            memory.edit(what, number, number)
 
 
 # --- where values come from -----------------------------------------------------------------------

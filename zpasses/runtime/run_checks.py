@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from zpasses import compat
 from zpasses.errors import AgreementError
@@ -221,6 +222,24 @@ def limited_collectives(
             raise _timeout_error(groups, activity, timeout_s, timeout_option, error) from error
         finally:
             heartbeat.set_activity(ended)
+
+
+def limited_over(
+    mesh: DeviceMesh | None,
+    name: str,
+    timeout_s: float | None = None,
+    timeout_option: str = COMPILE_TIMEOUT,
+) -> contextlib.AbstractContextManager[None]:
+    """Context of collectives over a mesh that belong to no graph, as `limited_collectives`.
+
+    Args:
+        timeout_s: None takes the limit of the graphs that ran on the groups of the mesh.
+    """
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)] if mesh is not None else []
+    asked = [name for group in groups if has_other_ranks(name := compat.group_name(group))]
+    if not asked:
+        return contextlib.nullcontext()
+    return limited_collectives(asked, name, timeout_of(asked, timeout_s), timeout_option)
 
 
 @contextlib.contextmanager

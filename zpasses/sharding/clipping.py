@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.runtime.early_steps import check_is_there
+from zpasses.runtime.run_checks import limited_over
 
 
 def clip_grad_norm_(
@@ -43,6 +44,8 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: if `error_if_nonfinite` and the norm is not finite.
+        AgreementError: if another rank does not come within the `agreement_timeout_s` of the graphs
+            that have run.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     groups: dict[Any, list[Tensor]] = {}
@@ -57,7 +60,11 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     order = float(norm_type)
     grads = [[each.grad for each in group if each.grad is not None] for group in groups.values()]
-    norms = [_norms(each, order) for each in grads]
+    norms = []
+    for each in grads:
+        mesh = each[0].device_mesh if isinstance(each[0], DTensor) else None
+        with limited_over(mesh, "clip_grad_norm_"):
+            norms.append(_norms(each, order))
     device = norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.cat([each.to(device) for each in norms]), order)
     dtypes = {grad.dtype for each in grads for grad in each}

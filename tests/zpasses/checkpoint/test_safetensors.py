@@ -101,9 +101,9 @@ def test_rank_holds_one_full_tensor_at_a_time(folder):
     model = sharded(nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]))
     gathered = []
 
-    def gather(tensor, destination=None):
+    def gather(tensor, destination, **kwargs):
         assert all(ref() is None for ref in gathered), "the tensor before this one is still alive"
-        result = model_tensors.gather_full(tensor, destination)
+        result = model_tensors.gather_full(tensor, destination, **kwargs)
         assert (result is None) == (dist.get_rank() != 0)
         if result is not None:
             gathered.append(weakref.ref(result))
@@ -331,6 +331,48 @@ def test_disk_that_fails_is_an_error_on_all_ranks_and_leaves_the_old_checkpoint(
     assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
     zpasses.load_safetensors(model, folder)
     assert_same(full(model), before)
+
+
+@on_ranks(2)
+def test_an_error_that_is_not_of_the_disk_is_told_as_it_is(folder):
+    broken = mock.patch.object(safetensors_writer, "_header", side_effect=TypeError("no JSON"))
+    with broken, pytest.raises(zpasses.ShardingError, match=r"on rank 0: TypeError: no JSON$"):
+        zpasses.save_safetensors(sharded(nn.Linear(2, 2)), folder)
+    dist.barrier()
+    assert not list(folder.iterdir())
+
+
+@on_ranks(2, timeout_s=60)
+def test_a_rank_without_memory_for_a_full_tensor_takes_part_in_all_gathers(folder):
+    model = sharded(nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))))
+    sizes = []
+
+    def empty(size, *, _empty=torch.empty, **kwargs):
+        sizes.append(size)
+        if len(sizes) in (2, 4):
+            raise torch.OutOfMemoryError("out of memory")
+        return _empty(size, **kwargs)
+
+    with (
+        mock.patch.object(torch, "empty", empty),
+        pytest.raises(zpasses.ShardingError, match=r"on rank 0: OutOfMemoryError: out of memory$"),
+    ):
+        zpasses.save_safetensors(model, folder)
+    assert len(sizes) == (0 if dist.get_rank() else 6)
+    assert not list(folder.iterdir())
+    # The ranks are still at the same collective.
+    zpasses.save_safetensors(model, folder)
+    loaded = sharded(changed(nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))))
+    zpasses.load_safetensors(loaded, folder)
+    assert_same(full(loaded), full(model))
+
+
+@pytest.mark.parametrize("metadata", [{"epoch": 3}, {3: "epoch"}, {"net": nn.Linear}])
+@on_ranks(2)
+def test_metadata_that_is_no_text_is_refused(folder, metadata):
+    with pytest.raises(zpasses.ShardingError, match=r"on rank 0: metadata is .* hold text only"):
+        zpasses.save_safetensors(sharded(nn.Linear(2, 2)), folder, metadata=metadata)
+    assert not list(folder.iterdir())
 
 
 @on_ranks(2)

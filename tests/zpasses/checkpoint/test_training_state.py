@@ -2,6 +2,7 @@
 
 import random
 from contextlib import nullcontext
+from unittest import mock
 
 import numpy
 import pytest
@@ -169,6 +170,25 @@ def test_every_rank_gets_the_error_of_one():
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     with pytest.raises(zpasses.ShardingError, match=r"failed on rank 1: .* not in the model"):
         zpasses.training_state(model, optimizer)
+
+
+@pytest.mark.parametrize("owner", ["model", "optimizer"])
+@on_ranks(2)
+def test_every_rank_is_told_of_one_that_cannot_take_what_was_read(tmp_path, owner):
+    model, optimizer = _training()
+    _step(model, optimizer)
+    dcp.save(zpasses.training_state(model, optimizer), checkpoint_id=tmp_path)
+    target = {"model": model, "optimizer": optimizer}[owner]
+    failing = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory"))
+    said = r"failed on rank 1: OutOfMemoryError: .* are incomplete; load them again"
+    with (
+        mock.patch.object(target, "load_state_dict", failing) if dist.get_rank() else nullcontext(),
+        pytest.raises(zpasses.ShardingError, match=said),
+    ):
+        zpasses.load_training_state(tmp_path, model, optimizer, timeout_s=10.0)
+    zpasses.load_training_state(tmp_path, model, optimizer)
+    _step(model, optimizer)  # ranks compare their edits
+    zpasses.training_state(model, optimizer)
 
 
 @on_ranks(2)

@@ -248,6 +248,42 @@ def test_what_fails_on_one_rank_is_an_error_on_all():
             train(model, optimizer, [0])
 
 
+class Reads(torch.optim.SGD):
+    """Reads a value in its step, so it does not step on meta, and may lack memory."""
+
+    lacks_memory = False
+
+    def step(self):
+        self.param_groups[0]["params"][0].sum().item()
+        if self.lacks_memory:
+            raise torch.OutOfMemoryError("Tried to allocate 20 GiB")
+
+
+@on_ranks(2)
+def test_a_rank_without_memory_to_ask_the_optimizer_is_an_error_on_all():
+    model = zpasses.shard(Net(), mesh=world_mesh())
+    optimizer = Reads(model.parameters(), lr=0.1)
+    optimizer.lacks_memory = dist.get_rank() == 1
+    with pytest.raises(
+        ZpassesError, match=r"Reads runs out of memory while .* \(Tried to allocate"
+    ):
+        zpasses.offload_optimizer(optimizer)
+    optimizer.lacks_memory = False
+    zpasses.offload_optimizer(optimizer)
+
+
+@on_ranks(2)
+def test_whatever_fails_on_one_rank_is_an_error_on_all():
+    model = zpasses.shard(Net(), mesh=world_mesh())
+    optimizer = optimizer_of(model, "AdamW")
+    if dist.get_rank() == 1:
+        failing = mock.patch.object(offload, "usable_bytes", side_effect=RuntimeError("no device"))
+    else:
+        failing = mock.patch.object(offload, "usable_bytes", return_value=1 << 30)
+    with failing, pytest.raises(ZpassesError, match="offload_optimizer: RuntimeError: no device"):
+        zpasses.offload_optimizer(optimizer, device_bytes="auto")
+
+
 @on_ranks(2)
 def test_a_step_is_one_event_and_one_that_raises_on_one_rank_is_an_error_on_all():
     model, optimizer, _, _ = pair()

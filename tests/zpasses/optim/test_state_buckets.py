@@ -1,6 +1,7 @@
 """Which states stay on the device, and in which buckets the others travel."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -114,6 +115,16 @@ def test_the_optimizer_says_what_it_will_hold_and_nothing_of_it_changes(make, ve
     assert layouts == expected_layouts(optimizer)
     assert [len(layouts[param]) for param in params] == [vectors] * 3 + [0]
     assert nbytes_of(layouts[params[0]]) == vectors * 128  # 6 * 5 * 4 bytes, in steps of 64
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_that_steps_on_meta_is_asked_there(fused):
+    optimizer = torch.optim.AdamW(parameters(), fused=fused)
+    with mock.patch.object(torch, "zeros_like", wraps=torch.zeros_like) as made:
+        expected_layouts(optimizer)
+    for call in made.call_args_list:
+        assert str(call.kwargs.get("device", call.args[0].device)) == "meta"
+    assert all(group["fused"] is fused for group in optimizer.param_groups)
 
 
 def test_frozen_parameters_need_nothing():

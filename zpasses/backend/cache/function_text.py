@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ _VERSIONED = frozenset({"torch", "zpasses", "triton", "numpy", *sys.stdlib_modul
 
 def functions_digest(functions: Sequence[Callable[..., Any]]) -> str:
     """Returns a digest of functions, and of what they find in closures, in defaults and among the
-    names of their modules: constants, other functions, other modules.
+    names of their modules and of modules that they read: constants, functions, other modules.
 
     Raises:
         ValueError: if the source of one is not known, or a closure holds something else. The
@@ -55,6 +55,7 @@ class _Reader:
         self.files: set[str] = set()
         self.values: list[str] = []
         self._seen: set[int] = set()
+        self._seen_names: set[tuple[int, str]] = set()
 
     def add_function(self, function: Callable[..., Any]) -> None:
         if isinstance(function, functools.partial):
@@ -66,7 +67,13 @@ class _Reader:
             function = function.__func__
         if (wrapped := getattr(function, "__wrapped__", None)) is not None:
             self.add_function(wrapped)
-        if id(function) in self._seen or _is_versioned(_module_of(function)):
+        if _is_versioned(_module_of(function)):
+            name = getattr(function, "__qualname__", str(function))  # an operator has only a text
+            if " at 0x" in name:
+                raise ValueError(f"whose function holds a {type(function).__name__}")
+            self.values.append(name)
+            return
+        if id(function) in self._seen:
             return
         self._seen.add(id(function))
         self._add_source(function)
@@ -78,8 +85,17 @@ class _Reader:
         for value in (*variables.nonlocals.items(), *given):
             self._add_value(value, where)
         names = {name for code in _codes(function.__code__) for name in code.co_names}
-        for name in sorted(names & function.__globals__.keys()):
-            self._add_global(name, function.__globals__[name])
+        self._add_names(names, function.__globals__)
+        for value in variables.nonlocals.values():
+            self._add_names(names, _own_names(value))
+
+    def _add_names(self, names: Set[str], found: Mapping[str, Any]) -> None:
+        """Add the values that code with these names may read of a module."""
+        for name in sorted(names & found.keys()):
+            if (id(found), name) not in self._seen_names:
+                self._seen_names.add((id(found), name))
+                self._add_global(name, found[name])
+                self._add_names(names, _own_names(found[name]))
 
     def _add_global(self, name: str, value: Any) -> None:
         if isinstance(value, PLAIN):
@@ -100,6 +116,8 @@ class _Reader:
             self.values.append(type(value).__name__)
             for each in value.items() if isinstance(value, dict) else value:
                 self._add_value(each, where)
+        elif isinstance(value, (set, frozenset)):
+            self._add_value(sorted(value, key=repr), where)
         elif callable(value) and not isinstance(value, torch.nn.Module):
             self.add_function(value)
         elif isinstance(value, types.ModuleType):
@@ -122,6 +140,12 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
             yield from _codes(each)
+
+
+def _own_names(value: Any) -> Mapping[str, Any]:
+    """What code finds in a value by name: in a module that no version stands for."""
+    is_own = isinstance(value, types.ModuleType) and not _is_versioned(value.__name__)
+    return vars(value) if is_own else {}
 
 
 def _module_of(function: Any) -> str | None:

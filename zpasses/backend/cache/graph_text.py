@@ -34,6 +34,8 @@ def graph_text(gm: fx.GraphModule) -> str:
     for path, module in gm.named_modules():
         if isinstance(module, fx.GraphModule):
             lines.append(f"graph {path}")
+            if (policy := compat.checkpoint_policy(module)) is not None:
+                lines.append(f"policy {_functions_text([policy], 'has a policy of checkpoints')}")
             lines += [_node_text(node) for node in module.graph.nodes]
         elif path:
             raise NotCacheableError(f"it calls the module {path!r} ({type(module).__name__})")
@@ -78,10 +80,14 @@ def _custom_op_digest(op: compat.OpOverload | compat.OpOverloadPacket) -> str:
     functions = compat.custom_op_functions(op)
     if not functions:
         raise NotCacheableError(f"it calls the operator {op}, whose source is not known")
+    return _functions_text(functions, f"calls the operator {op}")
+
+
+def _functions_text(functions: Sequence[Callable[..., Any]], what: str) -> str:
     try:
         return functions_digest(functions)
     except ValueError as error:
-        raise NotCacheableError(f"it calls the operator {op}, {error}") from None
+        raise NotCacheableError(f"it {what}, {error}") from None
 
 
 def _value_text(value: Any) -> str:
@@ -150,9 +156,10 @@ def _state() -> Iterator[str]:
         torch.is_inference_mode_enabled,
         torch.get_default_dtype,
         torch.get_default_device,
-        torch.get_float32_matmul_precision,
         torch.are_deterministic_algorithms_enabled,
         torch.get_num_threads,
+        torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+        compat.attention_backends,
     )
     for each in settings:
         yield f"{each.__name__}={each()}"

@@ -4,12 +4,15 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import types
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import zpasses
 from zpasses.backend.cache import key as key_module
@@ -78,6 +81,43 @@ class Checkpointed(Net):
     def forward(self, x):
         hidden = torch.utils.checkpoint.checkpoint(self.act, self.up(x), use_reentrant=False)
         return (self.down(hidden) * self.scale - x).square().mean()
+
+
+class Selective(Net):
+    def __init__(self, contexts):
+        super().__init__()
+        self.contexts = contexts
+
+    def forward(self, x):
+        hidden = torch.utils.checkpoint.checkpoint(
+            self.act, self.up(x), use_reentrant=False, context_fn=self.contexts
+        )
+        return (self.down(hidden) * self.scale - x).square().mean()
+
+
+def saving(ops):
+    return functools.partial(create_selective_checkpoint_contexts, ops)
+
+
+def saving_by_policy(saved):
+    def policy(ctx, op, *args, **kwargs):
+        chosen = op in saved
+        return CheckpointPolicy.MUST_SAVE if chosen else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return saving(policy)
+
+
+@pytest.mark.parametrize("contexts", [saving, lambda ops: saving_by_policy(set(ops))])
+def test_the_policy_of_checkpoints_is_part_of_the_key(contexts):
+    tanh, product = torch.ops.aten.tanh.default, torch.ops.aten.addmm.default
+    first = captured(Selective(contexts([tanh])))
+    assert captured(Selective(contexts([tanh]))) == first
+    assert captured(Selective(contexts([product]))).digest != first.digest
+
+
+def test_graphs_whose_policy_of_checkpoints_holds_an_object_are_not_cached():
+    with pytest.raises(BackendCompilerFailed, match=r"policy of checkpoints, whose .* a Net"):
+        captured(Selective(saving_by_policy(Net())))
 
 
 @torch.library.custom_op("zpasses_test_cache::twice", mutates_args=())
@@ -167,6 +207,15 @@ def setting(name, value):
         change(before)
 
 
+@contextlib.contextmanager
+def precision_of(backend, value):
+    before, backend.fp32_precision = backend.fp32_precision, value
+    try:
+        yield
+    finally:
+        backend.fp32_precision = before
+
+
 def returning(module, function, value):
     return mock.patch.object(module, function, return_value=value)
 
@@ -194,12 +243,23 @@ def test_the_program_is_part_of_the_key(plain, name):
     assert OTHER[name]().digest != plain.digest
 
 
+BACKENDS = [
+    getattr(SDPBackend, f"{name}_ATTENTION") for name in ("FLASH", "EFFICIENT", "CUDNN")
+] + [SDPBackend.OVERRIDEABLE]
+
 STATE = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "no gradients": torch.no_grad,
     "default dtype": lambda: setting("default_dtype", torch.float64),
     "matmul precision": lambda: setting("float32_matmul_precision", "medium"),
     "threads": lambda: setting("num_threads", torch.get_num_threads() + 1),
+    "kernels of attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "order of kernels of attention": lambda: sdpa_kernel(
+        [SDPBackend.MATH, *BACKENDS], set_priority=True
+    ),
+    "oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "precision of oneDNN": lambda: precision_of(torch.backends.mkldnn.matmul, "bf16"),
+    "precision of cuBLAS": lambda: precision_of(torch.backends.cuda.matmul, "tf32"),
     "deterministic": lambda: setting("deterministic_debug_mode", "error"),
     "Inductor": lambda: torch._inductor.config.patch(max_fusion_size=3),
     "sources": lambda: returning(key_module, "package_digest", "other sources"),
@@ -257,19 +317,22 @@ def decorated_with(scale):
     return scaled
 
 
-HOW = ["closure", "default", "global", "table", "partial", "decorator"]
+SETTINGS = types.ModuleType("zpasses_test_settings")
+HOW = ["closure", "default", "global", "table", "module", "partial", "decorator"]
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_what_the_formula_of_a_custom_operator_reads_is_part_of_the_key(how, monkeypatch):
     def digest_with(scale):
         monkeypatch.setitem(globals(), "SCALE", scale)
+        monkeypatch.setattr(SETTINGS, "SCALES", (scale,), raising=False)
         monkeypatch.setitem(globals(), "TABLE", {"scale": [scale]})
         formula = {
             "closure": backward_with(scale),
             "default": lambda ctx, grad, scale=scale: scale * grad,
             "global": lambda ctx, grad: SCALE * grad,  # noqa: F821
             "table": lambda ctx, grad: TABLE["scale"][0] * grad,  # noqa: F821
+            "module": lambda ctx, grad: SETTINGS.SCALES[0] * grad,
             "decorator": decorated_with(scale),
             "partial": functools.partial(lambda scale, ctx, grad: scale * grad, scale),
         }[how]
