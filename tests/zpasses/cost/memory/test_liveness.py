@@ -374,16 +374,37 @@ class GatedBlock(torch.nn.Module):
         return x + self.down(torch.nn.functional.silu(self.gate(normed)) * self.up(normed))
 
 
-def gated():
+class ChunkedBlock(torch.nn.Module):
+    """Its backward concatenates the gradients of gate and up."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.gate_up = torch.nn.Linear(width, 4 * width, bias=False)
+        self.down = torch.nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x):
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        gate, up = self.gate_up(normed).chunk(2, -1)
+        return x + self.down(torch.nn.functional.silu(gate) * up)
+
+
+def stacked(block):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(GatedBlock(64) for _ in range(3)))
+    model = torch.nn.Sequential(*(block(64) for _ in range(3)))
     return model, [(torch.randn(1024, 64),)] * 2
+
+
+MODELS = {
+    "gpt": None,
+    "gated": partial(stacked, GatedBlock),
+    "chunked": partial(stacked, ChunkedBlock),
+}
 
 
 @pytest.mark.inductor
 @pytest.mark.slow(quick="test_kernels_are_not_fused_where_that_raises_the_peak")
 @pytest.mark.parametrize("budget", ["0%", "15%", "40%"])
-@pytest.mark.parametrize("make", [None, gated], ids=["gpt", "gated"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_generated_code_keeps_to_its_plan(make, budget):
     """From the leanest plan to one of the richest."""
     size = replace(SIZE, width=256)  # so that small buffers do not count
