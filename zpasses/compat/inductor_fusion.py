@@ -62,7 +62,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.2", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.3", self._limit_bytes, before
 
 
 def fusion_within_peak(before: Callable[..., Any] | None, limit_bytes: int) -> Callable[..., Any]:
@@ -295,15 +295,15 @@ class _Memory:
 
 def _concatenated(nodes: list[BaseSchedulerNode]) -> dict[str, list[str]]:
     """Returns the buffers of `cat` -> those that are written right into each."""
-    return {
-        node.node.get_name(): [
-            part.get_name()
-            for part in node.node.inputs
-            if isinstance(part.layout, ir.NonOwningLayout)
-        ]
-        for node in nodes
-        if isinstance(node.node, ir.ConcatKernel)
-    }
+    found = {}
+    for node in nodes:
+        kernel: Any = node.node
+        if isinstance(kernel, ir.ConcatKernel):
+            inputs: list[Any] = list(kernel.inputs)
+            found[kernel.get_name()] = [
+                each.get_name() for each in inputs if isinstance(each.layout, ir.NonOwningLayout)
+            ]
+    return found
 
 
 def _incoming_gradients(

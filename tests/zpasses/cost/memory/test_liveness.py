@@ -20,6 +20,7 @@ from zpasses.cost.memory.liveness import (
     scratch_bytes,
 )
 from zpasses.cost.time.fused_kernels import use_fusion
+from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.aliases import memory_root, root_output
 from zpasses.graph.queries import collective_of, is_wait, saved_inputs
 from zpasses.graph.tags import Tag, add_tag
@@ -328,6 +329,24 @@ def test_a_kernel_writes_over_an_input_that_nothing_needs():
     nothing, later = (lambda x, product: x), (lambda x, product: x @ product)
     assert peaks(decomposed(partial(function, then=nothing), (32, 32))) == (1, 2)
     assert peaks(decomposed(partial(function, then=later), (32, 32))) == (3, 3)
+
+
+def test_what_a_cat_joins_is_written_right_into_it():
+    def function(x, y):
+        return torch.cat([(x @ y).exp(), (y @ x).sin()], 1)
+
+    graph = decomposed(function, (32, 32), (32, 32))
+    with use_target(Target.parse("cpu")):
+        assert peaks(graph) == (3, 4)  # the result and one product
+    with use_target(Target.parse("h100")):
+        assert peaks(graph) == (4, 4)  # one kernel reads both products
+
+
+def test_kernels_in_a_row_are_one_function_on_a_cpu():
+    graph = decomposed(lambda x: ((x @ x).t().contiguous(), x[:16].exp()), (32, 32))
+    for target, most in (("cpu", 2.5), ("h100", 2)):
+        with use_target(Target.parse(target)):
+            assert liveness(graph).peak_bytes == most * UNIT
 
 
 @pytest.mark.parametrize(
