@@ -62,7 +62,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.2", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.3", self._limit_bytes, before
 
 
 def fusion_within_peak(before: Callable[..., Any] | None, limit_bytes: int) -> Callable[..., Any]:
@@ -250,9 +250,17 @@ class _Memory:
         """Node -> what it reads."""
         self._changes = [0] * (len(nodes) + 1)
         dying: dict[tuple[int, int], int] = defaultdict(int)
+        concatenated = _concatenated(nodes)
+        parts = {name for each in concatenated.values() for name in each}
         for each in buffers:
             is_input = isinstance(each.buffer, memory.FreeableInputBuffer)
             maker = -1 if is_input else each.start_step
+            name = each.buffer.get_name()
+            if name in parts:  # it is a part of another buffer
+                each.size_alloc = each.size_free = 0
+            elif name in concatenated:
+                makers = (known[part].defining_op for part in concatenated[name])
+                maker = min((position[node] for node in makers if node is not None), default=maker)
             readers = frozenset(position[node] for node in succ_nodes[id(each)])
             returned = each.end_step == -1
             self._add(_Buffer(each.size_alloc, maker, None if returned else readers), readers)
@@ -267,7 +275,7 @@ class _Memory:
         """Node -> bytes of the inputs that it writes over."""
         for at, node in enumerate(nodes):
             for buffer in self.made[at] if _is_kernel(node) else ():
-                if dying[at, buffer.nbytes] > 0:
+                if buffer.maker == at and dying[at, buffer.nbytes] > 0:
                     dying[at, buffer.nbytes] -= 1
                     self.written_over[at] += buffer.nbytes
         self.live: list[int] = []
@@ -283,6 +291,19 @@ class _Memory:
             self.made[buffer.maker].append(buffer)
         for reader in readers:
             self.read[reader].append(buffer)
+
+
+def _concatenated(nodes: list[BaseSchedulerNode]) -> dict[str, list[str]]:
+    """Returns the buffers of `cat` -> those that are written right into each."""
+    found = {}
+    for node in nodes:
+        kernel: Any = node.node
+        if isinstance(kernel, ir.ConcatKernel):
+            inputs: list[Any] = list(kernel.inputs)
+            found[kernel.get_name()] = [
+                each.get_name() for each in inputs if isinstance(each.layout, ir.NonOwningLayout)
+            ]
+    return found
 
 
 def _incoming_gradients(

@@ -4,8 +4,9 @@ written to memory.
 An elementwise operator has no kernel of its own if all of its readers are elementwise operators or
 reductions. What it would read is then read where its own result would be. Inductor gives up on
 expressions that read many tensors (`config.realize_reads_threshold` for those with several readers,
-`realize_acc_reads_threshold` for all), and so does this model. Two kernels that read the same
-values count them twice, although Inductor fuses some of these, too.
+`realize_acc_reads_threshold` for all), and so does this model. Its code for a CPU does not compute
+an exponential or a logarithm again for a reader that comes after a product. Two kernels that read
+the same values count them twice, although Inductor fuses some of these, too.
 
 Only what runs operator by operator (`codegen="eager"`) does not count so, inside `use_fusion`.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import operator
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -25,6 +27,7 @@ import torch
 from torch import fx
 
 from zpasses import compat
+from zpasses.cost.time.target import current_target
 from zpasses.graph.aliases import elements_of, is_view, view_base
 from zpasses.graph.queries import nbytes, numel, value_of
 
@@ -34,6 +37,12 @@ _MOST_READS = 8
 """Tensors that an expression reads at most before it becomes a kernel."""
 _MOST_SHARED_READS = 4
 """The same for an expression with several readers."""
+
+_COMPUTED_ONCE = frozenset(
+    getattr(aten, name).default
+    for name in ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
+)
+"""Operators that code for a CPU does not compute again in each reader."""
 
 _ELEMENTWISE = frozenset(
     {
@@ -129,6 +138,11 @@ class FusedKernels:
 
     def __init__(self) -> None:
         self._fuses = fuses()
+        self.on_cpu = current_target().architecture == "cpu"
+        """Whether kernels are C++, of which those in a row are one function."""
+        self._slow: set[fx.Node] = set()
+        """Inlined expressions with one of `_COMPUTED_ONCE`."""
+        self._operators_before: dict[fx.Node, int] = {}
         self._leaves: dict[fx.Node, Mapping[fx.Node, Load]] = {}
         """Node -> the values that a kernel loads which reads this one."""
         self._inputs: dict[fx.Node, Mapping[fx.Node, Load]] = {}
@@ -200,6 +214,8 @@ class FusedKernels:
         if is_view(node):
             base = node.all_input_nodes[0]
             whole = elements_of(node) is not node
+            if base in self._slow:
+                self._slow.add(node)
             if base in self._leaves[base]:
                 return {
                     node: Load(whole and self._leaves[base][base].in_place, _loaded_bytes(node))
@@ -210,7 +226,39 @@ class FusedKernels:
             return itself
         leaves_of_inputs = self.inputs(node)
         most = _MOST_SHARED_READS if len(node.users) > 1 else _MOST_READS
-        return leaves_of_inputs if len(leaves_of_inputs) <= most else itself
+        is_slow = node.target in _COMPUTED_ONCE or not self._slow.isdisjoint(node.all_input_nodes)
+        if len(leaves_of_inputs) > most or (is_slow and self.on_cpu and self._is_read_apart(node)):
+            return itself
+        if is_slow:
+            self._slow.add(node)
+        return leaves_of_inputs
+
+    def _is_read_apart(self, node: fx.Node) -> bool:
+        """Whether an operator stands between two readers, so that they are two kernels."""
+        if len(node.users) == 1:
+            return False
+        if node not in self._operators_before:
+            before = 0
+            for each in node.graph.nodes:
+                self._operators_before[each] = before
+                before += is_operator(each) and not _is_ours(each)
+        return len({self._operators_before[user] for user in node.users}) > 1
+
+
+def is_operator(node: fx.Node) -> bool:
+    """Whether a call runs outside of kernels, such as a product, a collective or a wait."""
+    inside = _is_fusible(node) or node.target in _INTO_A_COPY | _BY_ROWS | {aten.cat.default}
+    return (
+        node.op == "call_function"
+        and not inside
+        and not is_view(node)
+        and node.target is not operator.getitem
+    )
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Whether a call is a collective, a copy from the host or a wait, which schedules move."""
+    return getattr(node.target, "namespace", None) in ("_c10d_functional", "zpasses")
 
 
 def may_be_inlined(node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ from zpasses.cost.memory.liveness import (
     scratch_bytes,
 )
 from zpasses.cost.time.fused_kernels import use_fusion
+from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.aliases import memory_root, root_output
 from zpasses.graph.queries import collective_of, is_wait, saved_inputs
 from zpasses.graph.tags import Tag, add_tag
@@ -330,6 +331,24 @@ def test_a_kernel_writes_over_an_input_that_nothing_needs():
     assert peaks(decomposed(partial(function, then=later), (32, 32))) == (3, 3)
 
 
+def test_what_a_cat_joins_is_written_right_into_it():
+    def function(x, y):
+        return torch.cat([(x @ y).exp(), (y @ x).sin()], 1)
+
+    graph = decomposed(function, (32, 32), (32, 32))
+    with use_target(Target.parse("cpu")):
+        assert peaks(graph) == (3, 4)  # the result and one product
+    with use_target(Target.parse("h100")):
+        assert peaks(graph) == (4, 4)  # one kernel reads both products
+
+
+def test_kernels_in_a_row_are_one_function_on_a_cpu():
+    graph = decomposed(lambda x: ((x @ x).t().contiguous(), x[:16].exp()), (32, 32))
+    for target, most in (("cpu", 2.5), ("h100", 2)):
+        with use_target(Target.parse(target)):
+            assert liveness(graph).peak_bytes == most * UNIT
+
+
 @pytest.mark.parametrize(
     ("function", "held"),
     [
@@ -374,16 +393,37 @@ class GatedBlock(torch.nn.Module):
         return x + self.down(torch.nn.functional.silu(self.gate(normed)) * self.up(normed))
 
 
-def gated():
+class ChunkedBlock(torch.nn.Module):
+    """Its backward concatenates the gradients of gate and up."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.gate_up = torch.nn.Linear(width, 4 * width, bias=False)
+        self.down = torch.nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x):
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        gate, up = self.gate_up(normed).chunk(2, -1)
+        return x + self.down(torch.nn.functional.silu(gate) * up)
+
+
+def stacked(block):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(GatedBlock(64) for _ in range(3)))
+    model = torch.nn.Sequential(*(block(64) for _ in range(3)))
     return model, [(torch.randn(1024, 64),)] * 2
+
+
+MODELS = {
+    "gpt": None,
+    "gated": partial(stacked, GatedBlock),
+    "chunked": partial(stacked, ChunkedBlock),
+}
 
 
 @pytest.mark.inductor
 @pytest.mark.slow(quick="test_kernels_are_not_fused_where_that_raises_the_peak")
 @pytest.mark.parametrize("budget", ["0%", "15%", "40%"])
-@pytest.mark.parametrize("make", [None, gated], ids=["gpt", "gated"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_generated_code_keeps_to_its_plan(make, budget):
     """From the leanest plan to one of the richest."""
     size = replace(SIZE, width=256)  # so that small buffers do not count

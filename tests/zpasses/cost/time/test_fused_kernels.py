@@ -11,7 +11,7 @@ from zpasses import compat
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.fused_kernels import FusedKernels, use_fusion
 from zpasses.cost.time.roofline import compute_us, durations_us
-from zpasses.cost.time.target import Target
+from zpasses.cost.time.target import Target, use_target
 
 aten = torch.ops.aten
 T = Target.parse("h100,memory_gb_s=1,tflops=1e9,kernel_us=1e-6")
@@ -52,6 +52,20 @@ def test_what_others_read_is_written_once_and_read_by_each():
 
     found = moved(traced(function, (32, 32), (32, 32)))
     assert found == {"exp": 2 * 4 * KIB, "mm": 3 * 4 * KIB, "add": 2 * 4 * KIB}
+
+
+def test_an_exponential_on_a_cpu_is_not_computed_again_after_a_product():
+    def function(x, w):
+        y = torch.sigmoid(x)
+        return y * (1 - y), (x + 1) @ w, (y - 1) @ w, y + 2
+
+    graph = traced(function, (32, 32), (32, 32))
+    for target, written in (("h100", None), ("cpu", 2 * 4 * KIB)):
+        with use_target(Target.parse(target)):
+            assert moved(graph)["sigmoid"] == written
+    near = traced(lambda x: torch.sigmoid(x) * (1 - torch.sigmoid(x)), (32, 32))
+    with use_target(Target.parse("cpu")):
+        assert moved(near)["sigmoid"] is None
 
 
 def test_a_value_that_nobody_reads_is_written():
