@@ -11,7 +11,7 @@ Inductor's code does not compute a graph operator by operator. Inside `use_fusio
 inlined in its readers (zpasses.cost.time.fused_kernels) takes no memory and keeps alive what it is
 computed from, and an elementwise kernel writes over an input of its size that nothing needs later,
 unless autograd or the model's caller may hold it. What `cat` joins is written right into its
-result. On a CPU, kernels in a row are one function, so all that they read and write lives together.
+result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.time.fused_kernels import FusedKernels, Load, fuses, is_operator
+from zpasses.cost.time.fused_kernels import FusedKernels, Load, fuses
 from zpasses.graph.aliases import buffer_readers, is_alias, is_view, memory_base, view_base
 from zpasses.graph.dialect import AVERAGE_GRAD, group_size
 from zpasses.graph.encoding import Encoding
@@ -121,7 +121,6 @@ def liveness(
         tracker.visit(index, node)
     tracker.join_parts()
     tracker.write_in_place()
-    tracker.join_kernels()
     changes = [0] * (len(nodes) + 1)
     for buffer in tracker.buffers:
         changes[buffer.first] += buffer.nbytes
@@ -198,13 +197,8 @@ class _Tracker:
         """Kernels, their inputs as `FusedKernels.inputs` returns them, and the number of calls
         before that are no such kernels. Those with the same number may be fused."""
         self._others = 0
-        self._rows: list[tuple[int, int]] = []
-        """First and last index of each row of kernels between which no operator runs."""
-        self._operator_ran = True
         self._parts: list[tuple[Buffer, Buffer]] = []
         """Buffers of `cat` and of what is written right into each."""
-        self._overwritten: set[Buffer] = set()
-        self._overwriting: set[Buffer] = set()
 
     def visit(self, index: int, node: fx.Node) -> None:
         for item in (*node.all_input_nodes, *(self._cached if node.op == "output" else ())):
@@ -222,7 +216,6 @@ class _Tracker:
                 or self._joined(index, node)
                 or self._allocate(index, node)
             )
-            self._continue_row(index, node)
             self._communicate(index, node)
             within = subgraph_bytes(node)
             if within:
@@ -255,33 +248,12 @@ class _Tracker:
             for dying, _ in read:
                 if dying is not None and dying not in kept and _takes_over(made, dying):
                     dying.last = made.first - 1
-                    self._overwritten.add(dying)
-                    self._overwriting.add(made)
                     break
 
     def join_parts(self) -> None:
         """Has each result of `cat` live as long as what is written into it."""
         for whole, part in self._parts:
             whole.last = max(whole.last, part.last)
-
-    def join_kernels(self) -> None:
-        """Has all that a row of kernels reads and writes live together, in code for a CPU."""
-        if self._kernels is None or not self._kernels.on_cpu:
-            return
-        row_at = {at: row for row in self._rows for at in range(row[0], row[1] + 1)}
-        for buffer in self.buffers:
-            if buffer.node.op == "call_function" and buffer not in self._overwriting:
-                buffer.first = row_at.get(buffer.first, (buffer.first,))[0]
-            if buffer not in self._overwritten:
-                buffer.last = row_at.get(buffer.last, (buffer.last,))[-1]
-
-    def _continue_row(self, index: int, node: fx.Node) -> None:
-        if is_operator(node):
-            self._operator_ran = True
-        elif self._kernels is not None and not is_view(node) and not self._kernels.is_inlined(node):
-            start = index if self._operator_ran else self._rows.pop()[0]
-            self._rows.append((start, index))
-            self._operator_ran = False
 
     def _saved(self, node: fx.Node) -> Buffer | None:
         """Returns the buffer of a saved value. Saved views of one tensor share one buffer."""

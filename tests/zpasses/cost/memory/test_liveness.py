@@ -342,13 +342,6 @@ def test_what_a_cat_joins_is_written_right_into_it():
         assert peaks(graph) == (4, 4)  # one kernel reads both products
 
 
-def test_kernels_in_a_row_are_one_function_on_a_cpu():
-    graph = decomposed(lambda x: ((x @ x).t().contiguous(), x[:16].exp()), (32, 32))
-    for target, most in (("cpu", 2.5), ("h100", 2)):
-        with use_target(Target.parse(target)):
-            assert liveness(graph).peak_bytes == most * UNIT
-
-
 @pytest.mark.parametrize(
     ("function", "held"),
     [
