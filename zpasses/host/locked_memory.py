@@ -78,29 +78,30 @@ def near(device: torch.device) -> Iterator[None]:
     """Context in which this thread runs on processors of the device's NUMA node, as far as the
     process may use them and Linux knows them.
     """
-    if not hasattr(os, "sched_setaffinity"):
+    local = _local_processors(device)
+    if not local:
         yield
         return
     processors = os.sched_getaffinity(0)
-    local = _local_processors(device) & processors
-    if local:
-        os.sched_setaffinity(0, local)
+    os.sched_setaffinity(0, local)
     try:
         yield
     finally:
-        if local:
-            os.sched_setaffinity(0, processors)
+        os.sched_setaffinity(0, processors)
 
 
 def _local_processors(device: torch.device) -> set[int]:
-    """Returns the processors of the node to which the device's PCI bus belongs; none if unknown."""
+    """Returns the processors of the device's NUMA node that the process may use; none if unknown,
+    as in a container that hides its devices, or outside of Linux.
+    """
     found: Any = torch.cuda.get_device_properties(device)
-    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     try:
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         listed = (_PCI_DEVICES / address / "local_cpulist").read_text()
         ends = [each.split("-") for each in listed.strip().split(",")]
-        return {at for each in ends for at in range(int(each[0]), int(each[-1]) + 1)}
-    except (OSError, ValueError):  # not Linux, or a container that hides its devices
+        node = {at for each in ends for at in range(int(each[0]), int(each[-1]) + 1)}
+        return node & os.sched_getaffinity(0)
+    except (AttributeError, OSError, ValueError):
         return set()
 
 

@@ -110,6 +110,9 @@ def test_pages_are_locked_by_a_processor_near_the_device(listed, runs_on, monkey
         allowed.update(range(4))
     assert seen == [runs_on]
     assert allowed == {0, 1, 2, 3}
+    del found.pci_bus_id  # a build of torch that does not know it
+    with locked_memory.near(CUDA):
+        assert allowed == {0, 1, 2, 3}
 
 
 def test_memory_that_the_system_does_not_give_is_an_error():

@@ -241,11 +241,11 @@ class FusedKernels:
             before = 0
             for each in node.graph.nodes:
                 self._operators_before[each] = before
-                before += is_operator(each) and not _is_ours(each)
+                before += _is_operator(each) and not _is_ours(each)
         return len({self._operators_before[user] for user in node.users}) > 1
 
 
-def is_operator(node: fx.Node) -> bool:
+def _is_operator(node: fx.Node) -> bool:
     """Whether a call runs outside of kernels, such as a product, a collective or a wait."""
     inside = _is_fusible(node) or node.target in _INTO_A_COPY | _BY_ROWS | {aten.cat.default}
     return (
