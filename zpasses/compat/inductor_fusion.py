@@ -62,7 +62,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.3", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.4", self._limit_bytes, before
 
 
 def fusion_within_peak(before: Callable[..., Any] | None, limit_bytes: int) -> Callable[..., Any]:
@@ -136,7 +136,8 @@ class _Fusions:
         """Allows two kernels to be fused, or keeps them apart."""
         first, second = sorted((self._group[other], self._group[at]))
         low, high = (bisect_left(self._operators, each) for each in (first, second))
-        between = self._operators[low:high]
+        # Those that an allowed fusion needs earlier run before both.
+        between = [each for each in self._operators[low:high] if self._place[each] > first]
         if not between:
             self._join(first, second)
             return
@@ -153,7 +154,7 @@ class _Fusions:
                 return
             barrier = next((each for each in between if each >= beyond), between[-1])
         for each in pair:
-            if each < barrier:
+            if self._group[each] == first:
                 self._after[barrier].add(each)
             else:
                 self._after[each].add(barrier)
@@ -188,7 +189,13 @@ class _Fusions:
                 inner = buffer.readers is not None and buffer.readers <= together
                 for position in range(first, first + 1 if inner else self._place[each]):
                     added[position] += buffer.nbytes
-            added[first] -= self._memory.written_over[each]
+        for each in together:  # a kernel writes over what one of its parts reads
+            for buffer in self._memory.written_over[each]:
+                is_shared = len(together.intersection(buffer.readers or ())) > 1
+                if each in moved and not is_shared:
+                    added[first] -= buffer.nbytes
+                elif each not in moved and is_shared:
+                    added[first] += buffer.nbytes
         return added
 
     def _freed(self, first: int, second: int) -> dict[int, int]:
@@ -249,13 +256,15 @@ class _Memory:
         self.read: list[list[_Buffer]] = [[] for _ in nodes]
         """Node -> what it reads."""
         self._changes = [0] * (len(nodes) + 1)
-        dying: dict[tuple[int, int], int] = defaultdict(int)
+        dying: dict[tuple[int, int], list[_Buffer]] = defaultdict(list)
         concatenated = _concatenated(nodes)
         parts = {name for each in concatenated.values() for name in each}
         for each in buffers:
             is_input = isinstance(each.buffer, memory.FreeableInputBuffer)
             maker = -1 if is_input else each.start_step
             name = each.buffer.get_name()
+            if is_input:
+                each.size_alloc = each.size_free = _input_bytes(name)
             if name in parts:  # it is a part of another buffer
                 each.size_alloc = each.size_free = 0
             elif name in concatenated:
@@ -263,27 +272,28 @@ class _Memory:
                 maker = min((position[node] for node in makers if node is not None), default=maker)
             readers = frozenset(position[node] for node in succ_nodes[id(each)])
             returned = each.end_step == -1
-            self._add(_Buffer(each.size_alloc, maker, None if returned else readers), readers)
+            buffer = _Buffer(each.size_alloc, maker, None if returned else readers)
+            self._add(buffer, readers)
             if not returned:
                 self._changes[each.end_step + 1] -= each.size_free
                 if each.start_step < each.end_step:
-                    dying[each.end_step, each.size_free] += 1
+                    dying[each.end_step, each.size_free].append(buffer)
         for size, read_at in _incoming_gradients(nodes, inputs - outputs):
             self._add(_Buffer(size, -1, read_at), read_at)
             self._changes[max(read_at) + 1] -= size
-        self.written_over = [0] * len(nodes)
-        """Node -> bytes of the inputs that it writes over."""
+        self.written_over: list[list[_Buffer]] = [[] for _ in nodes]
+        """Node -> the inputs that it writes over."""
         for at, node in enumerate(nodes):
             for buffer in self.made[at] if _is_kernel(node) else ():
-                if buffer.maker == at and dying[at, buffer.nbytes] > 0:
-                    dying[at, buffer.nbytes] -= 1
-                    self.written_over[at] += buffer.nbytes
+                found = dying[at, buffer.nbytes]
+                if buffer.maker == at and found:
+                    self.written_over[at].append(found.pop())
         self.live: list[int] = []
         """Bytes that live during each node."""
         live = 0
         for change, written_over in zip(self._changes[:-1], self.written_over, strict=True):
             live += change
-            self.live.append(live - written_over)
+            self.live.append(live - sum(buffer.nbytes for buffer in written_over))
 
     def _add(self, buffer: _Buffer, readers: frozenset[int]) -> None:
         self._changes[max(buffer.maker, 0)] += buffer.nbytes
@@ -313,14 +323,20 @@ def _incoming_gradients(
     count does not free them, and its code does.
     """
     reads: dict[str, set[int]] = defaultdict(set)
-    sizes: dict[str, int] = {}
     for at, node in enumerate(nodes):
         for dep in node.read_writes.reads:
             if dep.name in inputs and dep.name.startswith("tangents"):
                 reads[dep.name].add(at)
-                sizes[dep.name] = V.graph.get_dep_size_hint(dep)
-    for name, size in sizes.items():
-        yield size, frozenset(reads[name])
+    for name, read_at in reads.items():
+        yield _input_bytes(name), frozenset(read_at)
+
+
+def _input_bytes(name: str) -> int:
+    """Returns the bytes of an input. Inductor's count has the elements that are read, some of which
+    are read several times.
+    """
+    given: Any = V.graph.graph_inputs[name]
+    return int(_hint(sympy_product(given.get_size())) * given.get_dtype().itemsize)
 
 
 def _is_kernel(node: BaseSchedulerNode) -> bool:
@@ -344,9 +360,12 @@ def _is_operator(node: BaseSchedulerNode) -> bool:
 
 def _elements(node: Any) -> Any:
     """How many elements a kernel goes through. Kernels of other numbers are not fused."""
-    ranges = [size for part in node.get_ranges() for size in part]
+    return _hint(sympy_product(size for part in node.get_ranges() for size in part))
+
+
+def _hint(size: Any) -> Any:
     sizes: Any = V.graph.sizevars
-    return sizes.optimization_hint(sympy_product(ranges), fallback=0)
+    return sizes.optimization_hint(size, fallback=0)
 
 
 def _run_after(node: BaseSchedulerNode, others: Iterable[BaseSchedulerNode]) -> None:

@@ -97,12 +97,12 @@ def read_before_and_after(*, what, room=False):
     return torch.fx.GraphModule({}, graph), [node.meta["val"] for node in inputs]
 
 
-def calls_of(patches, **graph):
+def calls_of(patches, make=read_before_and_after, **graph):
     """The kernels and products of the code, in their order."""
     ours = {"reorder_for_peak_memory": False, "allow_buffer_reuse": False}
     patches = {**ours, "force_disable_caches": True, **patches}
     with fake_world(2), torch.no_grad():
-        gm, values = read_before_and_after(**graph)
+        gm, values = make(**graph)
 
         def run():
             inputs = [torch.ones(*each.shape) for each in values]
@@ -147,6 +147,69 @@ def test_a_kernel_that_runs_after_a_product_still_writes_over_it():
         return code.count("= empty_strided_cpu(")
 
     assert allocations(compat.within_planned_peak({})) == 3  # not 4: the last one has none
+
+
+def built(function, **shapes):
+    """A graph that `function` writes, given an editor and its inputs."""
+    graph, mode = torch.fx.Graph(), compat.FakeTensorMode()
+    inputs = [graph.placeholder(name) for name in shapes]
+    with mode:
+        for node, shape in zip(inputs, shapes.values(), strict=True):
+            node.meta["val"] = torch.empty(shape)
+    output = graph.output(())
+    output.args = (tuple(function(Editor(graph, before=output).call, *inputs)),)
+    return torch.fx.GraphModule({}, graph), [node.meta["val"] for node in inputs]
+
+
+def test_a_kernel_of_two_parts_writes_over_nothing_that_both_read():
+    """So a second part that writes over `made` by itself takes memory of its own if it is fused."""
+
+    def graph(call, row, left, right):
+        made = call(aten.mm.default, left, right)
+        product = call(aten.mm.default, row, call(aten.exp.default, made))
+        return product, call(aten.sin.default, made)
+
+    shapes = {"primals_row": (1, 8), "primals_left": (8, 8), "primals_right": (8, 8)}
+    calls = calls_of(compat.within_planned_peak({}), lambda: built(graph, **shapes))
+    assert calls == ["product", "kernel", "product", "kernel"]
+
+
+def test_a_kernel_is_kept_apart_by_an_operator_that_no_fusion_moves():
+    """The second kernel is fused with the first, so that `made` runs before both. What keeps the
+    third one apart from them is a later product.
+    """
+
+    def graph(call, base, row, left, right):
+        first = call(aten.exp.default, base)
+        made = call(aten.mm.default, left, right)
+        yield call(aten.mm.default, row, call(aten.mul.Tensor, base, made))
+        yield call(aten.mm.default, row, first)
+        yield first
+        yield call(aten.sin.default, base)
+
+    shapes = {f"primals_{name}": (8, 8) for name in ("base", "row", "left", "right")}
+    shapes["primals_row"] = (1, 8)
+    calls = calls_of(compat.within_planned_peak({}), lambda: built(graph, **shapes))
+    assert calls == ["product", "kernel", "product", "product", "kernel"]
+
+
+def test_an_input_counts_once_however_often_its_elements_are_read():
+    """The peak is not where Inductor's count has it, so kernels after it stay apart."""
+
+    def graph(call, row, base, product, *saved):
+        wide = [call(aten.expand.default, each, [8, 4, 16]) for each in saved]
+        wide = [call(aten.clone.default, each) for each in wide]
+        factors = [call(aten.view.default, each, [8, 64]) for each in wide]
+        for each in factors:
+            product = call(aten.mul.Tensor, product, each)
+        yield call(aten.sum.dim_IntList, product, [1])
+        yield call(aten.mm.default, row, call(aten.exp.default, base))
+        yield call(aten.mm.default, row, call(aten.cos.default, base))
+
+    shapes = {"primals_row": (1, 8), "primals_base": (8, 64), "primals_factor": (8, 64)}
+    shapes |= dict.fromkeys(("first", "second", "third"), (8, 4, 1))
+    calls = calls_of(compat.within_planned_peak({}), lambda: built(graph, **shapes))
+    assert calls == ["kernel", "product", "kernel", "product"]
 
 
 class Recorded(CustomSchedulerPass):

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.time.fused_kernels import FusedKernels, Load, fuses
+from zpasses.cost.time.fused_kernels import FusedKernels, Load, fuses, is_addmm
 from zpasses.graph.aliases import buffer_readers, is_alias, is_view, memory_base, view_base
 from zpasses.graph.dialect import AVERAGE_GRAD, group_size
 from zpasses.graph.encoding import Encoding
@@ -305,7 +305,11 @@ class _Tracker:
         if kernels is None or node.target is not aten.cat.default:
             return None
         items = list(dict.fromkeys(node.all_input_nodes))
-        into = [item for item in items if kernels.has_kernel(item) or item.target in _PRODUCTS]
+        into = [
+            item
+            for item in items
+            if kernels.has_kernel(item) or item.target in _PRODUCTS or is_addmm(item)
+        ]
         at_once = not kernels.on_cpu and all(
             kernels.has_kernel(item) and len(item.users) == 1 for item in items
         )

@@ -5,7 +5,8 @@ An elementwise operator has no kernel of its own if all of its readers are eleme
 reductions. What it would read is then read where its own result would be. Inductor gives up on
 expressions that read many tensors (`config.realize_reads_threshold` for those with several readers,
 `realize_acc_reads_threshold` for all), and so does this model. Its code for a CPU does not compute
-an exponential or a logarithm again for a reader that comes after a product. Two kernels that read
+an exponential or a logarithm again for a reader that comes after a product. A matrix product and
+the sum that only it goes into are one `addmm`, which runs where the sum does. Two kernels that read
 the same values count them twice, although Inductor fuses some of these, too.
 
 Only what runs operator by operator (`codegen="eager"`) does not count so, inside `use_fusion`.
@@ -157,7 +158,7 @@ class FusedKernels:
         return self._moved[node]
 
     def _bytes_of(self, node: fx.Node) -> int | None:
-        if self.is_inlined(node):
+        if _is_elementwise(node) and self.is_inlined(node):
             return None
         written = nbytes(value_of(node))
         if self._fuses and (_is_fusible(node) or node.target in _INTO_A_COPY):
@@ -168,7 +169,11 @@ class FusedKernels:
 
     def is_inlined(self, node: fx.Node) -> bool:
         """Whether a call is computed where it is read, so that its value is in no memory."""
-        return self._fuses and _is_elementwise(node) and node not in self._leaves_of(node)
+        return (
+            self._fuses
+            and (_is_elementwise(node) or _is_in_addmm(node))
+            and node not in self._leaves_of(node)
+        )
 
     def has_kernel(self, node: fx.Node) -> bool:
         """Whether a call is an elementwise operator, or a reduction, that is not inlined."""
@@ -200,7 +205,11 @@ class FusedKernels:
         while pending:
             each = pending[-1]
             if each not in self._leaves:
-                passes = each.all_input_nodes if is_view(each) or _is_fusible(each) else ()
+                passes = (
+                    each.all_input_nodes
+                    if is_view(each) or _is_fusible(each) or _is_in_addmm(each)
+                    else ()
+                )
                 missing = [source for source in passes if source not in self._leaves]
                 if missing:
                     pending += missing
@@ -222,6 +231,8 @@ class FusedKernels:
                 }
             leaves = self._leaves[base].items()
             return {leaf: Load(whole and each.in_place, each.nbytes) for leaf, each in leaves}
+        if _is_in_addmm(node):
+            return self.inputs(node)
         if not _is_elementwise(node) or not node.users or not _is_read_by_kernels(node):
             return itself
         leaves_of_inputs = self.inputs(node)
@@ -305,7 +316,48 @@ def _is_fusible(node: fx.Node) -> bool:
     return _kind_of(node.target) == "reduction" or _is_elementwise(node)
 
 
+def is_addmm(node: fx.Node) -> bool:
+    """Whether Inductor computes a sum with the matrix product in it, by one `addmm`."""
+    return _product_in(node) is not None
+
+
+def _product_in(node: fx.Node) -> fx.Node | None:
+    """Returns the product that `addmm` computes with a sum; None if it computes none. On
+    accelerators, sums that only elementwise operators read stay apart.
+    """
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return None
+    for product, term in (node.args, node.args[::-1]):
+        if not isinstance(product, fx.Node) or not isinstance(term, fx.Node):
+            return None
+        if product.target is aten.mm.default and len(product.users) == 1:
+            result, added = value_of(product), value_of(term)
+            fits = result.shape == value_of(node).shape and result.dtype == added.dtype
+            on_cpu = result.device.type == "cpu"
+            return product if fits and (on_cpu or not _is_read_elementwise(node)) else None
+    return None
+
+
+def _is_read_elementwise(node: fx.Node) -> bool:
+    return all(
+        _is_read_elementwise(user)
+        if is_view(user) or user.target is operator.getitem
+        else isinstance(user.target, compat.OpOverload) and torch.Tag.pointwise in user.target.tags
+        for user in node.users
+    )
+
+
+def _is_in_addmm(node: fx.Node) -> bool:
+    """Whether a call is a matrix product that `addmm` computes with the sum that reads it."""
+    if node.target is not aten.mm.default or len(node.users) != 1:
+        return False
+    (reader,) = node.users
+    return _product_in(reader) is node
+
+
 def _is_elementwise(node: fx.Node) -> bool:
+    if is_addmm(node):
+        return False
     if node.target is aten.scatter.value:  # Inductor compares positions, if it writes to a constant
         base = node.args[0]
         return isinstance(base, fx.Node) and base.target is aten.full.default

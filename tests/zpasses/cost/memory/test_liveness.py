@@ -22,7 +22,7 @@ from zpasses.cost.memory.liveness import (
 from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.aliases import memory_root, root_output
-from zpasses.graph.queries import collective_of, is_wait, saved_inputs
+from zpasses.graph.queries import collective_of, copy_graph, is_wait, saved_inputs
 from zpasses.graph.tags import Tag, add_tag
 from zpasses.passes import CacheParams, GatherParams, ReduceGrads, Schedule
 from zpasses.pipeline.events import observe_graphs
@@ -248,6 +248,10 @@ RESHARDED = "reshard-after-forward,schedule{plan=one-ahead,cap_mb=1,memory_budge
 def measured_step(size, dtype=None, *, make=None, **options):
     """Returns the graphs of a step, and the bytes that its forward and its backward allocate."""
     graphs = {}
+
+    def keep(log):  # a copy, because Inductor rewrites the graph that it compiles
+        graphs.setdefault(log.kind, copy_graph(log.graph).graph)
+
     # Entered first: the profiler misses the release of memory whose allocation it has not seen.
     with (
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
@@ -256,7 +260,7 @@ def measured_step(size, dtype=None, *, make=None, **options):
         model, (warmup, measured) = make() if make else (build_model(size), batches(size, 2, 0))
         zpasses.shard(model, mesh=mesh, param_dtype=dtype, reduce_dtype=dtype)
         step = torch.compile(model, backend="zpasses", fullgraph=True, options=options)
-        with observe_graphs(lambda log: graphs.setdefault(log.kind, log.graph)):
+        with observe_graphs(keep):
             step(*warmup).square().mean().backward()
         step(*warmup).square().mean().backward()
         for param in model.parameters():
@@ -289,10 +293,11 @@ def test_modelled_peaks_are_what_a_step_allocates(last):
 
 
 # --- what Inductor's code allocates -------------------------------------------------------------
-def decomposed(function, *shapes):
+def decomposed(function, *shapes, device="cpu"):
     table = compat.inductor_decompositions()
     with compat.FakeTensorMode():
-        return make_fx(function, table)(*(torch.empty(shape) for shape in shapes)).graph
+        inputs = [torch.empty(shape, device=device) for shape in shapes]
+        return make_fx(function, table)(*inputs).graph
 
 
 def peaks(graph):
@@ -340,6 +345,20 @@ def test_what_a_cat_joins_is_written_right_into_it():
         assert peaks(graph) == (3, 4)  # the result and one product
     with use_target(Target.parse("h100")):
         assert peaks(graph) == (4, 4)  # one kernel reads both products
+
+
+@pytest.mark.parametrize(
+    ("device", "then", "held"),
+    [("cpu", None, 2), ("cpu", torch.sin, 2), ("meta", None, 2), ("meta", torch.sin, 1)],
+)
+def test_a_product_and_the_sum_that_reads_it_are_one_call(device, then, held):
+    """So what is added to it is in memory, but where an accelerator fuses the sum."""
+
+    def function(x, y):
+        total = x.exp() + x @ y
+        return total if then is None else then(total)
+
+    assert peaks(decomposed(function, (32, 32), (32, 32), device=device))[0] == held
 
 
 @pytest.mark.parametrize(
@@ -400,9 +419,9 @@ class ChunkedBlock(torch.nn.Module):
         return x + self.down(torch.nn.functional.silu(gate) * up)
 
 
-def stacked(block):
+def stacked(block, blocks=3):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(block(64) for _ in range(3)))
+    model = torch.nn.Sequential(*(block(64) for _ in range(blocks)))
     return model, [(torch.randn(1024, 64),)] * 2
 
 
@@ -410,6 +429,7 @@ MODELS = {
     "gpt": None,
     "gated": partial(stacked, GatedBlock),
     "chunked": partial(stacked, ChunkedBlock),
+    "added": partial(stacked, ChunkedBlock, blocks=2),  # forward peaks where `addmm` adds
 }
 
 
