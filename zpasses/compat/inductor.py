@@ -159,7 +159,9 @@ def _pin_outputs(gm: fx.GraphModule) -> None:
     output.args = (tuple(values),)
     # Inductor asks each of them for its operator. A variant returns None for a gradient that it
     # keeps.
-    visible = {*output.meta.get("user_visible_output_idxs", ()), *pinned}
+    # It lays out inputs that convolutions read another way, and would return a copy of each shard.
+    given = {i for i, each in enumerate(values) if getattr(each, "op", None) == "placeholder"}
+    visible = {*output.meta.get("user_visible_output_idxs", ()), *pinned, *given}
     output.meta["user_visible_output_idxs"] = sorted(
         position for position in visible if isinstance(values[position], fx.Node)
     )
