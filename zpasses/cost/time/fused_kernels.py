@@ -174,6 +174,10 @@ class FusedKernels:
         """Whether a call is an elementwise operator, or a reduction, that is not inlined."""
         return _is_fusible(node) and not self.is_inlined(node)
 
+    def is_operator(self, node: fx.Node) -> bool:
+        """Whether a call runs outside of kernels, such as a product, a collective or a wait."""
+        return _is_operator(node)
+
     def inputs(self, node: fx.Node) -> Mapping[fx.Node, Load]:
         """Returns the values that a call loads, through those that are inlined in it."""
         if node not in self._inputs:
@@ -253,6 +257,7 @@ def _is_operator(node: fx.Node) -> bool:
         and not inside
         and not is_view(node)
         and node.target is not operator.getitem
+        and getattr(node.target, "namespace", None) != "prims"  # such as indices of a pool
     )
 
 
