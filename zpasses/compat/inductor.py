@@ -152,7 +152,7 @@ def _pin_outputs(gm: fx.GraphModule) -> None:
     values = list(cast(Sequence[Any], output.args[0]))
     for position, strides in pinned.items():
         node = values[position]
-        if node.op == "placeholder":
+        if node.op == "placeholder" and node.meta["val"].stride() == strides:
             continue
         static = all(isinstance(each, int) for each in strides)
         if len(strides) < 3 or not static or not _repeats_statically(node, strides):
