@@ -62,6 +62,7 @@ from zpasses.runtime.forward_variants import (
     gather_ids,
     param_slots,
     params_read,
+    pin_shards,
 )
 from zpasses.runtime.free_memory import note_planned_peak
 from zpasses.runtime.gloo import replace_gloo_collectives
@@ -461,5 +462,6 @@ def _built(
         gm, extra = build_forward_variant(gm, variant, output_strides)
     elif variant is not None:
         gm, extra = build_backward_variant(gm, variant)
+    pin_shards(gm.graph)
     gm, residuals = add_residual_inputs(gm)
     return gm, [*extra, *map(value_of, residual_inputs(gm.graph))], residuals

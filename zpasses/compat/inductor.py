@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -151,6 +152,8 @@ def _pin_outputs(gm: fx.GraphModule) -> None:
     values = list(cast(Sequence[Any], output.args[0]))
     for position, strides in pinned.items():
         node = values[position]
+        if node.op == "placeholder" and node.meta["val"].stride() == strides:
+            continue
         static = all(isinstance(each, int) for each in strides)
         if len(strides) < 3 or not static or not _repeats_statically(node, strides):
             continue
@@ -194,6 +197,27 @@ def _repeated_sizes(node: fx.Node, strides: tuple[int, ...]) -> dict[int, Any]:
 
 def _repeats_statically(node: fx.Node, strides: tuple[int, ...]) -> bool:
     return all(isinstance(size, int) for size in _repeated_sizes(node, strides).values())
+
+
+def prefers_channels_last(graph: fx.Graph) -> bool:
+    """Whether Inductor lays out the convolutions of a graph channels last.
+
+    For a backward graph, it is the answer for the forward graph.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    aten = torch.ops.aten
+    nodes: list[Any] = []
+    for node in graph.nodes:
+        args = node.args
+        if node.target is aten.convolution_backward.default:
+            args = (*args[1:3], args[9])
+        elif node.target is not aten.convolution.default:
+            nodes.append(node)
+            continue
+        nodes.append(SimpleNamespace(target=aten.convolution.default, args=args))
+    gm: Any = SimpleNamespace(graph=SimpleNamespace(nodes=nodes))
+    return GraphLowering.decide_layout_opt(gm, is_inference=False)
 
 
 def report_output_strides(strides: Sequence[tuple[int, ...] | None]) -> None:

@@ -202,6 +202,20 @@ def _full_param_outputs(graph: fx.Graph) -> dict[int, tuple[int, ...]]:
     }
 
 
+def pin_shards(graph: fx.Graph) -> None:
+    """Has a graph return the shards among its outputs as they are.
+
+    Inductor lays out what convolutions are computed from. It would return a copy of each shard, and
+    make another one for the gather, as backward does of the copy.
+    """
+    shards = {
+        i: value_of(node).stride()
+        for i, node in enumerate(returned_values(graph))
+        if isinstance(node, fx.Node) and node.op == "placeholder" and tag_of(node) is not None
+    }
+    compat.pin_output_strides(graph.output_node(), shards)
+
+
 def _static_or_traced(value: Tensor, strides: tuple[int, ...]) -> tuple[int, ...]:
     """Inductor chooses strides only where sizes are static; others it reports of one run."""
     static = all(isinstance(each, int) for each in (*value.shape, *value.stride()))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.cost.memory.layout_copies import copied_bytes, copied_inputs, is_saved_copy
 from zpasses.cost.time.fused_kernels import FusedKernels, Load, fuses, is_addmm
 from zpasses.graph.aliases import buffer_readers, is_alias, is_view, memory_base, view_base
 from zpasses.graph.dialect import AVERAGE_GRAD, group_size
@@ -120,6 +121,7 @@ def liveness(
     for index, node in enumerate(nodes):
         tracker.visit(index, node)
     tracker.join_parts()
+    tracker.lay_out()
     tracker.write_in_place()
     changes = [0] * (len(nodes) + 1)
     for buffer in tracker.buffers:
@@ -196,9 +198,13 @@ class _Tracker:
         self._elementwise: list[tuple[fx.Node, Mapping[fx.Node, Load], int]] = []
         """Kernels, their inputs as `FusedKernels.inputs` returns them, and the number of calls
         before that are no such kernels. Those with the same number may be fused."""
+        self._kernels_of: dict[fx.Node, Mapping[fx.Node, Load]] = {}
+        """The same inputs by their kernels."""
         self._others = 0
         self._parts: list[tuple[Buffer, Buffer]] = []
         """Buffers of `cat` and of what is written right into each."""
+        self._copies: list[tuple[int, Buffer, Buffer | None]] = []
+        """Operators, copies in another layout that they read, and what each is a copy of."""
 
     def visit(self, index: int, node: fx.Node) -> None:
         for item in (*node.all_input_nodes, *(self._cached if node.op == "output" else ())):
@@ -208,7 +214,7 @@ class _Tracker:
         if is_on_host(node) and node.target is not RELOAD:
             self._memory_of[node] = [None]
         elif node.op == "placeholder":
-            self._memory_of[node] = [self._saved(node)] if node in self._saved_inputs else [None]
+            self._memory_of[node] = [self._given(index, node)]
         elif node.op == "call_function":
             self._memory_of[node] = (
                 self._inlined(node)
@@ -217,6 +223,7 @@ class _Tracker:
                 or self._allocate(index, node)
             )
             self._communicate(index, node)
+            self._copy_inputs(index, node)
             within = subgraph_bytes(node)
             if within:
                 self.buffers.append(Buffer(node, within, index, index, scratch=True))
@@ -226,6 +233,7 @@ class _Tracker:
 
     def write_in_place(self) -> None:
         """Ends the life of what elementwise kernels write over right before them."""
+        self._kernels_of = {node: sources for node, sources, _ in self._elementwise}
         read_by = [
             [
                 (self._memory_of.get(each, [None])[0], load.in_place)
@@ -233,16 +241,18 @@ class _Tracker:
             ]
             for _, sources, _ in self._elementwise
         ]
-        # Several parts of one kernel may read a value: none knows which of them is the last.
-        readers = Counter(
-            (id(buffer), others)
-            for (_, _, others), read in zip(self._elementwise, read_by, strict=True)
-            for buffer in {id(buffer): buffer for buffer, _ in read}.values()
-        )
+        # Several parts of one kernel may read a value: none knows which of them is the last, unless
+        # it needs what the others compute.
+        readers: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
+        for (node, _, others), read in zip(self._elementwise, read_by, strict=True):
+            for held in {id(buffer) for buffer, _ in read}:
+                readers[held, others].append(node)
         for (node, _, others), read in zip(self._elementwise, read_by, strict=True):
             made = self._memory_of[node][0]
             kept = [buffer for buffer, in_place in read if not in_place]
-            kept += [buffer for buffer, _ in read if readers[id(buffer), others] > 1]
+            kept += [
+                buffer for buffer, _ in read if not self._is_last(node, readers[id(buffer), others])
+            ]
             if made is None or made.node is not node:
                 continue
             for dying, _ in read:
@@ -250,10 +260,38 @@ class _Tracker:
                     dying.last = made.first - 1
                     break
 
+    def _is_last(self, node: fx.Node, readers: list[fx.Node]) -> bool:
+        """Whether a kernel runs after all other readers of a value, as it needs their results."""
+        missing, pending, seen = {*readers} - {node}, [node], {node}
+        while pending and missing:
+            for each in self._kernels_of[pending.pop()]:
+                if each not in seen and each in self._kernels_of:
+                    seen.add(each)
+                    pending.append(each)
+            missing -= seen
+        return not missing
+
+    def lay_out(self) -> None:
+        """Has what is copied in another layout die with its copy, before the operator runs."""
+        for index, copy, source in self._copies:
+            copy.first = index - 1
+            if source is not None and source.last == index > source.first:
+                source.last = index - 1
+
     def join_parts(self) -> None:
         """Has each result of `cat` live as long as what is written into it."""
         for whole, part in self._parts:
             whole.last = max(whole.last, part.last)
+
+    def _given(self, index: int, node: fx.Node) -> Buffer | None:
+        """Returns the buffer of an input, or of the copy of it that forward saves."""
+        if node in self._saved_inputs:
+            return self._saved(node)
+        if self._kernels is None or not is_saved_copy(node):
+            return None
+        copy = Buffer(node, nbytes(value_of(node)), index, index)
+        self.buffers.append(copy)
+        return copy
 
     def _saved(self, node: fx.Node) -> Buffer | None:
         """Returns the buffer of a saved value. Saved views of one tensor share one buffer."""
@@ -347,14 +385,28 @@ class _Tracker:
         self.buffers += made
         return list(made)
 
+    def _copy_inputs(self, index: int, node: fx.Node) -> None:
+        """Adds the copies in another layout that an operator reads."""
+        if self._kernels is None:
+            return
+        if is_saved_copy(node):
+            self.buffers.append(Buffer(node, nbytes(value_of(node)), index, index, scratch=True))
+        for source in copied_inputs(node):
+            copy = Buffer(node, nbytes(value_of(source)), index, index, scratch=True)
+            self.buffers.append(copy)
+            self._copies.append((index, copy, self._memory_of[source][0]))
+            if node in self._pending:
+                self._pending[node].append(copy)
+
     def _communicate(self, index: int, node: fx.Node) -> None:
         found = collective_of(node)
         if found is not None:
-            scratch = Buffer(node, scratch_bytes(node, found), index, index, scratch=True)
+            scratch = Buffer(node, _of_backend(node, found), index, index, scratch=True)
             if scratch.nbytes:
                 self.buffers.append(scratch)
             # The outputs count too: none of several outputs is freed before all are awaited.
-            involved = [*node.all_input_nodes, node]
+            copied = copied_inputs(node) if self._kernels is not None else ()
+            involved = [*(each for each in node.all_input_nodes if each not in copied), node]
             needed = [
                 buffer
                 for item in involved
@@ -438,7 +490,8 @@ def scratch_bytes(node: fx.Node, collective: Collective | None = None) -> int:
     Over gloo, small tensors are packed, and a reduce-scatter receives a part from every other rank,
     one of them in its output. gloo itself packs the tensors of an all-reduce. A copy engine that
     gathers several tensors in one call packs them, and copies them out of a flat tensor. An
-    exchange of rows packs what it sends. An average between nodes will exchange records.
+    exchange of rows packs what it sends. An average between nodes will exchange records. Gradients
+    of convolutions are copied, because their layout is another.
 
     Args:
         node: a node that communicates.
@@ -446,6 +499,10 @@ def scratch_bytes(node: fx.Node, collective: Collective | None = None) -> int:
     """
     collective = collective or collective_of(node)
     assert collective is not None
+    return _of_backend(node, collective) + (copied_bytes(node) if fuses() else 0)
+
+
+def _of_backend(node: fx.Node, collective: Collective) -> int:
     call: Any = node.target
     if collective.op.startswith("sdma_"):
         several = len(collective.shapes) > 1

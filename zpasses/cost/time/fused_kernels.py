@@ -264,6 +264,7 @@ def _is_operator(node: fx.Node) -> bool:
         and not inside
         and not is_view(node)
         and node.target is not operator.getitem
+        and getattr(node.target, "namespace", None) != "prims"  # such as indices of a pool
     )
 
 

@@ -1,0 +1,115 @@
+"""Copies in another layout that Inductor's code makes for convolutions, and a graph does not show.
+
+Inductor lays out the values around two-dimensional convolutions channels last. Kernels compute
+their results in this layout at once, and forward saves them so. What comes in a layout of its own
+is copied right before the convolution: gathered weights, the batch, and gradients of what the model
+returns. A gathered weight that forward saves is copied once, for both graphs, unless it is cached.
+A backward convolution runs channels last if its input or its weight is so. Then its gradient of the
+weight is, too, and a collective reads a copy of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zpasses import compat
+from zpasses.graph.aliases import GETITEM, is_view
+from zpasses.graph.queries import collective_of, is_wait, nbytes, value_of
+from zpasses.graph.tags import tag_of
+
+aten = torch.ops.aten
+_FORWARD, _BACKWARD = aten.convolution.default, aten.convolution_backward.default
+_SAME_LAYOUT = (aten.slice.Tensor, aten.alias.default, aten.detach.default)
+"""Views whose dimensions have the order of those of their base."""
+
+_prefers: weakref.WeakKeyDictionary[fx.Graph, bool] = weakref.WeakKeyDictionary()
+"""Graph -> whether its convolutions are laid out. No pass adds or removes one."""
+
+
+def copied_inputs(node: fx.Node) -> list[fx.Node]:
+    """Returns the inputs of a convolution, or of a collective, that Inductor's code copies."""
+    if node.target in (_FORWARD, _BACKWARD):
+        wanted = _is_last(node)
+        operands: Any = node.args[: 2 if node.target is _FORWARD else 3]
+        return [each for each in operands if _is_fixed(each, not wanted)]
+    if collective_of(node) is not None:
+        return [each for each in node.all_input_nodes if _is_fixed(each, True)]
+    return []
+
+
+def is_saved_copy(node: fx.Node) -> bool:
+    """Whether forward saves a copy of a gathered weight, or of an input, that a convolution reads.
+
+    In a forward graph, the convolution reads the copy, too. In a backward graph, the copy is given.
+    """
+    tag, users = tag_of(node), {user.target for user in node.users}
+    if not (is_wait(node) or (node.op == "placeholder" and tag is None)):
+        return False
+    is_given = node.name.startswith("primals") and _BACKWARD in users
+    is_saved = _FORWARD in users and any(user.op == "output" for user in node.users)
+    is_cached = tag is not None and tag.cached
+    return (
+        (is_given or is_saved)
+        and not is_cached
+        and _matters(node)
+        and _prefers_channels_last(node.graph)
+    )
+
+
+def copied_bytes(node: fx.Node) -> int:
+    """Returns the bytes of these copies."""
+    return sum(nbytes(value_of(each)) for each in copied_inputs(node))
+
+
+def _is_last(convolution: fx.Node) -> bool:
+    """Whether a convolution runs channels last."""
+    first = 0 if convolution.target is _FORWARD else 1
+    operands: Any = convolution.args[first : first + 2]
+    if any(value_of(each).dim() != 4 for each in operands):
+        return False
+    if not _prefers_channels_last(convolution.graph):
+        return False
+    if convolution.target is _FORWARD:
+        return True
+    return not all(_is_fixed(each, False) or not _matters(each) for each in operands)
+
+
+def _prefers_channels_last(graph: fx.Graph) -> bool:
+    if graph not in _prefers:
+        _prefers[graph] = compat.prefers_channels_last(graph)
+    return _prefers[graph]
+
+
+def _is_fixed(node: fx.Node, last: bool) -> bool:
+    """Whether a value has a layout that its reader cannot choose: channels last, or another."""
+    if not _matters(node):
+        return False
+    while node.target in _SAME_LAYOUT:
+        node = node.all_input_nodes[0]
+    source = node.all_input_nodes[0] if node.target is GETITEM else node
+    if source.target in (_FORWARD, _BACKWARD):
+        return _is_last(source) == last
+    if is_saved_copy(node) or (node.op == "placeholder" and _is_saved(node)):
+        return last and _prefers_channels_last(node.graph)
+    if node.op == "placeholder" or is_view(node) or is_wait(node) or collective_of(source):
+        return (compat.planned_size(value_of(node).stride(1)) == 1) == last
+    return False
+
+
+def _is_saved(node: fx.Node) -> bool:
+    """Whether forward has computed an input of a backward graph."""
+    tag = tag_of(node)
+    return (tag is None or tag.kept) and not node.name.startswith(("primals", "tangents"))
+
+
+def _matters(node: fx.Node) -> bool:
+    """Whether the layouts of a value differ."""
+    value = value_of(node)
+    if not isinstance(value, Tensor) or value.dim() != 4:
+        return False
+    _, channels, *kernel = map(compat.planned_size, value.shape)
+    return channels > 1 and max(kernel) > 1
