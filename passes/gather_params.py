@@ -145,7 +145,8 @@ class _Gather:
 
     def _block_bytes(self, value: Any, rows: Any, dtype: torch.dtype) -> int:
         widths = (compat.size_hint(size) for size in value.shape[1:])
-        return rows_per_rank(rows, self.size) * math.prod(widths) * dtype.itemsize
+        block = rows_per_rank(rows, self.size) if value.dim() else 1
+        return block * math.prod(widths) * dtype.itemsize
 
     def copy(self, shard: fx.Node, dtype: torch.dtype) -> fx.Node:
         value = value_of(shard)

@@ -39,7 +39,7 @@ from typing import Any, ClassVar, Literal
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.memory.collective_moves import movable_collectives
+from zpasses.cost.memory.collective_moves import equal_liveness, movable_collectives
 from zpasses.cost.memory.liveness import NOTABLE_BYTES
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.bucket_keys import compatibility_key
@@ -139,12 +139,17 @@ class Schedule(Pass):
         """Returns the number of collectives saved, or 1 if nodes only moved."""
         tag_foreign_gathers(graph, origin=self.name)
         changes, limit_bytes = self._move_collectives(graph)
-        return changes + self._move_shard_copies(graph, limit_bytes)
+        copies, copies_limit = self._move_shard_copies(graph, limit_bytes)
+        self._warn_over_budget(graph, copies_limit)
+        return changes + copies
 
-    def _move_shard_copies(self, graph: fx.Graph, limit_bytes: int | None) -> int:
+    def _move_shard_copies(
+        self, graph: fx.Graph, limit_bytes: int | None
+    ) -> tuple[int, int | None]:
         """Starts the copies of shards from the host ahead of their gathers, and awaits those of
-        gradients to the host after their reductions, which stay. Returns how many there are. They
-        are no collectives, so ranks need not agree.
+        gradients to the host after their reductions, which stay. Returns how many there are, and
+        the largest allowed peak if it had to be known. They are no collectives, so ranks need not
+        agree.
 
         Args:
             limit_bytes: the largest allowed peak; None takes that of the memory budget.
@@ -156,13 +161,14 @@ class Schedule(Pass):
             reloads = sum(item.is_gather for item in moved)
             problem = problem_of(graph, current_target(), items=moved)
             planned = self.choose(problem, limit_bytes)
+            limit_bytes = planned.limit_bytes
             _apply(graph, problem, _by_node(problem, planned.plan), self.name)
             cost = planned.cost
             note(
                 f"{self.name}: {_named_copies(reloads, len(moved) - reloads)}; predicted "
                 f"{cost.total_us / 1e3:,.2f} ms; peak {_peak(planned)}"
             )
-        return len(copies)
+        return len(copies), limit_bytes
 
     def _move_collectives(self, graph: fx.Graph) -> tuple[int, int | None]:
         """Returns the number of changes, and the largest allowed peak if it had to be known."""
@@ -194,7 +200,6 @@ class Schedule(Pass):
         planned = replace(planned, cost=exact_cost(graph, problem, current_target()))
         note(f"{self.name}: {_summary(problem, planned, adopted)}")
         regrouped = self._regroup(graph, problem, agreed_groups)
-        self._warn_over_budget(planned)
         return changes or min(regrouped, 1), planned.limit_bytes
 
     def problem(self, graph: fx.Graph) -> ScheduleProblem:
@@ -217,9 +222,12 @@ class Schedule(Pass):
         limit = memory_limit(problem, self._budget()) if limit_bytes is None else limit_bytes
         plans: Iterable[tuple[Plan, Cost]]
         if self.plan == "auto":
-            planned = plan_schedule(problem, limit)
-            ours = planned.plan, planned.cost
-            plans = sorted((ours, *planned.simple), key=lambda each: each[1].total_us)
+            planned = plan_schedule(problem, limit if most is None else min(limit, most))
+            ours = [(planned.plan, planned.cost)]
+            if planned.cost.peak_bytes > planned.limit_bytes < limit:
+                planned = plan_schedule(problem, limit)
+                ours.append((planned.plan, planned.cost))
+            plans = sorted((*ours, *planned.simple), key=lambda each: each[1].total_us)
         else:
             cap_bytes = CAP_BYTES if self.cap_mb is None else self.cap_mb * _MIB
             simple = list(simple_plans(problem, self.plan, cap_bytes))
@@ -277,24 +285,31 @@ class Schedule(Pass):
             note(f"{self.name}: reductions run on {', '.join(map(repr, second.values()))}")
         return regroup_reductions(graph, second)
 
-    def _warn_over_budget(self, written: Planned) -> None:
+    def _warn_over_budget(self, graph: fx.Graph, limit_bytes: int | None) -> None:
         """Warn if the plan that all ranks share, made for another graph with these collectives,
         exceeds this rank's budget. Ranks must still follow it. Without a budget of the program's,
         that is only noted, because programs that train and evaluate have such graphs. Warn also if
-        no plan fits a budget in bytes.
+        no plan fits a budget in bytes, by however little.
+
+        Args:
+            graph: what was written.
+            limit_bytes: the largest peak that a plan was allowed; None if none was made.
         """
-        peak, limit_bytes = written.cost.peak_bytes, written.limit_bytes
         given = self._budget().most_bytes
-        if given is not None and given + NOTABLE_BYTES < peak <= limit_bytes:
+        if given is None and limit_bytes is None:
+            return
+        peak, allowed = equal_liveness(graph).peak_bytes, max(given or 0, limit_bytes or 0)
+        if given is not None and given < peak and (limit_bytes is None or peak <= allowed):
             _log.warning(
-                "%s: the peak of this graph is %s, because it holds more than the memory budget of "
-                "%s even if every collective is awaited where it starts. Raise memory_budget, or "
-                "take a smaller batch.",
+                "%s: the peak of this graph is %s, %s above the memory budget of %s, because it "
+                "holds as much even if every collective is awaited where it starts. Raise "
+                "memory_budget, or take a smaller batch.",
                 self.name,
                 format_size(peak),
+                format_size(peak - given),
                 format_size(given),
             )
-        if peak > limit_bytes + NOTABLE_BYTES:
+        elif limit_bytes is not None and peak > allowed + (NOTABLE_BYTES if given is None else 0):
             is_default = self.memory_budget == Schedule.memory_budget
             _log.log(
                 logging.INFO if is_default else logging.WARNING,
@@ -305,7 +320,7 @@ class Schedule(Pass):
                 "or compile the graph with the smaller peak first.",
                 self.name,
                 format_size(peak),
-                format_size(peak - limit_bytes),
+                format_size(peak - allowed),
             )
 
 

@@ -397,7 +397,8 @@ def split_copy(node: fx.Node, origin: str) -> fx.Node:
     awaited = edit.call(wait, started, *node.args)
     if tag is not None:
         sized = tag_of(on_device(node)) or tag
-        add_tag(started, Tag(role, tag.params, sized.block_bytes, origin=origin))
+        size = sized.block_bytes or nbytes(value_of(node))  # one rank holds all, and has no block
+        add_tag(started, Tag(role, tag.params, size, origin=origin))
         add_tag(awaited, tag)
     replace_node(node, awaited)
     return started

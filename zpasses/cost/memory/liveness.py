@@ -30,7 +30,7 @@ from zpasses import compat
 from zpasses.cost.memory.layout_copies import copied_bytes, copied_inputs, is_saved_copy
 from zpasses.cost.time.fused_kernels import FusedKernels, Load, fuses, is_addmm
 from zpasses.graph.aliases import buffer_readers, is_alias, is_view, memory_base, view_base
-from zpasses.graph.dialect import AVERAGE_GRAD, group_size
+from zpasses.graph.dialect import AVERAGE_GRAD, TO_HOST, group_size
 from zpasses.graph.encoding import Encoding
 from zpasses.graph.host_copies import RELOAD, RELOAD_WAIT, host_copy_of, is_on_host
 from zpasses.graph.queries import (
@@ -190,8 +190,9 @@ class _Tracker:
         self._pending: dict[fx.Node, list[Buffer]] = {}
         """Buffers that a started collective needs until its wait."""
         self._storages: dict[int, Buffer] = {}
-        self._cached: list[fx.Node] = []
-        """Full parameters that outlive the call, even if the graph does not return them yet."""
+        self._at_end: list[fx.Node] = []
+        """Full parameters that outlive the call, even if the graph does not return them yet, and
+        averages, which go to the host at the end."""
         self._saved_inputs, self._reinplaceable = saved_inputs, reinplaceable
         self._bytes_of, self._is_view = bytes_of, is_view
         self._kernels = kernels
@@ -207,7 +208,7 @@ class _Tracker:
         """Operators, copies in another layout that they read, and what each is a copy of."""
 
     def visit(self, index: int, node: fx.Node) -> None:
-        for item in (*node.all_input_nodes, *(self._cached if node.op == "output" else ())):
+        for item in (*node.all_input_nodes, *(self._at_end if node.op == "output" else ())):
             for buffer in self._memory_of.get(item, ()):
                 if buffer is not None:
                     buffer.last = index
@@ -228,8 +229,8 @@ class _Tracker:
             if within:
                 self.buffers.append(Buffer(node, within, index, index, scratch=True))
         tag = tag_of(node)
-        if tag is not None and tag.cached:
-            self._cached.append(node)
+        if (tag is not None and tag.cached) or _is_moved_last(node):
+            self._at_end.append(node)
 
     def write_in_place(self) -> None:
         """Ends the life of what elementwise kernels write over right before them."""
@@ -417,6 +418,11 @@ class _Tracker:
         elif is_wait(node):
             for buffer in self._pending.get(started_by(node), ()):
                 buffer.last = max(buffer.last, index)
+
+
+def _is_moved_last(node: fx.Node) -> bool:
+    """Whether a value is an average that goes to the host, at the end of the graph."""
+    return node.target is AVERAGE_GRAD and any(user.target is TO_HOST for user in node.users)
 
 
 def _takes_over(made: Buffer, dying: Buffer) -> bool:

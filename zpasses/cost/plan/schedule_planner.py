@@ -68,7 +68,14 @@ def plan_schedule(
         most: how many changes of one plan to draw, for a quick estimate; None draws as many of
             several plans as the size of the graph allows.
     """
-    return _Search(problem, limit_bytes, most).run()
+    planned = _Search(problem, limit_bytes, most).run()
+    if planned.cost.peak_bytes <= limit_bytes:
+        return planned
+    # A search for speed may miss what a search for memory alone finds under any limit.
+    least = _Search(problem, 0, most).run()
+    if least.cost.peak_bytes >= planned.cost.peak_bytes:
+        return planned
+    return replace(planned, plan=least.plan, cost=least.cost)
 
 
 _PRICE = 0.005
