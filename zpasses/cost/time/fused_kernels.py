@@ -51,6 +51,7 @@ _ELEMENTWISE = frozenset(
         prims.iota.default,
         aten._to_copy.default,
         aten.clone.default,
+        aten.embedding.default,
         aten.full.default,
         aten.full_like.default,
         aten.gather.default,

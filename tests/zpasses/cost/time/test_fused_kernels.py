@@ -116,6 +116,15 @@ def test_rows_that_are_looked_up_are_loaded_alone():
     assert moved(graph)["embedding"] == one_by_one == 8 * 8 + 2 * 8 * 16 * 4
 
 
+def test_kernels_look_up_the_rows_that_they_read():
+    """The table lives as long as the kernels that read its rows."""
+    rows = torch.zeros(8, dtype=torch.int64)
+    with compat.FakeTensorMode(allow_non_fake_inputs=True):
+        table, at = torch.empty(1000, 16), rows
+        graph = make_fx(lambda table, at: F.embedding(at, table) + 1)(table, at).graph
+    assert moved(graph) == {"embedding": None, "add": 8 * 8 + 2 * 8 * 16 * 4}
+
+
 def test_an_element_of_each_row_does_not_load_the_rows():
     def function(x):
         return x.exp().gather(1, torch.zeros(KIB, 1, dtype=torch.int64)).sum()
