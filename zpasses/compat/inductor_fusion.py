@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch._inductor import ir, memory
+from torch._inductor import ir
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.dependencies import WeakDep
-from torch._inductor.scheduler import (
-    BaseSchedulerNode,
-    NopKernelSchedulerNode,
-    SchedulerNode,
-)
+from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.utils import sympy_product
-from torch._inductor.virtualized import V
-from torch.utils._ordered_set import OrderedSet
+
+from zpasses.compat.inductor_kernel_groups import end_kernel_groups
+from zpasses.compat.inductor_memory import NodeMemory, hint, is_kernel
 
 _MOST_NEIGHBOURS = 64
 """Kernels with a buffer in common that Inductor compares with each kernel."""
@@ -57,12 +53,13 @@ class FusionWithinPeak(CustomSchedulerPass):
             nodes = self._before(nodes)
         if nodes:
             _Fusions(nodes, self._limit_bytes).restrict()
+            end_kernel_groups(nodes[0].scheduler, self._limit_bytes)
         return nodes
 
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.4", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.5", self._limit_bytes, before
 
 
 def fusion_within_peak(before: Callable[..., Any] | None, limit_bytes: int) -> Callable[..., Any]:
@@ -89,9 +86,9 @@ class _Fusions:
             {made_at[dep.name] for dep in node.unmet_dependencies if dep.name in made_at}
             for node in nodes
         ]
-        self._memory = _Memory(nodes)
+        self._memory = NodeMemory(nodes)
         self._live = self._memory.live  # with what the allowed fusions add at most
-        self._peak = max(*self._live, limit_bytes * 9 // 10)  # the count is not exact
+        self._peak = self._memory.peak_within(limit_bytes)
         self._operators = [at for at, node in enumerate(nodes) if _is_operator(node)]
         self._place = list(range(len(nodes)))
         """Where each node runs at the earliest, after the fusions that are allowed."""
@@ -105,7 +102,7 @@ class _Fusions:
         """Adds the dependencies that keep kernels apart."""
         users: dict[str, list[int]] = defaultdict(list)
         for at, node in enumerate(self._nodes):
-            if not _is_kernel(node):
+            if not is_kernel(node):
                 continue
             names = node.used_buffer_names()
             near = {each for name in names for each in users[name][-_MOST_NEIGHBOURS:]}
@@ -229,126 +226,12 @@ class _Fusions:
         return min(over, default=None)
 
 
-@dataclass(eq=False)
-class _Buffer:
-    nbytes: int
-    maker: int
-    """-1 for an input."""
-    readers: frozenset[int] | None
-    """None if the graph returns it."""
-
-
-class _Memory:
-    """The memory of the nodes of a graph that run in their order."""
-
-    def __init__(self, nodes: list[BaseSchedulerNode]) -> None:
-        inputs = OrderedSet(V.graph.graph_inputs)
-        outputs = OrderedSet(V.graph.get_output_names())
-        known = nodes[0].scheduler.name_to_buf
-        given = memory.get_freeable_input_buf(nodes, inputs)
-        memory.assign_memory_planning_info_for_scheduler_buffers(nodes, known)
-        buffers, position, _ = memory.compute_memory_timeline(nodes, given, outputs)
-        succ_nodes = {id(each): each.buffer.mpi_buffer.succ_nodes for each in buffers}
-        for made in known.values():  # other passes would take it for that of fused nodes
-            made.mpi_buffer = memory.MemoryPlanningInfoForBuffer()
-        self.made: list[list[_Buffer]] = [[] for _ in nodes]
-        """Node -> what it makes."""
-        self.read: list[list[_Buffer]] = [[] for _ in nodes]
-        """Node -> what it reads."""
-        self._changes = [0] * (len(nodes) + 1)
-        dying: dict[tuple[int, int], list[_Buffer]] = defaultdict(list)
-        concatenated = _concatenated(nodes)
-        parts = {name for each in concatenated.values() for name in each}
-        for each in buffers:
-            is_input = isinstance(each.buffer, memory.FreeableInputBuffer)
-            maker = -1 if is_input else each.start_step
-            name = each.buffer.get_name()
-            if is_input:
-                each.size_alloc = each.size_free = _input_bytes(name)
-            if name in parts:  # it is a part of another buffer
-                each.size_alloc = each.size_free = 0
-            elif name in concatenated:
-                makers = (known[part].defining_op for part in concatenated[name])
-                maker = min((position[node] for node in makers if node is not None), default=maker)
-            readers = frozenset(position[node] for node in succ_nodes[id(each)])
-            returned = each.end_step == -1
-            buffer = _Buffer(each.size_alloc, maker, None if returned else readers)
-            self._add(buffer, readers)
-            if not returned:
-                self._changes[each.end_step + 1] -= each.size_free
-                if each.start_step < each.end_step:
-                    dying[each.end_step, each.size_free].append(buffer)
-        for size, read_at in _incoming_gradients(nodes, inputs - outputs):
-            self._add(_Buffer(size, -1, read_at), read_at)
-            self._changes[max(read_at) + 1] -= size
-        self.written_over: list[list[_Buffer]] = [[] for _ in nodes]
-        """Node -> the inputs that it writes over."""
-        for at, node in enumerate(nodes):
-            for buffer in self.made[at] if _is_kernel(node) else ():
-                found = dying[at, buffer.nbytes]
-                if buffer.maker == at and found:
-                    self.written_over[at].append(found.pop())
-        self.live: list[int] = []
-        """Bytes that live during each node."""
-        live = 0
-        for change, written_over in zip(self._changes[:-1], self.written_over, strict=True):
-            live += change
-            self.live.append(live - sum(buffer.nbytes for buffer in written_over))
-
-    def _add(self, buffer: _Buffer, readers: frozenset[int]) -> None:
-        self._changes[max(buffer.maker, 0)] += buffer.nbytes
-        if buffer.maker >= 0:
-            self.made[buffer.maker].append(buffer)
-        for reader in readers:
-            self.read[reader].append(buffer)
-
-
-def _concatenated(nodes: list[BaseSchedulerNode]) -> dict[str, list[str]]:
-    """Returns the buffers of `cat` -> those that are written right into each."""
-    found = {}
-    for node in nodes:
-        kernel: Any = node.node
-        if isinstance(kernel, ir.ConcatKernel):
-            inputs: list[Any] = list(kernel.inputs)
-            found[kernel.get_name()] = [
-                each.get_name() for each in inputs if isinstance(each.layout, ir.NonOwningLayout)
-            ]
-    return found
-
-
-def _incoming_gradients(
-    nodes: list[BaseSchedulerNode], inputs: OrderedSet[str]
-) -> Iterator[tuple[int, frozenset[int]]]:
-    """Yields the bytes and readers of each gradient that a backward graph is given. Inductor's
-    count does not free them, and its code does.
-    """
-    reads: dict[str, set[int]] = defaultdict(set)
-    for at, node in enumerate(nodes):
-        for dep in node.read_writes.reads:
-            if dep.name in inputs and dep.name.startswith("tangents"):
-                reads[dep.name].add(at)
-    for name, read_at in reads.items():
-        yield _input_bytes(name), frozenset(read_at)
-
-
-def _input_bytes(name: str) -> int:
-    """Returns the bytes of an input. Inductor's count has the elements that are read, some of which
-    are read several times.
-    """
-    given: Any = V.graph.graph_inputs[name]
-    return int(_hint(sympy_product(given.get_size())) * given.get_dtype().itemsize)
-
-
-def _is_kernel(node: BaseSchedulerNode) -> bool:
-    return isinstance(node, SchedulerNode) and not node.is_template()
-
-
 def _is_operator(node: BaseSchedulerNode) -> bool:
     """Whether a node runs an operator such as a product. Collectives, copies from the host, waits
     and the outputs of another call do not count: kernels around them are one kernel often. Nor does
     what makes no buffer, because dependencies name one.
     """
-    if _is_kernel(node) or isinstance(node, NopKernelSchedulerNode) or not node.get_buffer_names():
+    if is_kernel(node) or isinstance(node, NopKernelSchedulerNode) or not node.get_buffer_names():
         return False
     kernel: Any = node.node
     namespace = getattr(getattr(kernel, "op_overload", None), "namespace", None)
@@ -360,12 +243,7 @@ def _is_operator(node: BaseSchedulerNode) -> bool:
 
 def _elements(node: Any) -> Any:
     """How many elements a kernel goes through. Kernels of other numbers are not fused."""
-    return _hint(sympy_product(size for part in node.get_ranges() for size in part))
-
-
-def _hint(size: Any) -> Any:
-    sizes: Any = V.graph.sizevars
-    return sizes.optimization_hint(size, fallback=0)
+    return hint(sympy_product(size for part in node.get_ranges() for size in part))
 
 
 def _run_after(node: BaseSchedulerNode, others: Iterable[BaseSchedulerNode]) -> None:

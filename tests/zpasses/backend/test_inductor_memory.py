@@ -212,6 +212,24 @@ def test_an_input_counts_once_however_often_its_elements_are_read():
     assert calls == ["kernel", "product", "kernel", "product"]
 
 
+def test_kernels_are_no_one_function_where_that_raises_the_peak():
+    """What a function writes is allocated before all of it, and what it reads is freed after it."""
+
+    def graph(call, small, large, column):
+        products = [call(aten.mm.default, each, each) for each in (small, large)]
+        row = call(aten.slice.Tensor, products[1], 0, 0, 1)
+        factor = call(aten.mm.default, row, column)  # so that no product runs between the kernels
+        for each, size in zip(products, (8, 16), strict=True):
+            yield call(aten.mul.Tensor, call(aten.expand.default, each, [2, size, size]), factor)
+
+    shapes = {"primals_small": (8, 8), "primals_large": (16, 16), "primals_column": (16, 1)}
+    make = lambda: built(graph, **shapes)  # noqa: E731
+    kept = calls_of(compat.within_planned_peak({}), make)
+    assert kept == ["product"] * 3 + ["kernel"] * 2
+    roomy = calls_of(compat.within_planned_peak({}, limit_bytes=1 << 20), make)
+    assert roomy == calls_of({}, make) == ["product"] * 3 + ["kernel"]
+
+
 class Recorded(CustomSchedulerPass):
     """A pass of a user."""
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -199,8 +199,6 @@ class _Tracker:
         self._elementwise: list[tuple[fx.Node, Mapping[fx.Node, Load], int]] = []
         """Kernels, their inputs as `FusedKernels.inputs` returns them, and the number of calls
         before that are no such kernels. Those with the same number may be fused."""
-        self._kernels_of: dict[fx.Node, Mapping[fx.Node, Load]] = {}
-        """The same inputs by their kernels."""
         self._others = 0
         self._parts: list[tuple[Buffer, Buffer]] = []
         """Buffers of `cat` and of what is written right into each."""
@@ -234,7 +232,6 @@ class _Tracker:
 
     def write_in_place(self) -> None:
         """Ends the life of what elementwise kernels write over right before them."""
-        self._kernels_of = {node: sources for node, sources, _ in self._elementwise}
         read_by = [
             [
                 (self._memory_of.get(each, [None])[0], load.in_place)
@@ -242,35 +239,22 @@ class _Tracker:
             ]
             for _, sources, _ in self._elementwise
         ]
-        # Several parts of one kernel may read a value: none knows which of them is the last, unless
-        # it needs what the others compute.
-        readers: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
-        for (node, _, others), read in zip(self._elementwise, read_by, strict=True):
-            for held in {id(buffer) for buffer, _ in read}:
-                readers[held, others].append(node)
+        # Several parts of one kernel may read a value: none knows which of them is the last.
+        readers = Counter(
+            (id(buffer), others)
+            for (_, _, others), read in zip(self._elementwise, read_by, strict=True)
+            for buffer in {id(buffer): buffer for buffer, _ in read}.values()
+        )
         for (node, _, others), read in zip(self._elementwise, read_by, strict=True):
             made = self._memory_of[node][0]
             kept = [buffer for buffer, in_place in read if not in_place]
-            kept += [
-                buffer for buffer, _ in read if not self._is_last(node, readers[id(buffer), others])
-            ]
+            kept += [buffer for buffer, _ in read if readers[id(buffer), others] > 1]
             if made is None or made.node is not node:
                 continue
             for dying, _ in read:
                 if dying is not None and dying not in kept and _takes_over(made, dying):
                     dying.last = made.first - 1
                     break
-
-    def _is_last(self, node: fx.Node, readers: list[fx.Node]) -> bool:
-        """Whether a kernel runs after all other readers of a value, as it needs their results."""
-        missing, pending, seen = {*readers} - {node}, [node], {node}
-        while pending and missing:
-            for each in self._kernels_of[pending.pop()]:
-                if each not in seen and each in self._kernels_of:
-                    seen.add(each)
-                    pending.append(each)
-            missing -= seen
-        return not missing
 
     def lay_out(self) -> None:
         """Has what is copied in another layout die with its copy, before the operator runs."""

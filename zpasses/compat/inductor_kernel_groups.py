@@ -1,0 +1,59 @@
+"""Keeps functions of several CPU kernels from raising the peak of memory, as plans expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+
+from zpasses.compat.inductor_memory import NodeMemory, is_kernel
+
+
+def end_kernel_groups(scheduler: Scheduler, limit_bytes: int) -> None:
+    """Has the scheduler of one graph end a function of CPU kernels where it would raise the peak.
+
+    On CPUs, Inductor calls kernels that follow each other as one function, a kernel group. What
+    they write is allocated before the call, and what they read is freed after it. A group ends
+    early if the bytes that live during it would exceed the peak that the graph has without groups,
+    or nine tenths of a limit.
+    """
+    for device in {node.get_device() for node in scheduler.nodes}:
+        if device is not None and type(scheduler.get_backend(device)) is CppScheduling:
+            scheduler.backends[device] = _KernelGroups(scheduler, limit_bytes)
+
+
+class _KernelGroups(CppScheduling):
+    """Inductor's code for CPUs, with kernel groups that keep to the peak."""
+
+    def __init__(self, scheduler: Scheduler, limit_bytes: int) -> None:
+        super().__init__(scheduler)  # type: ignore[no-untyped-call]
+        self._graph = scheduler
+        self._limit_bytes = limit_bytes
+        self._last: set[Any] | None = None
+
+    def ready_to_flush(self) -> bool:
+        """Whether the function of kernels ends after the current node. Asked after each node."""
+        if self._last is None:  # now the order of nodes is final
+            self._last = _last_of_groups(self._graph.nodes, self._limit_bytes)
+        is_full: bool = super().ready_to_flush()  # type: ignore[no-untyped-call]
+        return is_full or self._graph.current_node in self._last
+
+
+def _last_of_groups(nodes: list[BaseSchedulerNode], limit_bytes: int) -> set[Any]:
+    """Returns the kernels after which a group ends although a kernel follows."""
+    memory = NodeMemory(nodes)
+    most = memory.peak_within(limit_bytes)
+    last: set[Any] = set()
+    live: int | None = None  # during the group, if the last node is a kernel
+    for at, node in enumerate(nodes):
+        if not is_kernel(node):
+            live = None
+            continue
+        written_over = sum(buffer.nbytes for buffer in memory.written_over[at])
+        added = sum(buffer.nbytes for buffer in memory.made[at]) - written_over
+        if live is not None and live + added > most:
+            last.add(nodes[at - 1])
+            live = None
+        live = memory.live[at] if live is None else live + added
+    return last

@@ -1,0 +1,145 @@
+"""Counts the memory of the kernels and operators that Inductor's scheduler has."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch._inductor import ir, memory
+from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode, SchedulerNode
+from torch._inductor.utils import sympy_product
+from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
+
+
+@dataclass(eq=False)
+class NodeBuffer:
+    """A buffer, with the positions of the nodes that make and read it."""
+
+    nbytes: int
+    maker: int
+    """-1 for an input."""
+    readers: frozenset[int] | None
+    """None if the graph returns it."""
+
+
+class NodeMemory:
+    """The memory of the nodes of a graph that run in their order."""
+
+    def __init__(self, nodes: list[BaseSchedulerNode]) -> None:
+        inputs = OrderedSet(V.graph.graph_inputs)
+        outputs = OrderedSet(V.graph.get_output_names())
+        known = nodes[0].scheduler.name_to_buf
+        given = memory.get_freeable_input_buf(nodes, inputs)
+        memory.assign_memory_planning_info_for_scheduler_buffers(nodes, known)
+        buffers, position, _ = memory.compute_memory_timeline(nodes, given, outputs)
+        succ_nodes = {id(each): each.buffer.mpi_buffer.succ_nodes for each in buffers}
+        for made in known.values():  # other passes would take it for that of fused nodes
+            made.mpi_buffer = memory.MemoryPlanningInfoForBuffer()
+        self.made: list[list[NodeBuffer]] = [[] for _ in nodes]
+        """Node -> what it makes."""
+        self.read: list[list[NodeBuffer]] = [[] for _ in nodes]
+        """Node -> what it reads."""
+        self._changes = [0] * (len(nodes) + 1)
+        dying: dict[tuple[int, int], list[NodeBuffer]] = defaultdict(list)
+        concatenated = _concatenated(nodes)
+        parts = {name for each in concatenated.values() for name in each}
+        made_at = {name: at for at, node in enumerate(nodes) for name in node.get_buffer_names()}
+        for each in buffers:
+            is_input = isinstance(each.buffer, memory.FreeableInputBuffer)
+            maker = -1 if is_input else each.start_step
+            name = each.buffer.get_name()
+            if is_input:
+                each.size_alloc = each.size_free = _input_bytes(name)
+            if name in parts:  # it is a part of another buffer
+                each.size_alloc = each.size_free = 0
+            elif name in concatenated:
+                maker = min((made_at[part] for part in concatenated[name]), default=maker)
+            readers = frozenset(position[node] for node in succ_nodes[id(each)])
+            returned = each.end_step == -1
+            if not returned and readers == {maker}:  # it lives within a fused kernel
+                each.size_alloc = each.size_free = 0
+            buffer = NodeBuffer(each.size_alloc, maker, None if returned else readers)
+            self._add(buffer, readers)
+            if not returned:
+                self._changes[each.end_step + 1] -= each.size_free
+                if each.start_step < each.end_step:
+                    dying[each.end_step, each.size_free].append(buffer)
+        for size, read_at in _incoming_gradients(nodes, inputs - outputs):
+            self._add(NodeBuffer(size, -1, read_at), read_at)
+            self._changes[max(read_at) + 1] -= size
+        self.written_over: list[list[NodeBuffer]] = [[] for _ in nodes]
+        """Node -> the inputs that it writes over."""
+        for at, node in enumerate(nodes):
+            for buffer in self.made[at] if is_kernel(node) else ():
+                found = dying[at, buffer.nbytes]
+                if buffer.maker == at and found:
+                    self.written_over[at].append(found.pop())
+        self.live: list[int] = []
+        """Bytes that live during each node."""
+        live = 0
+        for change, written_over in zip(self._changes[:-1], self.written_over, strict=True):
+            live += change
+            self.live.append(live - sum(buffer.nbytes for buffer in written_over))
+
+    def peak_within(self, limit_bytes: int) -> int:
+        """Returns what the peak may be: as it is, or nine tenths of a limit, because the count is
+        not exact.
+        """
+        return max(*self.live, limit_bytes * 9 // 10)
+
+    def _add(self, buffer: NodeBuffer, readers: frozenset[int]) -> None:
+        self._changes[max(buffer.maker, 0)] += buffer.nbytes
+        if buffer.maker >= 0:
+            self.made[buffer.maker].append(buffer)
+        for reader in readers:
+            self.read[reader].append(buffer)
+
+
+def _concatenated(nodes: list[BaseSchedulerNode]) -> dict[str, list[str]]:
+    """Returns the buffers of `cat` -> those that are written right into each."""
+    found = {}
+    for node in nodes:
+        kernel: Any = node.node
+        if isinstance(kernel, ir.ConcatKernel):
+            inputs: list[Any] = list(kernel.inputs)
+            found[kernel.get_name()] = [
+                each.get_name() for each in inputs if isinstance(each.layout, ir.NonOwningLayout)
+            ]
+    return found
+
+
+def _incoming_gradients(
+    nodes: list[BaseSchedulerNode], inputs: OrderedSet[str]
+) -> Iterator[tuple[int, frozenset[int]]]:
+    """Yields the bytes and readers of each gradient that a backward graph is given. Inductor's
+    count does not free them, and its code does.
+    """
+    reads: dict[str, set[int]] = defaultdict(set)
+    for at, node in enumerate(nodes):
+        for dep in node.read_writes.reads:
+            if dep.name in inputs and dep.name.startswith("tangents"):
+                reads[dep.name].add(at)
+    for name, read_at in reads.items():
+        yield _input_bytes(name), frozenset(read_at)
+
+
+def _input_bytes(name: str) -> int:
+    """Returns the bytes of an input. Inductor's count has the elements that are read, some of which
+    are read several times.
+    """
+    given: Any = V.graph.graph_inputs[name]
+    return int(hint(sympy_product(given.get_size())) * given.get_dtype().itemsize)
+
+
+def is_kernel(node: BaseSchedulerNode) -> bool:
+    """Whether a node is a kernel that Inductor writes, fused or not."""
+    return isinstance(node, (SchedulerNode, FusedSchedulerNode)) and not node.is_template()
+
+
+def hint(size: Any) -> Any:
+    """Returns a number for a size, 0 for one that is not known."""
+    sizes: Any = V.graph.sizevars
+    return sizes.optimization_hint(size, fallback=0)
