@@ -128,7 +128,7 @@ def one_rank_is_missing():
     """
     world, other = dist.group.WORLD.group_name, dist.new_group([0, 1]).group_name
     if dist.get_rank() == 1:
-        failing = mock.patch("zpasses.compat.make_second_group", side_effect=RuntimeError("lost"))
+        failing = mock.patch("zpasses.compat.make_group", side_effect=RuntimeError("lost"))
         with failing, vote_timeout(300), pytest.raises(AgreementError, match="lost"):
             reduction_group(other)
         compat.default_store().wait(["finished"])

@@ -300,7 +300,7 @@ def test_groups_are_made_once():
 @on_ranks(2)
 def test_groups_between_nodes_on_real_ranks():
     name = torch.distributed.group.WORLD.group_name
-    lost = mock.patch("zpasses.compat.make_node_group", side_effect=RuntimeError("lost"))
+    lost = mock.patch("zpasses.compat.make_group", side_effect=RuntimeError("lost"))
     with lost, pytest.raises(AgreementError, match=r"could not connect process group .*lost"):
         node_groups(name, 1)
     made = node_groups(name, 1)  # by names that were not tried before

@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.partition import too_little_memory
+from zpasses.backend.partition_choice import too_little_memory
 from zpasses.backend.step_trials import (
     Graphs,
     StepPlan,

@@ -38,8 +38,8 @@ Codegen = Callable[[fx.GraphModule, Sequence[Any]], Compiled]
 
 
 @dataclass
-class Decisions:
-    """What the steps of a compile decide for later steps."""
+class CompileState:
+    """What one step of a compile leaves for later ones."""
 
     pipeline: Pipeline
     """The passes that run, with the memory budget that is known so far."""
@@ -68,7 +68,7 @@ class CompileJob:
     options: Options
     cache_pipeline: Pipeline
     """The passes as the compile cache's key has them, without the bytes of the memory budget
-    "auto", which differ from start to start. `decided.pipeline` is what runs."""
+    "auto", which differ from start to start. `state.pipeline` is what runs."""
     target: Target
     """Hardware to plan for."""
     listeners: Events
@@ -80,7 +80,7 @@ class CompileJob:
     graphs together."""
     host_bytes: int
     """How many bytes of the host a step may take on each rank."""
-    decided: Decisions
+    state: CompileState
     artifacts: GraphArtifacts | None = None
     """What the compile cache has, or gets, of the graph; None if the graph takes no part."""
     bound: BoundParameters = field(default_factory=BoundParameters)
@@ -113,7 +113,7 @@ class CompileJob:
             budget = f"{free_bytes}B"
         if options.prefetch:
             budget = None  # it bounds the whole step, see zpasses.backend.block_runs
-        decided = Decisions(pipeline if budget is None else pipeline.with_memory_budget(budget))
+        state = CompileState(pipeline if budget is None else pipeline.with_memory_budget(budget))
         return cls(
             compat.current_compile_id(),
             captured,
@@ -125,7 +125,7 @@ class CompileJob:
             free_bytes,
             budget,
             agreed_host_bytes(captured.groups, options.host_memory, host),
-            decided,
+            state,
         )
 
     @property

@@ -15,9 +15,9 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.aot_callbacks import compile_captured
 from zpasses.backend.cache.stored_graph import from_cache
 from zpasses.backend.captured import Capture, capture
+from zpasses.backend.compile_graph import compile_captured
 from zpasses.backend.compile_job import CompileJob, compiling_graph, open_events, report
 from zpasses.backend.tuning import with_tried_options
 from zpasses.cost.time.fused_kernels import use_fusion
@@ -190,7 +190,7 @@ def _with_local_shards(job: CompileJob, compiled: Callable[..., Any]) -> Callabl
         compiled,
         list(shards),
         list(shards.values()),
-        job.bound if job.decided.caches_params else None,
+        job.bound if job.state.caches_params else None,
         accumulation,
         job.compiling,
     )

@@ -26,7 +26,7 @@ def run_level(job: CompileJob, gm: fx.GraphModule, level: Level, kind: str) -> N
     if level is Level.JOINT:
         tag_joint(gm.graph, job.captured.shards)
     with job.planning():
-        passes = job.decided.pipeline.at(level)
+        passes = job.state.pipeline.at(level)
         records = run_reported_passes(
             job.listeners, kind, level.value, gm.graph, passes, verify=job.options.verify
         )

@@ -12,7 +12,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.backend.compile_job import CompileJob
 from zpasses.backend.levels import run_level
-from zpasses.backend.partition import partition_step
+from zpasses.backend.partition_choice import partition_step
 from zpasses.backend.step_trials import PartitionPolicy
 from zpasses.cost.plan.kept_params import Repetition
 from zpasses.graph.dialect import UNSHARD
@@ -29,7 +29,7 @@ log = logging.getLogger("zpasses")
 def inductor_patches(job: CompileJob) -> dict[str, Any]:
     """Returns the settings of Inductor for a compile, with the partitioner among them."""
     run = functools.partial(partition_joint, job)
-    partitioner = _InductorPartitioner(run, job.decided.pipeline.digest())
+    partitioner = _InductorPartitioner(run, job.state.pipeline.digest())
     extra = job.options.inductor
     if (budget := job.options.memory_budget) is not None:
         most = None if budget == "auto" else parse_budget(budget, "memory_budget").most_bytes
@@ -59,7 +59,7 @@ def partition_joint(
     ]
     compat.eliminate_common_subexpressions(gm, reads)
     run_level(job, gm, Level.JOINT, "joint")
-    pipeline = job.decided.pipeline
+    pipeline = job.state.pipeline
     policy = PartitionPolicy(
         job.budget,
         job.captured.share,
@@ -81,11 +81,11 @@ def partition_joint(
         )
     if partitioned.limit_bytes is not None:
         limit = f"{partitioned.limit_bytes}B"
-        job.decided.pipeline = pipeline.with_memory_budget(limit)
+        job.state.pipeline = pipeline.with_memory_budget(limit)
         if job.artifacts is not None:
             job.artifacts.entry.memory_budget = limit
     if options.prefetch:
-        job.decided.movable = _movable(partitioned.graphs, int(kwargs["num_fwd_outputs"]))
+        job.state.movable = _movable(partitioned.graphs, int(kwargs["num_fwd_outputs"]))
     if partitioned.note:
         log.info("graph %s: %s", job.name, partitioned.note)
         for each in pipeline:

@@ -51,10 +51,11 @@ from zpasses.ranks.compared_collectives import (
 from zpasses.ranks.run_order import RunEvent
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.backward import BackwardDispatch, warn_if_always_reduced
+from zpasses.runtime.backward_checks import with_value_check
 from zpasses.runtime.backward_variants import BackwardVariant, build_backward_variant
 from zpasses.runtime.codegen import boxed, eager_codegen
 from zpasses.runtime.flush import GraphLowering
-from zpasses.runtime.forward import ForwardDispatch, with_value_check
+from zpasses.runtime.forward import ForwardDispatch
 from zpasses.runtime.forward_variants import (
     ForwardVariant,
     OutputStrides,
@@ -81,7 +82,7 @@ def forward_facts(gm: fx.GraphModule, kind: str, movable: tuple[int, ...]) -> Fo
     """Describes a forward or inference graph after its passes.
 
     Args:
-        movable: as `Decisions.movable`.
+        movable: as `CompileState.movable`.
     """
     slots = param_slots(gm.graph)
     ids = gather_ids(gm.graph) if slots else []
@@ -222,7 +223,7 @@ def preload(job: CompileJob, kind: str, variant: ForwardVariant | None) -> None:
     stored = job.artifacts.variant(kind, variant)
     if stored is not None:
         code = compat.unpack_code(stored.code, (), is_backward=False)
-        job.decided.preloaded = repr((kind, variant)), stored, code
+        job.state.preloaded = repr((kind, variant)), stored, code
 
 
 def _asks(job: CompileJob) -> bool:
@@ -239,7 +240,7 @@ def _lowering(job: CompileJob) -> Lowering:
     def with_arenas_of_grads(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         return _with_grad_arenas(job, codegen(gm, inputs), host_need(gm.graph))
 
-    pipeline, verify = job.decided.pipeline, job.options.verify
+    pipeline, verify = job.state.pipeline, job.options.verify
     target = job.options.target
     return GraphLowering(
         pipeline, with_arenas_of_grads, job.listeners, verify=verify, target=target
@@ -253,7 +254,7 @@ def _variant(
     loaded = _load(job, template, variant)
     if loaded is not None:
         return loaded
-    gm, extra, residuals = _built(template, variant, job.decided.output_strides)
+    gm, extra, residuals = _built(template, variant, job.state.output_strides)
     sequences: Sequences = {}
     what = f"code of {template.kind}"
     if variant is not None:
@@ -293,12 +294,12 @@ def _keep_output_strides(
     job: CompileJob, template: Template, strides: Sequence[tuple[int, ...] | None]
 ) -> None:
     """The first variant of a forward graph chooses the strides that all return."""
-    if template.kind == "backward" or job.decided.output_strides:
+    if template.kind == "backward" or job.state.output_strides:
         return
     outputs = returned_values(template.graph().graph)
-    job.decided.output_strides = tuple(strides[: len(outputs)])
+    job.state.output_strides = tuple(strides[: len(outputs)])
     if job.artifacts is not None:
-        job.artifacts.entry.output_strides = job.decided.output_strides
+        job.artifacts.entry.output_strides = job.state.output_strides
 
 
 def _load(
@@ -307,8 +308,8 @@ def _load(
     if job.artifacts is None or not job.artifacts.loaded:
         return None
     kind = template.kind
-    if job.decided.preloaded is not None and job.decided.preloaded[0] == repr((kind, variant)):
-        (_, stored, code), job.decided.preloaded = job.decided.preloaded, None
+    if job.state.preloaded is not None and job.state.preloaded[0] == repr((kind, variant)):
+        (_, stored, code), job.state.preloaded = job.state.preloaded, None
     else:
         found = job.artifacts.variant(kind, variant)
         if found is None:
@@ -329,7 +330,7 @@ def _load(
     }
     hoisted = None
     if job.options.prefetch:
-        gm, *_ = _built(template, variant, job.decided.output_strides)
+        gm, *_ = _built(template, variant, job.state.output_strides)
         hoisted = _hoist(job, gm, kind)
     code = _checked(job, code, events, stored.collectives, kind, hoisted, stored.encoded_grads)
     return _with_residuals(job, code, stored.residuals)
@@ -365,7 +366,7 @@ def _checked(
     code = job.overflows.watching(code, encoded, f"graph {name}")
     if hoisted is not None:
         # Ranks that start gathers elsewhere start collectives in another order.
-        movable = job.decided.movable if kind == "forward" else ()
+        movable = job.state.movable if kind == "forward" else ()
 
         def described(sizes: Mapping[Any, int]) -> GraphRun:
             with job.planning(), compat.planned_for(sizes):

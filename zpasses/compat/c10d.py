@@ -109,8 +109,7 @@ def limited_timeouts(names: Sequence[str], seconds: float) -> Iterator[None]:
     """Context manager that limits the timeout of collectives of these groups that start inside it.
 
     Timeouts longer than `seconds` become `seconds`. Shorter ones stay as they are. The groups that
-    `make_second_group`, `make_node_group` and `make_zero_sm_group` make of each get the same
-    timeouts, also if they are made inside.
+    `make_group` made like each get the same timeouts, also if they are made inside.
     """
     limit, before = timedelta(seconds=seconds), []
     for name in names:
@@ -156,12 +155,22 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, None]] = weakref.W
 
 def second_group_name(name: str, number: int) -> str:
     """Returns the name of the second group of group `name` that is made after `number` others."""
-    return f"{name}.reductions-{number}" if number else f"{name}.reductions"
+    return f"{name}.reductions" + (f"-{number}" if number else "")
+
+
+def node_group_name(name: str, kind: str, ranks: Sequence[int], number: int) -> str:
+    """Returns the name of the group of some ranks of group `name` that is made after `number`
+    others.
+
+    Args:
+        kind: "in_node" or "across_nodes".
+    """
+    return f"{name}.{kind}_{ranks[0]}_{ranks[-1]}" + (f"-{number}" if number else "")
 
 
 def parent_group(name: str) -> str:
-    """Returns the name of the group that `make_second_group` or `make_node_group` made this one of,
-    or `name` if neither did.
+    """Returns the name of the group of which this one is the second group or a group of nodes, or
+    `name` if it is neither.
 
     All ranks of the parent run the same collectives on the groups that are made of it. So they vote
     on the parent about these collectives, too.
@@ -179,7 +188,7 @@ def group_suffix(name: str) -> str:
 
 
 def second_group(name: str) -> str | None:
-    """Returns the name of the second group that `make_second_group` made of a group.
+    """Returns the name of the second group that was made of a group.
 
     Returns None if there is none, or if it was destroyed.
     """
@@ -194,7 +203,16 @@ def _made_of(group: dist.ProcessGroup) -> list[str]:
     return [name for name in made if name in existing]
 
 
-def make_group(like: str, name: str, ranks: Sequence[int], label: str, limit: timedelta) -> None:
+def make_group(
+    like: str,
+    name: str,
+    ranks: Sequence[int],
+    description: str,
+    limit: timedelta,
+    *,
+    limited_alike: bool = True,
+    zero_sm: bool = False,
+) -> None:
     """Makes a process group of some ranks, with the backends and timeouts of another group.
 
     NCCL connects it in its first collective. All of its ranks must call this at the same time;
@@ -204,93 +222,21 @@ def make_group(like: str, name: str, ranks: Sequence[int], label: str, limit: ti
         like: the other group.
         name: of the new group. It must be equal on all of its ranks and was never used before.
         ranks: of the default group, in the order of the new one.
-        label: what `mesh_dimension` returns for it.
+        description: for logs. `mesh_dimension` returns LABEL of "mesh_LABEL".
         limit: how long to wait for the other ranks.
+        limited_alike: whether `limited_timeouts` of the other group limits this one, too.
+        zero_sm: make a group of NCCL whose gathers take no compute units (`zero_sm_obstacle`).
 
     Raises:
         RuntimeError: if the other ranks do not come in time.
     """
-    _make_group(process_group(like), name, ranks, f"mesh_{label}", limit)
-
-
-def make_second_group(name: str, second_name: str, limit: timedelta) -> None:
-    """Makes another process group of the ranks of a group.
-
-    Its rank order, backends and timeouts are those of the group. NCCL connects it in its first
-    collective. All ranks of the group must call this at the same time.
-
-    Args:
-        name: the group.
-        second_name: name of the new group: `second_group_name` of `name`, equal on all ranks.
-        limit: how long to wait for the other ranks.
-
-    Raises:
-        RuntimeError: if the other ranks do not come in time.
-    """
-    group = process_group(name)
-    ranks, description = dist.get_process_group_ranks(group), f"zpasses: reductions of group {name}"
-    _make_group(group, second_name, ranks, description, limit)
-    _made.setdefault(group, {})[second_name] = None
-
-
-def make_node_group(
-    name: str, kind: str, ranks: Sequence[int], number: int, limit: timedelta
-) -> None:
-    """Makes a process group of some ranks of a group: those on one node, or one on each node.
-
-    Its backends and timeouts are those of the group. NCCL connects it in its first collective. All
-    of its ranks must call this at the same time.
-
-    Args:
-        name: the group.
-        kind: "in_node" or "across_nodes".
-        ranks: the ranks of the new group, in the order of the group.
-        number: how many times the group was tried to be made before.
-        limit: how long to wait for the other ranks.
-
-    Raises:
-        RuntimeError: if the other ranks do not come in time.
-    """
-    group, made = process_group(name), node_group_name(name, kind, ranks, number)
-    _make_group(group, made, ranks, f"zpasses: reductions of group {name}", limit)
-    _made.setdefault(group, {})[made] = None
-
-
-def node_group_name(name: str, kind: str, ranks: Sequence[int], number: int) -> str:
-    """Returns the name of what `make_node_group` makes, which no other group has."""
-    return f"{name}.{kind}_{ranks[0]}_{ranks[-1]}" + (f"-{number}" if number else "")
-
-
-def node_group_exists(name: str) -> bool:
-    """Whether `make_node_group` made a group of this name, which was not destroyed."""
-    return name in group_names()
-
-
-def make_zero_sm_group(name: str, zero_name: str, limit: timedelta) -> None:
-    """Makes a process group of the ranks of a group, which runs gathers without compute units where
-    NCCL can (`zero_sm_obstacle`).
-
-    Arguments and errors are those of `make_second_group`.
-    """
-    group, nccl = process_group(name), cast(Any, dist).ProcessGroupNCCL
-    options = nccl.Options()
-    options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
-    options._timeout = limit
-    ranks, description = dist.get_process_group_ranks(group), f"zpasses: gathers of group {name}"
-    _make_group(group, zero_name, ranks, description, limit, ("nccl", options))
-    _made.setdefault(group, {})[zero_name] = None
-
-
-def _make_group(
-    like: dist.ProcessGroup,
-    name: str,
-    ranks: Sequence[int],
-    description: str,
-    limit: timedelta,
-    backend: tuple[str, Any] | None = None,
-) -> None:
-    """Makes a group. `backend` has a name and options; by default, it is that of `like`."""
-    default = _c10d._get_default_group()
+    parent, default = process_group(like), _c10d._get_default_group()
+    backend, options = _c10d._world.pg_map[parent][0], None
+    if zero_sm:
+        nccl = cast(Any, dist).ProcessGroupNCCL
+        backend, options = "nccl", nccl.Options()
+        options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
+        options._timeout = limit
     with _without_bound_device(default):
         # torch's new_group() would name the group by how many groups this process is in, which
         # may differ between ranks.
@@ -298,18 +244,20 @@ def _make_group(
             len(ranks),
             list(ranks).index(default.rank()),
             list(ranks),
-            _c10d.Backend(backend[0] if backend else _c10d._world.pg_map[like][0]),
+            _c10d.Backend(backend),
             _c10d._get_default_store(),
             cast(Any, name),
-            backend[1] if backend else None,
+            options,
             timeout=limit,
             group_desc=description,
         )
     _c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     for device in made._device_types:
-        usual = _timeout_on(like, device)
+        usual = _timeout_on(parent, device)
         if usual is not None:
             cast(Any, made._get_backend(device))._set_default_timeout(usual)
+    if limited_alike:
+        _made.setdefault(parent, {})[name] = None
 
 
 @contextlib.contextmanager

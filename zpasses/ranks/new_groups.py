@@ -67,7 +67,7 @@ def reduction_group(name: str) -> str:
         _connecting(what, compat.group_ranks(name), limit, COMPILE_TIMEOUT),
         compat.no_dispatch_modes(),  # torch may be compiling
     ):
-        compat.make_second_group(name, second, limit)
+        compat.make_group(name, second, compat.group_ranks(name), _reductions_of(name), limit)
     return second
 
 
@@ -112,29 +112,28 @@ def node_groups(name: str, per_node: int) -> NodeGroups:
         ("across_nodes", ranks[local::per_node]),
     ):
         made = compat.node_group_name(name, kind, members, number)
-        if not compat.node_group_exists(made):
-            _make_node_group(name, kind, members, number, question)
         found.append(made)
+        if made in compat.group_names():
+            continue
+        limit = timedelta(seconds=limit_s)
+        what = f"process group {made!r}, on which the reductions of group {name!r} run in two hops,"
+        try:
+            with (
+                _connecting(what, members, limit, COMPILE_TIMEOUT),
+                compat.no_dispatch_modes(),  # torch may be compiling
+            ):
+                compat.make_group(name, made, members, _reductions_of(name), limit)
+        except AgreementError:
+            # The store keeps the addresses of a group that was tried before, so no name is used
+            # twice.
+            _tried_nodes[group] = number + 1
+            forget_answer(name, question)
+            raise
     return NodeGroups(*found)
 
 
-def _make_node_group(
-    name: str, kind: str, members: Sequence[int], number: int, question: str
-) -> None:
-    made = compat.node_group_name(name, kind, members, number)
-    limit = timedelta(seconds=current_timeout_s())
-    what = f"process group {made!r}, on which the reductions of group {name!r} run in two hops,"
-    try:
-        with (
-            _connecting(what, members, limit, COMPILE_TIMEOUT),
-            compat.no_dispatch_modes(),  # torch may be compiling
-        ):
-            compat.make_node_group(name, kind, members, number, limit)
-    except AgreementError:
-        # The store keeps the addresses of a group that was tried before, so no name is used twice.
-        _tried_nodes[compat.process_group(name)] = number + 1
-        forget_answer(name, question)
-        raise
+def _reductions_of(group: str) -> str:
+    return f"zpasses: reductions of group {group}"
 
 
 def restore_node_groups(answers: Answers) -> None:
@@ -195,7 +194,7 @@ def consecutive_ranks(mesh: DeviceMesh, size: int) -> str:
         f"shard(reshard_after_forward={size}) gathers again,"
     )
     with _connecting(what, members, limit, GROUP_TIMEOUT):
-        compat.make_group(name, group, members, label, limit)
+        compat.make_group(name, group, members, f"mesh_{label}", limit, limited_alike=False)
     made.groups[members] = group
     return group
 

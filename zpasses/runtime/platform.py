@@ -73,10 +73,12 @@ class ZeroSmGathers:
 
     def __init__(self, group: str, name: str, limit_s: float) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        compat.make_zero_sm_group(group, name, timedelta(seconds=limit_s))
+        members, limit = compat.group_ranks(group), timedelta(seconds=limit_s)
+        what = f"zpasses: gathers of group {group}"
+        compat.make_group(group, name, members, what, limit, zero_sm=True)
         # NCCL connects a group in its first collective, and registers only with those connected.
-        given, ranks = torch.ones(1, device=self.device), compat.process_group(name).size()
-        compat.start_all_gather(given, given.new_empty(ranks), name).wait()
+        given = torch.ones(1, device=self.device)
+        compat.start_all_gather(given, given.new_empty(len(members)), name).wait()
         torch.cuda.synchronize()
         self._name, self._nccl = name, compat.registered_memory(name, self.device)
         self.stream: SideStream = _CudaStream(torch.cuda.Stream())

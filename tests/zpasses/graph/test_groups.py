@@ -75,6 +75,8 @@ def test_a_second_group_is_called_after_its_parent():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         parent = names(mesh)[0]
         second = compat.second_group_name(parent, 0)
-        compat.make_second_group(parent, second, timedelta(seconds=5))
+        compat.make_group(
+            parent, second, compat.group_ranks(parent), "reductions", timedelta(seconds=5)
+        )
         assert group_labels()[parent] == "dp"
         assert group_labels()[second] == "dp.reductions"

@@ -61,7 +61,7 @@ class ForwardFacts:
     peak_bytes: int
     """The most that a run takes above what rests."""
     movable: tuple[int, ...] = ()
-    """As `Decisions.movable`."""
+    """As `CompileState.movable`."""
     returned_inputs: tuple[int, ...] = ()
     """Positions of the outputs that are inputs."""
 

@@ -16,7 +16,7 @@ from zpasses.backend.cache.entry import GraphArtifacts
 from zpasses.backend.cache.graph_text import NotCacheableError
 from zpasses.backend.cache.key import graph_key, refusal, refusal_here
 from zpasses.backend.cache.lookup import decline_artifacts, find_artifacts
-from zpasses.backend.compile_job import Compiled, CompileJob, Decisions
+from zpasses.backend.compile_job import Compiled, CompileJob, CompileState
 from zpasses.backend.partitioner import inductor_patches
 from zpasses.backend.variant_code import (
     Template,
@@ -81,17 +81,17 @@ def from_cache(
 
 def _loading(job: CompileJob, artifacts: GraphArtifacts) -> CompileJob:
     """Returns the compile with the decisions of the compile that was stored."""
-    entry, pipeline = artifacts.entry, job.decided.pipeline
+    entry, pipeline = artifacts.entry, job.state.pipeline
     if entry.memory_budget is not None:
         pipeline = pipeline.with_memory_budget(entry.memory_budget)
     caches_params = entry.forward is not None and bool(entry.forward.slots)
-    decided = Decisions(
+    state = CompileState(
         pipeline,
         caches_params=caches_params,
         output_strides=entry.output_strides,
         movable=entry.forward.movable if entry.forward is not None else (),
     )
-    return replace(job, artifacts=artifacts, decided=decided)
+    return replace(job, artifacts=artifacts, state=state)
 
 
 class _StoredGraph:

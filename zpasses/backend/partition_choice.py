@@ -79,6 +79,17 @@ def partition_step(
     return _Partitioner(trials, policy).run()
 
 
+@dataclass(frozen=True)
+class _Adopted:
+    """The decision of the first rank, on this rank's joint graph."""
+
+    choice: Choice
+    kept: Sequence[fx.Node]
+    cached: Sequence[fx.Node]
+    offloaded: Sequence[SavedValue]
+    limit_bytes: int
+
+
 class _Partitioner:
     def __init__(self, trials: StepTrials, policy: PartitionPolicy) -> None:
         self._trials, self._policy = trials, policy
@@ -99,15 +110,14 @@ class _Partitioner:
                 100 * share,
             )
         plan = self._trials.fitting() if budget is None else self._within(budget)
-        chunks, activations, recomputed, kept, cached, offloaded, limit = self._adopted(plan)
-        names = [frozenset(each.name for each in some) for some in (kept, cached, offloaded)]
-        choice = Choice(activations, names[0], names[1], names[2], recomputed, chunks)
-        if not kept and not cached and choice == plan.choice:
+        adopted = self._adopted(plan)
+        choice = adopted.choice
+        if not choice.kept and not choice.cached and choice == plan.choice:
             graphs = plan.trial.graphs
         else:
             graphs = self._trials.graphs(choice, copied=False)
-        note = self._note(plan, choice, kept, cached, offloaded)
-        return Partitioned(graphs, limit if budget is not None else None, note)
+        limit = adopted.limit_bytes if budget is not None else None
+        return Partitioned(graphs, limit, self._note(plan, adopted))
 
     def _of_a_part(self) -> tuple[Graphs, None, str]:
         """Returns the graphs of a part of a step, which keep nothing that the ranks do not agree
@@ -140,17 +150,10 @@ class _Partitioner:
             raise MemoryBudgetError(too_little_memory(budget, plan, self._trials.residual_bytes))
         return plan
 
-    def _adopted(
-        self, plan: StepPlan
-    ) -> tuple[int, float, frozenset[str], list[fx.Node], list[fx.Node], list[SavedValue], int]:
+    def _adopted(self, plan: StepPlan) -> _Adopted:
         """The decision of the first rank, which all ranks adopt: they must gather identically.
 
         Equal parameters always get the same decision.
-
-        Returns the number of chunks of the loss, the fraction of activations to save, the names of
-        those that backward computes again, the full parameters to keep until backward and
-        throughout the step (nodes of the joint graph), the values on the host, and the limit in
-        bytes.
         """
         full = full_params(self._trials.gm)
         described = [(params, size) for _, params, size in full]
@@ -190,26 +193,18 @@ class _Partitioner:
         own = _gathered_again(trials.trial(activations, recomputed).graphs, full)
         kept = [*kept, *(at for at in own if at not in {*gathered, *kept, *cached})]
         saved = trials.saved_values(activations, recomputed) if offloaded else []
-        return (
-            chunks,
-            activations,
-            recomputed,
-            [full[at][0] for at in kept],
-            [full[at][0] for at in cached],
-            [saved[at] for at in offloaded if at < len(saved)],
-            limit,
-        )
+        nodes = [[full[at][0] for at in some] for some in (kept, cached)]
+        on_host = [saved[at] for at in offloaded if at < len(saved)]
+        names = [frozenset(each.name for each in some) for some in (*nodes, on_host)]
+        adopted = Choice(activations, names[0], names[1], names[2], recomputed, chunks)
+        return _Adopted(adopted, nodes[0], nodes[1], on_host, limit)
 
-    def _note(
-        self,
-        plan: StepPlan,
-        choice: Choice,
-        kept: Sequence[fx.Node],
-        cached: Sequence[fx.Node],
-        offloaded: Sequence[SavedValue],
-    ) -> str:
-        parts = []
-        for nodes, until in ((kept, "until backward"), (cached, "until the parameters change")):
+    def _note(self, plan: StepPlan, adopted: _Adopted) -> str:
+        choice, offloaded, parts = adopted.choice, adopted.offloaded, []
+        for nodes, until in (
+            (adopted.kept, "until backward"),
+            (adopted.cached, "until the parameters change"),
+        ):
             if nodes:
                 held = sum(nbytes(value_of(records_of(node) or node)) for node in nodes)
                 names = some_of([", ".join(params_of(node)) for node in nodes], 3)

@@ -32,12 +32,12 @@ from zpasses.runtime.forward_variants import is_cached_param, saved_params, unma
 
 def compile_captured(job: CompileJob) -> Callable[..., Any]:
     """Run all passes on the captured graph and make code of it, for the inputs of the graph."""
-    job.decided.in_call = True
+    job.state.in_call = True
     try:
         with job.compiling():
             return compat.call_with_stack_room(lambda: _compile(job))
     finally:
-        job.decided.in_call = False
+        job.state.in_call = False
 
 
 def _compile(job: CompileJob) -> Callable[..., Any]:
@@ -113,23 +113,23 @@ def _forward(
         # saved values: a caller then reuses memory that a subgraph has returned.
         compat.undonate_saved(values, lambda value: True)
     compat.undonate_saved(values, lambda value: value.target is OFFLOAD_WAIT)
-    facts = forward_facts(gm, kind, job.decided.movable)
-    job.decided.saved_params = saved_params(gm.graph)
+    facts = forward_facts(gm, kind, job.state.movable)
+    job.state.saved_params = saved_params(gm.graph)
     if job.artifacts is not None:
         job.artifacts.set_forward(facts, gm, inputs)
     if facts.slots:
-        job.decided.caches_params = True
+        job.state.caches_params = True
         compat.undonate_saved(values, is_cached_param(gm.graph))
         gm = compat.clone_graph_module(gm)
     code = forward_code(job, Template.of(kind, gm, inputs, codegen), facts)
-    compat.report_output_strides(job.decided.output_strides)
+    compat.report_output_strides(job.state.output_strides)
     return code
 
 
 def _backward(
     job: CompileJob, codegen: Codegen, gm: fx.GraphModule, inputs: Sequence[Any]
 ) -> Compiled:
-    if not job.decided.in_call:
+    if not job.state.in_call:
         with no_garbage_collection(), job.compiling_late():
             return _compile_backward(job, codegen, gm, inputs)
     # With the compile cache, torch hands over every backward in the call of the backend; without
@@ -157,7 +157,7 @@ def _compile_backward(
 ) -> Compiled:
     with job.recording_answers():
         run_level(job, gm, Level.BACKWARD, "backward")
-    facts = backward_facts(gm, job.order, job.decided.saved_params)
+    facts = backward_facts(gm, job.order, job.state.saved_params)
     if job.artifacts is not None:
         job.artifacts.set_backward(facts, gm, inputs)
     if facts.slots:
