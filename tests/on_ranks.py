@@ -1,11 +1,14 @@
 """Runs the bodies of tests on real gloo ranks."""
 
+import contextlib
 import functools
 import importlib.util
 
 import pytest
+import torch.distributed as dist
 
 import tests.dynamo  # noqa: F401  # on the ranks, too
+from zpasses import compat
 from zpasses.testing import run_on_ranks
 
 
@@ -25,6 +28,20 @@ def on_ranks(ranks, **options):
         return pytest.mark.processes(test)
 
     return decorate
+
+
+@contextlib.contextmanager
+def rank_0_before_rank_1():
+    """Inside, rank 1 begins once rank 0 has left."""
+    store, key = compat.default_store(), "rank 0 has left"
+    if dist.get_rank() == 1:
+        store.wait([key])
+        store.delete_key(key)
+    try:
+        yield
+    finally:
+        if dist.get_rank() == 0:
+            store.set(key, "")
 
 
 def needs(package):

@@ -1,7 +1,5 @@
 """`zpasses.full_state_dict`."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
-from tests.on_ranks import on_ranks
+from tests.on_ranks import on_ranks, rank_0_before_rank_1
 from tests.zpasses.checkpoint.checkpoint_models import Several, changed, sharded
 from tests.zpasses.models import Tied, assert_same
 from zpasses.testing import run_on_ranks
@@ -74,6 +72,9 @@ def test_other_states_and_ranks_with_different_models():
 @on_ranks(2)
 def test_a_call_on_one_rank_does_not_hang():
     model = sharded(nn.Linear(4, 4))
-    time.sleep(4 * dist.get_rank())  # when the first rank has given up, the second one is told too
-    with pytest.raises(zpasses.AgreementError, match=r"rank 1 .* did not .*full_state_dict"):
+    # When the first rank has given up, the second one is told, too.
+    with (
+        rank_0_before_rank_1(),
+        pytest.raises(zpasses.AgreementError, match=r"rank 1 .* did not .*full_state_dict"),
+    ):
         zpasses.full_state_dict(model, timeout_s=0.4)

@@ -1,7 +1,6 @@
 """`zpasses.save_safetensors` and `zpasses.load_safetensors`."""
 
 import json
-import time
 import weakref
 from unittest import mock
 
@@ -13,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 import zpasses
-from tests.on_ranks import on_ranks
+from tests.on_ranks import on_ranks, rank_0_before_rank_1
 from tests.zpasses.checkpoint.checkpoint_models import Several, changed, sharded
 from tests.zpasses.models import Tied, assert_same
 from zpasses.checkpoint import model_tensors, safetensors_reader, safetensors_writer
@@ -378,8 +377,8 @@ def test_metadata_that_is_no_text_is_refused(folder, metadata):
 @on_ranks(2)
 def test_a_save_on_one_rank_does_not_hang(folder):
     model = sharded(nn.Linear(4, 4))
-    time.sleep(4 * dist.get_rank())
-    with pytest.raises(zpasses.AgreementError, match=r"rank 1 .* did not .*save_safetensors"):
+    error = pytest.raises(zpasses.AgreementError, match=r"rank 1 .* did not .*save_safetensors")
+    with rank_0_before_rank_1(), error:
         zpasses.save_safetensors(model, folder, timeout_s=0.4)
     assert not list(folder.iterdir())
 

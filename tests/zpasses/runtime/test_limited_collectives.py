@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zpasses
+from zpasses import compat
 from zpasses.testing import run_in_fresh_ranks
 
 pytestmark = pytest.mark.processes
@@ -44,14 +45,14 @@ CASES = {
 """A collective that rank 1 never starts, and what ranks call."""
 
 
-def _leaves(*args, **kwargs):
-    time.sleep(4)
-    raise SystemExit
-
-
 def _rank_1_leaves_in_each(folder):
-    seen = {}
+    seen, store = {}, compat.default_store()
     for case, call in CASES.items():
+
+        def leaves(*args, case=case, **kwargs):
+            store.wait([f"rank 0 gave up: {case}"])
+            raise SystemExit
+
         # A gloo group does not outlive a collective that gave up.
         mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
         model = zpasses.shard(Net(), mesh=mesh)
@@ -62,12 +63,13 @@ def _rank_1_leaves_in_each(folder):
             if dist.get_rank() == 0:
                 call(model, folder)
             else:
-                with mock.patch.object(dist, case.split()[0], _leaves):
+                with mock.patch.object(dist, case.split()[0], leaves):
                     call(model, folder)
         except SystemExit:
             pass
         except Exception as error:
             seen[case] = f"{type(error).__name__}: {error}", time.monotonic() - start
+        store.set(f"rank {dist.get_rank()} gave up: {case}", "")
         dist.barrier()
     return seen
 
