@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zpasses
 from tests.zpasses.backend.cache.test_warm_start import said_by_cache, words
-from tests.zpasses.cost.memory.test_liveness import allocated
+from tests.zpasses.cost.memory.allocations import allocated
 from zpasses.testing import world_mesh
 
 WIDTH = 33

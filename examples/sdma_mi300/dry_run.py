@@ -96,7 +96,7 @@ def describe(what: str, each: StepTime) -> str:
             each.total_us,
             each.compute_us,
             each.slowed_us,
-            each.waited_us,
+            each.exposed_us,
             each.collective_us,
         )
     )

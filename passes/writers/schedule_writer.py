@@ -92,4 +92,4 @@ def exact_cost(graph: fx.Graph, problem: ScheduleProblem, target: Target) -> Cos
     regrouped = problem.regrouped
     line = Timeline(graph, target, regrouped=regrouped, left_out=left_out, kernels=kernels)
     time = line.run()
-    return Cost(time.total_us, time.waited_us, equal_liveness(graph, kernels).peak_bytes)
+    return Cost(time.total_us, time.exposed_us, equal_liveness(graph, kernels).peak_bytes)

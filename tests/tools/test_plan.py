@@ -172,7 +172,7 @@ def figures(graph):
         time = step_time([graph], Target.parse("h100"))
         return {
             "total_us": time.total_us,
-            "exposed_us": time.waited_us,
+            "exposed_us": time.exposed_us,
             "peak_bytes": liveness(graph).peak_bytes,
             "collectives": sum(collective_of(node) is not None for node in graph.nodes),
         }

@@ -159,7 +159,7 @@ def _point(
 ) -> PlanPoint:
     figures = GraphFigures(
         cost.total_us,
-        cost.waited_us,
+        cost.exposed_us,
         step_bound_us(runs),
         cost.peak_bytes,
         sum(run.collectives for run in runs),

@@ -130,7 +130,7 @@ class _Graph:
         )
         return GraphFigures(
             cost.total_us,
-            cost.waited_us,
+            cost.exposed_us,
             self.bound_us,
             cost.peak_bytes,
             collectives + cost.averages,

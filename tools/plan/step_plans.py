@@ -371,7 +371,7 @@ class _Planner:
                 "nothing to plan."
             )
         return GraphFigures(
-            found.total_us, found.waited_us, found.bound_us, found.peak_bytes, found.collectives
+            found.total_us, found.exposed_us, found.bound_us, found.peak_bytes, found.collectives
         )
 
 

@@ -148,7 +148,7 @@ def graph_cost(
         turn_peak_bytes=turn_peak,
         gathers_at_turn=turn_us is not None
         and (_orders_collectives(hoisted) or turn_us + _MARGIN * gather_us <= time.total_us),
-        waited_us=time.waited_us,
+        exposed_us=time.exposed_us,
         collectives=sum(
             _starts(node) for part in (hoisted.body, *gathers, *ends) for node in part.graph.nodes
         ),

@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from zpasses.dumps.limits import Limits
 from zpasses.dumps.nodes import Count, Micros, Record, Snapshot
 
@@ -116,7 +118,7 @@ class Prediction(Event, frozen=True, tag="prediction"):
 
     total_us: Micros
     """Duration of the graph as it is: what is achieved."""
-    waited_us: Micros
+    exposed_us: Micros = msgspec.field(name="waited_us")
     """Time in which no kernel runs because a collective is awaited."""
     possible_us: Micros
     """Duration with the plan that the pass `schedule` makes within `limit_bytes`."""

@@ -115,7 +115,7 @@ def _predictions(each: Compile) -> Table:
     bar = "bound█ possible▓ achieved░"
     rows = []
     for name, of in found:
-        times = (of.total_us, of.waited_us, of.possible_us, of.bound_us)
+        times = (of.total_us, of.exposed_us, of.possible_us, of.bound_us)
         figures = (*map(time_text, times), bytes_text(of.peak_bytes), bytes_text(of.limit_bytes))
         rows.append((name, *figures, prediction_bar(of, longest)))
     about = {"right": columns[1:], "yields": (bar,), "whole": (bar,)}

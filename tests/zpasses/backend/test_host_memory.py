@@ -19,7 +19,7 @@ from tests.frozen_training import assert_same
 from tests.on_ranks import on_ranks
 from tests.zpasses.backend.test_memory_budget import Blocks, peak
 from tests.zpasses.backend.test_step_trials import within_compile
-from tests.zpasses.cost.memory.test_liveness import allocated
+from tests.zpasses.cost.memory.allocations import allocated
 from tests.zpasses.dumps.test_dump import only_compile
 from zpasses import AgreementError, MemoryBudgetError, OptionError, compat
 from zpasses.cost.memory import device_memory

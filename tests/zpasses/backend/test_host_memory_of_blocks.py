@@ -21,7 +21,7 @@ from tests.on_ranks import on_ranks
 from tests.zpasses.backend import test_per_block
 from tests.zpasses.backend.cache.test_warm_start import COLD, on_fresh_ranks, said_by_cache, words
 from tests.zpasses.backend.test_host_memory_combined import WIDTH, Block, batch, steps_of
-from tests.zpasses.cost.memory.test_liveness import allocated
+from tests.zpasses.cost.memory.allocations import allocated
 from tests.zpasses.layered_models import Checkpointed
 from zpasses.backend import partitioner
 from zpasses.backend.block_runs import BlockStep

@@ -128,7 +128,7 @@ def test_exposed_time_is_one_number_in_list_collectives_and_on_the_page():
     for name, graph in predicted.items():
         plan = dump.schedule_of(name)
         assert plan.exposed_us > 0
-        assert graph.prediction.waited_us == pytest.approx(plan.exposed_us, abs=0.01)
+        assert graph.prediction.exposed_us == pytest.approx(plan.exposed_us, abs=0.01)
         assert graph.prediction.total_us == pytest.approx(plan.total_us, abs=0.01)
         text = time_text(plan.exposed_us)
         (row,) = [each for each in listed if each[0] == name and "█" in each[-1]]

@@ -43,7 +43,7 @@ def test_pipelines_could_be_faster_and_no_schedule_beats_the_bound(tmp_path, pip
         assert found.bound_us <= found.possible_us <= found.total_us
         assert found.peak_bytes <= found.limit_bytes
         assert found.number == graphs[name].last.number
-        assert 0 < found.waited_us < found.total_us
+        assert 0 < found.exposed_us < found.total_us
     assert graphs["joint"].prediction is None
     if pipeline == UNMOVED:
         assert found.possible_us < found.total_us
@@ -58,7 +58,7 @@ def test_figures_are_those_of_the_graph_after_its_passes():
         run_reported_passes(Events((predictor,)), "backward", "backward", graph, (UNMERGED,))
         found = predictor.predicted(graph)
         time = step_time([graph], H100)
-        assert (found.total_us, found.waited_us) == (time.total_us, time.waited_us)
+        assert (found.total_us, found.exposed_us) == (time.total_us, time.exposed_us)
         assert found.peak_bytes == liveness(graph).peak_bytes
         assert found.collectives == len(lean.jobs)
 

@@ -26,7 +26,7 @@ class Prediction:
 
     total_us: float
     """Duration of the graph as it is, in microseconds: what is achieved."""
-    waited_us: float
+    exposed_us: float
     """Time in which no kernel runs because a collective is awaited."""
     possible_us: float
     """Duration with the plan that the pass `schedule` makes within `limit_bytes`."""
@@ -69,7 +69,7 @@ def predict(
             possible = min(possible, time.total_us)
     return Prediction(
         time.total_us,
-        time.waited_us,
+        time.exposed_us,
         possible,
         schedule_bound_us(problem),
         peak,

@@ -64,7 +64,7 @@ class GraphRun:
     """Most that it allocates itself until then."""
     gathers_at_turn: bool = False
     """Whether gathers of the next graphs start there, and not where the graph begins."""
-    waited_us: float = 0.0
+    exposed_us: float = 0.0
     """Part of `compute_us` in which only collectives that stay in it run."""
     collectives: int = 0
     """Number of its launches, of all kinds."""
@@ -89,7 +89,7 @@ class StepCost:
 
     ahead: int
     total_us: float
-    waited_us: float
+    exposed_us: float
     """Time in which no kernel runs because a collective or a copy is awaited."""
     peak_bytes: int
     """Most that the graphs hold, residuals included, without parameters, gradients and what runs
@@ -244,7 +244,7 @@ def step_bound_us(runs: Sequence[GraphRun]) -> float:
     for run in runs:
         gathered += run.gather_us
         start = max(start, gathered - computed)
-        computed += run.compute_us - run.waited_us
+        computed += run.compute_us - run.exposed_us
         bound = max(bound, start + computed + reduced)
         reduced -= run.reduce_us
     return bound
@@ -256,7 +256,7 @@ class _Step:
         self._forward_of = _forward_of(runs)
         pairs = zip(runs, self._moved, strict=False)
         self._values = [run.movable[:count] for run, count in pairs] or [()] * len(runs)
-        self._now = self._waited = 0.0
+        self._now = self._exposed = 0.0
         self._channel = 0.0
         """When the collectives that have started will have ended."""
         self._arrived: dict[int, float] = {}
@@ -280,7 +280,7 @@ class _Step:
         # A graph that runs again has the same residuals.
         held = sum({run.name: run.residual_bytes for run in self._runs}.values())
         return StepCost(
-            self._ahead, self._now, self._waited, self._peak + held, self._moved, moved, held
+            self._ahead, self._now, self._exposed, self._peak + held, self._moved, moved, held
         )
 
     def _run(self, number: int, run: GraphRun) -> None:
@@ -308,7 +308,7 @@ class _Step:
             self._start_next(number)
         self._hold(number, run.peak_bytes)
         self._now += run.compute_us - turn_us
-        self._waited += run.waited_us
+        self._exposed += run.exposed_us
         if not run.is_backward:
             self._saved += run.saved_bytes
             self._drop_before(number)
@@ -371,7 +371,7 @@ class _Step:
         self._peak = max(self._peak, self._saved + gathered + reduced + peak_bytes)
 
     def _wait(self, until: float) -> None:
-        self._waited += max(0.0, until - self._now)
+        self._exposed += max(0.0, until - self._now)
         self._now = max(self._now, until)
 
     def _reduce(self, left: int) -> None:

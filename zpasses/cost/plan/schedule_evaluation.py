@@ -45,7 +45,7 @@ class Cost:
     """What a plan costs."""
 
     total_us: float
-    waited_us: float
+    exposed_us: float
     """Time in which no kernel runs because a collective is awaited."""
     peak_bytes: int
     averages: int = 0
@@ -63,7 +63,7 @@ def evaluate(problem: ScheduleProblem, plan: Plan, *, averages: bool = False) ->
     costs = _costs(problem, plan)
     clock = _run(problem, plan, costs, later=later)
     live, launches = _live_bytes(problem, plan, costs), later.launches if later is not None else 0
-    return Cost(clock.now_us, clock.waited_us, int(live.max(initial=0)), launches)
+    return Cost(clock.now_us, clock.exposed_us, int(live.max(initial=0)), launches)
 
 
 def duration_us(problem: ScheduleProblem, plan: Plan, factor: float) -> float:

@@ -48,7 +48,7 @@ class Clock:
     """Kernels one after another, and the transfers of all channels beside them."""
 
     def __init__(self) -> None:
-        self.now_us = self.waited_us = 0.0
+        self.now_us = self.exposed_us = 0.0
         self.done_us: dict[int, float] = {}
         """Number of a transfer -> the time at which it ended."""
         self.busy: dict[Channel, deque[list[float]]] = {}
@@ -87,12 +87,12 @@ class Clock:
                 ((channel, queue),) = self.busy.items()
                 late = queue[0][0]
                 self.now_us += late
-                self.waited_us += late
+                self.exposed_us += late
                 self._move(channel, queue, late)
                 continue
             factors = self._factors(beside_compute=False)
             late = self._next_end_us(factors)
-            self.waited_us += late
+            self.exposed_us += late
             self._advance(late, factors)
 
     def idle_until(self, time_us: float) -> None:
@@ -100,7 +100,7 @@ class Clock:
         while (left := time_us - self.now_us) > _EPSILON_US:
             factors = self._factors(beside_compute=False)
             spent = min(left, self._next_end_us(factors)) if factors else left
-            self.waited_us += spent
+            self.exposed_us += spent
             self._advance(spent, factors)
 
     def _factors(self, *, beside_compute: bool) -> list[float]:

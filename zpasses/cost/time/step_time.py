@@ -58,13 +58,13 @@ class StepTime:
     collectives takes on the device that computes."""
     collective_us: float
     """Sum of the collectives' durations with nothing running beside them."""
-    waited_us: float
+    exposed_us: float
     """Time in which no kernel runs because a collective is awaited."""
 
     @property
     def slowed_us(self) -> float:
         """Time by which collectives beside them prolong the kernels."""
-        return self.total_us - self.compute_us - self.waited_us
+        return self.total_us - self.compute_us - self.exposed_us
 
 
 def step_time(graphs: Iterable[fx.Graph], target: Target) -> StepTime:
@@ -133,7 +133,7 @@ class Timeline:
             clock.now_us,
             work_us + sum(each.issue_us for each in timings),
             sum(each.duration_us for each in timings),
-            clock.waited_us,
+            clock.exposed_us,
         )
 
     def spans(self) -> list[tuple[float, float]]:
@@ -147,11 +147,11 @@ class Timeline:
         issued: dict[fx.Node, float] = {}
         spans: dict[fx.Node, tuple[float, float]] = {}
         for node in self._nodes:
-            start, waited = clock.now_us, clock.waited_us
+            start, exposed = clock.now_us, clock.exposed_us
             if node in self._events:
                 self._advance(clock, self._events[node], numbers, ())
             spans[node] = start, clock.now_us
-            issued[node] = clock.now_us - (clock.waited_us - waited)
+            issued[node] = clock.now_us - (clock.exposed_us - exposed)
         free: dict[Channel, float] = {}
         for node, number in numbers.items():
             clock.wait(number)

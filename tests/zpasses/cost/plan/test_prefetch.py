@@ -23,13 +23,13 @@ STEP = [FORWARD] * 4 + [BACKWARD] * 4
 def test_without_prefetching_every_gather_is_waited_for():
     cost = step_cost(STEP, 0)
     # A reduction ends while the next backward computes, and delays its gather.
-    assert cost.waited_us == 4 * 60 + 60 + 3 * (50 + 60) + 50
-    assert cost.total_us == 4 * 100 + 4 * 200 + cost.waited_us
+    assert cost.exposed_us == 4 * 60 + 60 + 3 * (50 + 60) + 50
+    assert cost.total_us == 4 * 100 + 4 * 200 + cost.exposed_us
 
 
 def test_one_graph_ahead_hides_gathers_that_are_shorter_than_compute():
     cost = step_cost(STEP, 1)
-    assert cost.waited_us == 60 + 50  # the first gather and the last reduction
+    assert cost.exposed_us == 60 + 50  # the first gather and the last reduction
     assert plan_prefetch(STEP, None) == cost
 
 
@@ -72,16 +72,16 @@ def test_gradients_are_in_memory_until_the_next_turning_point():
 
 def test_gathers_that_start_at_the_turning_point_arrive_in_time_or_are_waited_for():
     late = replace(TURNING, gathers_at_turn=True)
-    assert step_cost([late] * 4, 1).waited_us == step_cost([TURNING] * 4, 1).waited_us == 60 + 50
+    assert step_cost([late] * 4, 1).exposed_us == step_cost([TURNING] * 4, 1).exposed_us == 60 + 50
     slow = replace(late, gather_us=180.0)
-    assert step_cost([slow] * 4, 1).waited_us == 180 + 3 * (50 + 180 - 200) + 50
+    assert step_cost([slow] * 4, 1).exposed_us == 180 + 3 * (50 + 180 - 200) + 50
 
 
 def test_reductions_are_waited_for_at_the_turning_point():
     slow = replace(TURNING, gather_us=0.0, reduce_us=70.0)
-    assert step_cost([slow] * 3, 1).waited_us == 2 * (70 - 50) + 70
+    assert step_cost([slow] * 3, 1).exposed_us == 2 * (70 - 50) + 70
     # One more graph ahead leaves one more reduction in flight.
-    assert step_cost([slow] * 3, 2).waited_us == 70
+    assert step_cost([slow] * 3, 2).exposed_us == 70
 
 
 sizes, no = st.integers(0, 100), st.just(0)
@@ -102,9 +102,9 @@ def test_the_bound_has_what_cannot_run_beside_compute():
     assert step_bound_us(STEP) == step_cost(STEP, 1).total_us == 60 + 4 * 100 + 4 * 200 + 50
     long = [replace(each, compute_us=1.0) for each in STEP]
     assert step_bound_us(long) == 8 * 60 + 4 * 50  # the channel is never idle
-    inside = replace(FORWARD, waited_us=40.0)  # kernels may run beside what is awaited
+    inside = replace(FORWARD, exposed_us=40.0)  # kernels may run beside what is awaited
     assert step_bound_us([inside]) == 60 + 60
-    assert step_cost([inside], 0).waited_us == 60 + 40
+    assert step_cost([inside], 0).exposed_us == 60 + 40
 
 
 @given(st.lists(graphs, min_size=1, max_size=6), st.integers(0, 500))
@@ -165,7 +165,7 @@ def test_values_move_only_as_far_as_the_limit_needs_and_the_earliest_first():
     # The copies of two values out take 110 us, and a graph 100.
     found = plan_prefetch(runs, whole.peak_bytes - 192 * 4 - 64, 1 << 20)
     assert found.moved[:6] == (2, 1, 1, 1, 0, 0)
-    assert found.waited_us == pytest.approx(10.0)
+    assert found.exposed_us == pytest.approx(10.0)
     assert found.peak_bytes == whole.peak_bytes - 192 * 4 - 64
 
 
@@ -223,4 +223,4 @@ def test_what_code_between_graphs_drops_is_freed_when_the_next_forward_but_one_h
 def test_long_copies_are_waited_for_where_they_are_needed():
     slow = replace(SAVING, movable=(MovableValue(192, 250.0, 350.0),))
     cost = step_cost(saving(6, slow), 0, (1, 0, 0, 0, 0, 0))
-    assert cost.waited_us == (250 - 100) + (350 - 200)
+    assert cost.exposed_us == (250 - 100) + (350 - 200)

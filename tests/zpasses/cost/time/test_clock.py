@@ -62,7 +62,7 @@ def test_a_kernel_slows_both_and_is_slowed_by_the_worse():
     left = 10 - 12.5 / 5 - 7.5 / 4
     clock.wait(0)
     assert clock.now_us == pytest.approx(20 + left)
-    assert clock.waited_us == pytest.approx(left)
+    assert clock.exposed_us == pytest.approx(left)
 
 
 times = st.floats(0.01, 100.0)
