@@ -65,7 +65,7 @@ class NodeMemory:
             self._add(buffer, readers)
             if not returned:
                 self._changes[each.end_step + 1] -= each.size_free
-                if each.start_step < each.end_step:
+                if each.start_step < each.end_step and _is_read_in_place(each, nodes):
                     dying[each.end_step, each.size_free].append(buffer)
         for size, read_at in _incoming_gradients(nodes, inputs - outputs):
             self._add(NodeBuffer(size, -1, read_at), read_at)
@@ -109,6 +109,16 @@ def _concatenated(nodes: list[BaseSchedulerNode]) -> dict[str, list[str]]:
                 each.get_name() for each in inputs if isinstance(each.layout, ir.NonOwningLayout)
             ]
     return found
+
+
+def _is_read_in_place(each: Any, nodes: list[BaseSchedulerNode]) -> bool:
+    """Whether Inductor's code may write over a buffer where it is read last: elements are read only
+    where they are written, and nothing was scattered into it. Of inputs, that is not known.
+    """
+    if isinstance(each.buffer, memory.FreeableInputBuffer):
+        return True
+    last = OrderedSet(node.get_name() for node in nodes[each.end_step].get_nodes())
+    return any(user.can_inplace for user in each.buffer.users if user.get_name() in last)
 
 
 def _incoming_gradients(

@@ -190,6 +190,11 @@ def plain(channels, out):
     )
 
 
+def pooled(channels, out):
+    """Its backward scatters into the gradient of what is pooled, which is not channels last."""
+    return torch.nn.Sequential(*plain(channels, out), torch.nn.MaxPool2d(3, 2, 1))
+
+
 def convolutions(block, size):
     torch.manual_seed(0)
     blocks = [block(channels, 2 * channels) for channels in (32, 64)]
@@ -201,7 +206,7 @@ def convolutions(block, size):
 
 @pytest.mark.inductor
 @pytest.mark.parametrize(
-    ("block", "stage"), [(plain, 3), (Residual, 2), (Residual, 3), (Separable, 3)]
+    ("block", "stage"), [(plain, 3), (pooled, 2), (Residual, 2), (Residual, 3), (Separable, 3)]
 )
 def test_copies_in_another_layout_are_planned(block, stage, monkeypatch):
     """The leanest plan and a rich one. Memory does not depend on what kernels compute."""
