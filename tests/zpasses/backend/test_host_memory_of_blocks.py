@@ -313,7 +313,7 @@ def test_each_length_that_a_graph_runs_with_is_planned(mesh):
 
 @pytest.mark.slow(quick="test_host_memory_bounds_what_a_plan_moves")
 def test_forwards_for_which_the_host_has_no_room_keep_their_values(mesh, lean, caplog):
-    saved_values._warn.cache_clear()
+    saved_values._warn_of_full.cache_clear()
     with own_block_schedule():
         model = build(mesh, "6.5MiB", f"{5 * ONE}B", **EAGER)
         results, held = train(model)
