@@ -6,6 +6,7 @@ from collections import defaultdict
 from unittest import mock
 
 import pytest
+import torch
 
 import zpasses
 from tests.tools.stressing import stress
@@ -38,15 +39,39 @@ def test_everything_is_drawn():
             seen[name].add(str(value))
         seen["optimizer"].add(program.optimizer[0])
         seen["block"] |= {*program.model.blocks}
+        shard = program.shard.get("param_dtype"), program.shard.get("reduce_dtype")
+        seen["bfloat16"].add((program.dtype, *shard, program.autocast))
         for action in program.actions:
             seen["action"].add(action.name)
             seen["edit"].add(action.arguments.get("way"))
     assert seen["optimizer"] == {name for name, _ in OPTIMIZERS}
     assert seen["block"] == {*BLOCKS}
+    low, full = torch.bfloat16, torch.float32
+    for reduced in (None, full):
+        assert seen["bfloat16"] >= {
+            (low, None, reduced, False),
+            (full, low, reduced, False),
+            (full, None, reduced, True),
+        }
     assert seen["action"] == {*ACTIONS}
     assert seen["edit"] >= {*EDITS}
     for option in field_types(Options):
         assert (option in OPTIONS_NOT_DRAWN) != bool(seen[option] - {"eager", "30.0"}), option
+
+
+def test_programs_in_bfloat16_have_twins_in_stage_1_and_round_after_each_operator():
+    programs = [each for each in map(draw, range(200)) if each.rounds]
+    twins = [(each, twin) for each in programs if (twin := each.twin()) is not None]
+    stages = {tuple(each.options.get("zero_stage") for each in both) for both in twins}
+    assert stages == {(None, None), (1, 1), (2, 1), (3, 1)}
+    for each, twin in twins:
+        Options.parse(twin.options)
+        assert not {"memory_budget", "host_memory"} & {*twin.options}
+        assert (twin.offloads, twin.rests, twin.actions) == (False, False, each.actions)
+        assert "inductor" not in each.options
+    for each in programs[:20]:
+        options = draw(each.seed, "inductor").options
+        assert options["inductor"] == {"emulate_precision_casts": True}
 
 
 def test_drawn_options_are_valid():

@@ -127,6 +127,18 @@ class _Feed(nn.Module):
         return x + self._inside(x)
 
 
+class _Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter (LoRA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x)) * 0.5  # type: ignore[no-any-return]
+
+
 class _Conv(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +209,7 @@ class _Buffers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.calls.add_(1)
-            self.mean.lerp_(x.detach().mean(0), 0.25)
+            self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.25)
         return x * self.weight * self.signs - self.mean.clone()
 
 
@@ -205,6 +217,7 @@ BLOCKS: Mapping[str, Callable[[], nn.Module]] = {
     "feed": _Feed,
     "wide": lambda: _Feed(13),
     "recomputed": lambda: _Feed(5, recompute=True),
+    "adapted": _Adapted,
     "conv": _Conv,
     "layer_norm": lambda: nn.LayerNorm(WIDTH),
     "group_norm": lambda: nn.GroupNorm(2, WIDTH),

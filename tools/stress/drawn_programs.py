@@ -2,9 +2,10 @@
 
 Each rank also trains two unsharded models, on the data of both ranks, and averages their gradients.
 After each action of a program, what it returned, parameters, gradients and buffers are compared.
-A program that moves values to the host or encodes communication also has a twin, which is sharded
-and does neither: all its bits must be equal. Encoded programs are compared only with their twin,
-whose stage is 1. The ranks live on from program to program, until one is not equal.
+A program that moves values to the host, encodes communication or computes in bfloat16 also has a
+twin, which is sharded and moves and encodes nothing: all its bits must be equal. Encoded programs
+are compared only with their twin. The twin of these, and of programs in bfloat16, has stage 1 and
+no memory budget. The ranks live on from program to program, until one is not equal.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from zpasses.tools.stress.drawn_models import Model, ModelChoice, deepened, draw
 from zpasses.tools.stress.training_actions import ACTIONS, EDITS, Edit, Rows, Side
 
 _VOTE_LIMIT_S = 30.0
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest difference, as a part of one more than the largest value of a tensor."""
 
 
@@ -138,6 +139,8 @@ class Program:
     actions: tuple[Action, ...]
     rows_factor: int = 1
     """How many times the rows that an action names a batch has."""
+    autocast: bool = False
+    """Whether the model is called within `torch.autocast` to bfloat16."""
 
     def __str__(self) -> str:
         """The program as a listing."""
@@ -157,6 +160,7 @@ class Program:
             f"optimizer = {kind}(model.parameters(), **{dict(arguments)})",
             self.offloads and "zpasses.offload_optimizer(optimizer)",
             f"# batches have {self.rows_factor} times these rows",
+            self.autocast and '# forwards run in torch.autocast("cpu", torch.bfloat16)',
             *map(str, self.actions),
         ]
         return "\n".join(line for line in lines if line)
@@ -166,17 +170,35 @@ class Program:
         """Whether communication is encoded, so that values differ from those of plain torch."""
         return "encode" in str(self.options.get("pipeline"))
 
+    @property
+    def rounds(self) -> bool:
+        """Whether it computes in bfloat16, so that only much larger differences from plain torch
+        count.
+        """
+        return self.precision == torch.bfloat16
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The least precise dtype in which it computes."""
+        return torch.bfloat16 if self.autocast else dtype_of(self)
+
     def twin(self) -> Program | None:
         """The program with the same bits that leaves all on the device, in stage 1 if this one
-        encodes; None if this is it.
+        encodes or rounds; None if this is it, or if plain torch shows enough.
         """
-        if not (self.offloads or self.rests or self.encodes or "host_memory" in self.options):
+        moves = self.offloads or self.rests or "host_memory" in self.options
+        if not (moves or self.encodes or self.rounds):
             return None
         left_out = {"memory_budget", "host_memory"} & {*self.options}
         options = {key: value for key, value in self.options.items() if key not in left_out}
         if self.encodes:
             options["pipeline"] = re.sub(r"^zero\d", "zero1", options["pipeline"])
-        return replace(self, options=options, offloads=False, rests=False)
+        elif self.rounds and "zero_stage" in options:
+            options["zero_stage"] = 1
+        elif "pipeline" in options:
+            options["pipeline"] = _with_chunks(options["pipeline"])
+        twin = replace(self, options=options, offloads=False, rests=False)
+        return None if twin == self else twin
 
 
 def draw(seed: int, codegen: str = "eager") -> Program:
@@ -196,10 +218,12 @@ def draw(seed: int, codegen: str = "eager") -> Program:
         if "param_dtype" in shard:
             model = replace(model, checkpoints=False)  # the reference would recompute without it
     options = _draw_encodings(moved, options)
+    dtype = chance.choice((torch.float64, torch.float64, torch.float32))
+    dtype, autocast, shard = _draw_precision(random.Random(f"bits {seed}"), dtype, model, shard)
     program = Program(
         seed,
         model,
-        dtype=chance.choice((torch.float64, torch.float64, torch.float32)),
+        dtype=dtype,
         mesh=mesh,
         shard=shard,
         how=how,
@@ -210,7 +234,11 @@ def draw(seed: int, codegen: str = "eager") -> Program:
         rests=moved.random() < 0.2,
         actions=tuple(_draw_actions(chance, how, shard, options.get("backwards_per_step", 1))),
         rows_factor=_HOST_ROWS if "host_memory" in options else 1,
+        autocast=autocast,
     )
+    if program.rounds and codegen == "inductor":  # which otherwise rounds what leaves a kernel
+        emulated = {"inductor": {"emulate_precision_casts": True}}
+        program = replace(program, options={**program.options, **emulated})
     # What was frozen when it moved may not be trained, and nothing may be assigned in its place.
     refused = ("freeze", "assign")
     possible = not any(word in str(each) for each in program.actions for word in refused)
@@ -225,9 +253,30 @@ def _draw_shard(chance: random.Random, model: ModelChoice) -> dict[str, Any]:
         "grad_divide_factor": chance.choice((None, None, None, 1.0, 4.0)),
         "cut_last": chance.choice((None, None, True)),
     }
-    if {"buffers", "batch_norm", "recomputed"} & set(model.blocks):
-        drawn["param_dtype"] = None  # buffers are not cast, nor what the reference recomputes
+    if not _may_cast(model):
+        drawn["param_dtype"] = None
     return {name: value for name, value in drawn.items() if value is not None}
+
+
+def _may_cast(model: ModelChoice) -> bool:
+    """Whether parameters may be cast: buffers are not, nor what the reference recomputes."""
+    return not model.checkpoints and not {"buffers", "batch_norm", "recomputed"} & {*model.blocks}
+
+
+def _draw_precision(
+    chance: random.Random, dtype: torch.dtype, model: ModelChoice, shard: Mapping[str, Any]
+) -> tuple[torch.dtype, bool, dict[str, Any]]:
+    """The dtype of the model, whether `torch.autocast` is on, and the arguments of
+    `zpasses.shard`. A third of the programs computes in bfloat16.
+    """
+    low = torch.bfloat16
+    how = chance.choice((*("model", "params", "autocast"), *[None] * 6))
+    if how is None or (how == "params" and not _may_cast(model)):
+        return dtype, False, dict(shard)
+    given = {**shard, "reduce_dtype": chance.choice((None, torch.float32))}
+    given["param_dtype"] = low if how == "params" else None
+    given = {name: value for name, value in given.items() if value is not None}
+    return low if how == "model" else torch.float32, how == "autocast", given
 
 
 def _draw_options(chance: random.Random, how: str, mesh: tuple[int, ...]) -> dict[str, Any]:
@@ -255,9 +304,13 @@ def _draw_options(chance: random.Random, how: str, mesh: tuple[int, ...]) -> dic
         if value is not None and not impossible.get(name)
     }
     if "pipeline" in given and ("memory_budget" not in given or "prefetch" in given):
-        # Nothing would choose the number of chunks.
-        given["pipeline"] = re.sub(r"\bchunk-loss(?!\{)", "chunk-loss{chunks=2}", given["pipeline"])
+        given["pipeline"] = _with_chunks(given["pipeline"])
     return given
+
+
+def _with_chunks(pipeline: str) -> str:
+    """A pipeline of which nothing chooses the number of chunks."""
+    return re.sub(r"\bchunk-loss(?!\{)", "chunk-loss{chunks=2}", pipeline)
 
 
 def _draw_host_options(
@@ -463,7 +516,7 @@ class _World:
                 report.wrong = f"{what}: {name}: {text}"
         for name, ours, theirs in () if self.twin is None else _pairs(self.sharded, self.twin):
             if not report.wrong and (text := _bits_differ(ours, theirs)):
-                report.wrong = f"{what}: {name}: {text} of the twin, which leaves all on the device"
+                report.wrong = f"{what}: {name}: {text} of the twin"
         for side in (self.sharded, *self.references, *([] if self.twin is None else [self.twin])):
             side.shown, side.averaged = [], []
 
@@ -476,7 +529,7 @@ class _World:
             return f"is {_short(ours)}, expected {_short(theirs)}"
         if not ours.numel() or torch.equal(ours, theirs):
             return ""
-        dtypes = (ours.dtype, dtype_of(self.program))
+        dtypes = (ours.dtype, self.program.precision)
         limit = max(_TOLERANCE.get(each, 0.0) for each in dtypes)
         error, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
         if error <= limit * (largest + 1):
@@ -500,7 +553,7 @@ _BACKWARDS = ("backward", "edit_before_backward")
 
 
 def dtype_of(program: Program) -> torch.dtype:
-    """The dtype in which a program computes."""
+    """The dtype of the data of a program."""
     return program.shard.get("param_dtype") or program.dtype
 
 
@@ -508,7 +561,14 @@ def _side(program: Program, rank: int, model: nn.Module, sharded: bool = False) 
     called = functools.partial(_compiled_call if sharded else _plain_call, program)
     build = functools.partial(_optimizer, program, sharded)
     about, factor = (rank, program.seed, dtype_of(program), model), program.rows_factor
-    return Side(*about, rows_factor=factor, compile=called, build=build, sharded=sharded)
+    return Side(
+        *about,
+        rows_factor=factor,
+        autocast=program.autocast,
+        compile=called,
+        build=build,
+        sharded=sharded,
+    )
 
 
 def _cut_last(param: nn.Parameter) -> Shard | None:

@@ -49,6 +49,8 @@ class Side:
     sharded: bool = False
     rows_factor: int = 1
     """How many times the rows that an action names a batch has."""
+    autocast: bool = False
+    """Whether the model is called within `torch.autocast` to bfloat16."""
     batches: int = 0
     shown: list[Tensor] = field(default_factory=list)
     """What the current action returned, to compare."""
@@ -81,7 +83,11 @@ class Side:
         return drawn[:first] if self.rank == 0 else drawn[first:]
 
     def run(self, x: Tensor, through: Through = "compiled") -> Tensor:
-        return (self.model if self.sharded and through == "module" else self.call)(x)
+        return self.result(self.model if self.sharded and through == "module" else self.call, x)
+
+    def result(self, call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return call(x)
 
     def loss(self, x: Tensor, through: Through = "compiled") -> Tensor:
         return self.run(x, through).square().mean()
@@ -283,7 +289,7 @@ def average_model(side: Side, rows: Rows, grad: bool, compiled: bool) -> None:
     average.eval()
     call = average if side.sharded and not compiled else side.compile(average)
     with torch.set_grad_enabled(grad):
-        side.show(call(side.batch(rows)))
+        side.show(side.result(call, side.batch(rows)))
 
 
 def moving_average(side: Side, rows: Rows, way: Saved, grad: bool) -> None:

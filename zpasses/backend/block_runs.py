@@ -24,6 +24,7 @@ from zpasses.cost.time.roofline import durations_us
 from zpasses.cost.time.step_time import host_copy_timing, step_time
 from zpasses.cost.time.target import Target
 from zpasses.errors import MemoryBudgetError
+from zpasses.graph.aliases import CLONES, view_base
 from zpasses.graph.error_feedback import residual_inputs
 from zpasses.graph.hoisting import HoistedGraph, ReductionPart
 from zpasses.graph.host_copies import HostCopy
@@ -32,6 +33,7 @@ from zpasses.option_values import format_size, parse_budget
 from zpasses.pipeline.events import runtime_note
 from zpasses.ranks.agree import exchange
 from zpasses.runtime.block_schedule import TURNING_POINT
+from zpasses.runtime.forward_variants import cached_params, is_cached_param
 
 log = logging.getLogger("zpasses")
 
@@ -103,12 +105,17 @@ def _reduce_us(reductions: ReductionPart, target: Target) -> float:
 
 
 def graph_cost(
-    hoisted: HoistedGraph, kind: str, target: Target, movable: Sequence[int] = ()
+    hoisted: HoistedGraph,
+    kind: str,
+    target: Target,
+    movable: Sequence[int] = (),
+    outputs: int | None = None,
 ) -> GraphRun:
     """Describes one run of a graph.
 
     Args:
         movable: positions of the outputs that may rest on the host until backward.
+        outputs: number of outputs before those that go to the cache; None if none do.
     """
     body = hoisted.body.graph
     gather_us = reduce_us = 0.0
@@ -120,8 +127,12 @@ def graph_cost(
         sent = hoisted.reductions.start.graph.find_nodes(op="placeholder")
         reduced_bytes = nbytes([value_of(node) for node in sent])
     returned: Sequence[Any] = returned_values(body)
+    cached, read = _cached(hoisted, outputs)
+    is_cached = is_cached_param(body)
     saved = {
-        node: None for node in returned if isinstance(node, fx.Node) and node.op != "placeholder"
+        node: None
+        for node in returned
+        if isinstance(node, fx.Node) and node.op != "placeholder" and not is_cached(node)
     }
     places = {node: at for at, node in enumerate(returned) if node in saved}
     sizes = [(at, nbytes(value_of(node))) for node, at in places.items()]
@@ -156,7 +167,28 @@ def graph_cost(
         movable=tuple(_movable(at, returned[at], target) for at in movable),
         copies_compute=target.architecture == "cpu",
         residual_bytes=nbytes([value_of(node) for node in residual_inputs(body)]),
+        cached_bytes=nbytes(list(map(value_of, cached))),
+        cached_read_bytes=nbytes(list(map(value_of, read))),
     )
+
+
+def _cached(hoisted: HoistedGraph, outputs: int | None) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Returns the full parameters that the body of a forward takes from the cache or leaves there,
+    and those of them that it saves for backward.
+    """
+    graph = hoisted.body.graph
+    given = graph.find_nodes(op="placeholder")
+    gathered = {*given[len(given) - len(hoisted.extra_inputs) :]}
+    bases = [
+        view_base(node, CLONES) if isinstance(node, fx.Node) else None
+        for node in returned_values(graph)
+    ]
+    cached = [
+        node
+        for node in cached_params(graph)
+        if node in bases or (node.op == "placeholder" and node not in gathered)
+    ]
+    return cached, [node for node in cached if node in bases[:outputs]]
 
 
 def _movable(at: int, node: fx.Node, target: Target) -> MovableValue:

@@ -37,7 +37,7 @@ from zpasses.graph.encoding import expand_encodings
 from zpasses.graph.error_feedback import Residual, add_residual_inputs, residual_inputs
 from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
 from zpasses.graph.host_copies import HostNeed, host_need
-from zpasses.graph.queries import returned_values, value_of
+from zpasses.graph.queries import collectives, returned_values, value_of
 from zpasses.host.saved_arenas import SavedArenas, gradients, with_arenas
 from zpasses.host.saved_values import with_values_back, with_values_out
 from zpasses.pipeline.events import VariantBuilt
@@ -270,7 +270,7 @@ def _variant(
             sequences = call_sequences(gm.graph) if job.artifacts is not None else {}
     inputs = [*template.inputs(), *extra]
     events = run_events(gm.graph, f"{job.name} {template.kind}")
-    hoisted = _hoist(job, gm, template.kind)
+    hoisted = _hoist(job, gm, template.kind, variant)
     encoded = encoded_grads(gm.graph) if template.kind == "backward" else []
     whole = expand_encodings(replace_gloo_collectives(gm))
     strides: list[tuple[int, ...] | None] = []
@@ -286,7 +286,7 @@ def _variant(
         job.artifacts.add_code(
             template.kind, variant, code, events, names, sequences, residuals, encoded
         )
-    code = _checked(job, code, events, names, template.kind, hoisted, encoded)
+    code = _checked(job, code, events, names, template, hoisted, encoded)
     return _with_residuals(job, code, residuals)
 
 
@@ -331,20 +331,30 @@ def _load(
     hoisted = None
     if job.options.prefetch:
         gm, *_ = _built(template, variant, job.state.output_strides)
-        hoisted = _hoist(job, gm, kind)
-    code = _checked(job, code, events, stored.collectives, kind, hoisted, stored.encoded_grads)
+        hoisted = _hoist(job, gm, kind, variant)
+    code = _checked(job, code, events, stored.collectives, template, hoisted, stored.encoded_grads)
     return _with_residuals(job, code, stored.residuals)
 
 
-def _hoist(job: CompileJob, gm: fx.GraphModule, kind: str) -> HoistedGraph | None:
+def _hoist(
+    job: CompileJob,
+    gm: fx.GraphModule,
+    kind: str,
+    variant: ForwardVariant | BackwardVariant | None,
+) -> HoistedGraph | None:
     """Returns the parts of a graph whose collectives may leave it. One rank has none, and its
-    graphs are parts of the schedule if it says what rests on the host.
+    graphs are parts of the schedule if it says what rests on the host. A variant of a step that has
+    none is silent: it takes all parameters from the cache, or leaves all gradients pending.
     """
     if not job.options.prefetch:
         return None
     is_backward = kind == "backward"
     hoisted = hoist_collectives(gm, returned_gradients(gm.graph) if is_backward else None)
-    if hoisted is None and job.host_bytes and not any(map(has_other_ranks, job.captured.groups)):
+    if any(map(has_other_ranks, job.captured.groups)):
+        is_part = variant is not None and kind != "inference" and not any(collectives(gm.graph))
+    else:
+        is_part = bool(job.host_bytes)
+    if hoisted is None and is_part:
         return HoistedGraph(gm, [], len(returned_values(gm.graph)), None, None)
     if hoisted is None or not all(param in job.order for param in hoisted.params()):
         return None
@@ -357,20 +367,22 @@ def _checked(
     code: Compiled,
     events: Mapping[str, RunEvent],
     names: Sequence[str],
-    kind: str,
+    template: Template,
     hoisted: HoistedGraph | None,
     encoded: Sequence[EncodedGrad],
 ) -> Compiled:
-    options, name = job.options, f"{job.name} {kind}"
+    options, kind = job.options, template.kind
+    name = f"{job.name} {kind}"
     timeout_s = options.agreement_timeout_s
     code = job.overflows.watching(code, encoded, f"graph {name}")
     if hoisted is not None:
         # Ranks that start gathers elsewhere start collectives in another order.
         movable = job.state.movable if kind == "forward" else ()
+        outputs = len(returned_values(template.graph().graph))
 
         def described(sizes: Mapping[Any, int]) -> GraphRun:
             with job.planning(), compat.planned_for(sizes):
-                return graph_cost(hoisted, kind, job.target, movable)
+                return graph_cost(hoisted, kind, job.target, movable, outputs)
 
         cost = described({})
         leaves = f"{hoisted.summary()}, {job.options.prefetch} ahead"
@@ -393,6 +405,7 @@ def _checked(
             limits,
             lambda gm: _part(job, gm, names, kind, _ended(hoisted, gm, encoded)),
             described,
+            is_silent=not names and any(map(has_other_ranks, job.captured.groups)),
         )
         communicated = [event.digest for event in events.values()] or [job.name]
         digests = " ".join([kind, *communicated])

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.graph.aliases import written_arguments
+from zpasses.graph.aliases import view_base, written_arguments
 from zpasses.graph.dialect import AVERAGE_GRAD, TO_HOST
 from zpasses.graph.queries import (
     Editor,
@@ -224,7 +224,7 @@ def offloadable_values(
         for node in returned[user_outputs:]
         if isinstance(node, fx.Node)
         and node.op == "call_function"
-        and tag_of(node) is None
+        and tag_of(view_base(node)) is None
         and node.name in read
         and _is_movable(value_of(node), least_bytes)
         and len(owners.get(_storage(value_of(node)) or 0, ())) == 1

@@ -29,6 +29,10 @@ from zpasses.host.locked_memory import LockedMemory
 from zpasses.option_values import format_size
 
 
+class HostFullError(MemoryBudgetError):
+    """What is in use leaves too little within a limit."""
+
+
 class HostBytes(HostPool):
     """What the saved values, or the gradients, of this process take of the host; `reserved` are the
     bytes of all arenas.
@@ -46,15 +50,15 @@ class HostBytes(HostPool):
         """Returns new memory, after freeing all that holds no tensor if it is short.
 
         Raises:
-            MemoryBudgetError: if the memory in use leaves less within the limit, or if the system
-                or the driver refuses so much.
+            HostFullError: if the memory in use leaves less within the limit.
+            MemoryBudgetError: if the system or the driver refuses so much.
         """
         with self.lock:
             if limit_bytes is not None and self.reserved + nbytes > limit_bytes:
                 for each in self.arenas:
                     each.release()
                 if self.reserved + nbytes > limit_bytes:
-                    raise MemoryBudgetError(_too_much(nbytes, self.reserved, limit_bytes))
+                    raise HostFullError(_too_much(nbytes, self.reserved, limit_bytes))
             memory = LockedMemory.of(nbytes, device)
             self.reserved += nbytes
             weakref.finalize(memory, self._freed, nbytes).atexit = False

@@ -38,7 +38,7 @@ from zpasses.graph.host_copies import (
     fills_its_storage,
 )
 from zpasses.host.host_memory import result_of
-from zpasses.host.saved_arenas import SavedArenas
+from zpasses.host.saved_arenas import HostFullError, SavedArenas
 from zpasses.runtime.block_schedule import block_schedule, place_of_call
 from zpasses.runtime.param_conversion import current_params, whose_call
 from zpasses.runtime.planned_blocks import Forward, values_may_move
@@ -186,6 +186,7 @@ class _Moves:
         self.expected: _Call | None = None
         """The forward whose backward comes next, as far as it is known."""
         self.lock = threading.RLock()  # backwards of accelerators run in threads of their own
+        self._is_refused = False
 
     def memory_of(self, value: Tensor) -> _Memory:
         """What is known of the memory of a tensor in this call of the model."""
@@ -218,6 +219,16 @@ class _Moves:
         """The call of the model has ended."""
         self.returned.clear()
         self._known.clear()
+
+    def warn_of_refusal(self, error: MemoryBudgetError) -> None:
+        """Warns once that there is less memory on the host than `host_memory` promises."""
+        if not self._is_refused:
+            self._is_refused = True
+            log.warning(
+                "values that forwards of blocks save stay on the device, although host_memory has "
+                "room for them: %s",
+                error,
+            )
 
 
 _moves = _Moves()
@@ -329,9 +340,11 @@ class _ValuesOut:
             try:
                 with self._arenas.run(size, values[chosen[0]].device):
                     call.move_out(values, chosen, notes)
-            except MemoryBudgetError:
+            except HostFullError:
                 if planned is not None:
-                    _warn()
+                    _warn_of_full()
+            except MemoryBudgetError as error:
+                _moves.warn_of_refusal(error)
 
 
 def with_values_out(
@@ -360,7 +373,7 @@ def _warn_if_held(freed: bool) -> None:
 
 
 @functools.cache
-def _warn() -> None:
+def _warn_of_full() -> None:
     log.warning(
         "values that forwards of blocks save stay on the device, because those of earlier forwards "
         "take all of host_memory. Run backward before the next forward, or raise host_memory."

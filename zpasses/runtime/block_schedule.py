@@ -105,8 +105,7 @@ class BlockSchedule:
     def _record(self, key: RunKey, number: int, graph: int) -> None:
         token = _place()
         history, before = self._history, self._token
-        begins = not compat.in_backward() and bool(history) and self._is_backward[history[-1]]
-        self.plans.add_run(key, number, graph, begins_step=begins)
+        self.plans.add_run(key, number, graph)
         if history:
             was_backward = self._is_backward[history[-1]]
             if self._is_backward[number] and not was_backward:

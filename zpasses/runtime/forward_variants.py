@@ -75,10 +75,15 @@ def _gather_of(full: fx.Node) -> fx.Node:
 
 def is_cached_param(graph: fx.Graph) -> Callable[[fx.Node], bool]:
     """Return a predicate: whether a node of the graph is a cached parameter or a view of one."""
+    memory = cached_params(graph)
+    return lambda node: view_base(node, CLONES) in memory
+
+
+def cached_params(graph: fx.Graph) -> dict[fx.Node, None]:
+    """Return the nodes of a graph whose memory its cached parameters have."""
     # Inductor may remove a clone, and then it is the parameter.
     held = (_held(node) for nodes in _nodes_by_slot(graph).values() for node in nodes)
-    memory = {view_base(node, CLONES) for node in held}
-    return lambda node: view_base(node, CLONES) in memory
+    return {view_base(node, CLONES): None for node in held}
 
 
 def saved_params(graph: fx.Graph) -> dict[str, tuple[str, ...]]:

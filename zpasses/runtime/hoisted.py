@@ -46,6 +46,8 @@ class Surroundings:
     """Returns code of a part of the graph."""
     described: Callable[[Mapping[Any, int]], GraphRun]
     """Returns what the graph takes with certain dynamic sizes."""
+    is_silent: bool = False
+    """Whether the graph communicates nothing, while others do. Other ranks may not run it."""
 
 
 class HoistedCode:
@@ -73,6 +75,7 @@ class HoistedCode:
         self._graph, self._body, self._name = graph, body, name
         self._is_backward = cost.is_backward
         self._ahead, self._plan = surroundings.ahead, surroundings.plan
+        self._is_silent = surroundings.is_silent
         self._limits, self._schedule = surroundings.limits, block_schedule()
         self._described, self._places = surroundings.described, size_places(graph.body.graph)
         self._costs: list[tuple[Mapping[Any, int], GraphRun, int]] = []
@@ -93,7 +96,7 @@ class HoistedCode:
         params = self._params()
         distance = self._schedule.plans.ahead if self._ahead is None else self._ahead
         if self._ahead is None and self._is_backward:
-            self._schedule.plans.plan_at_end(self._plan)
+            self._schedule.plans.plan_at_end(self._plan, asks=not self._is_silent)
         self._add_gathered(args, params, distance, *self._cost_of(args))
         values = self._body(args)
         return values if self._graph.reductions is None else self._reduce(values, params, distance)
@@ -127,12 +130,12 @@ class HoistedCode:
             own = [params[position] for position in self._gathered]
             starter = Starter(self._start_gathers, gathers.in_flight, own)
         of = f" with {call.text}" if call is not None else ""
+        key = RunKey(self._name, whose_call(params), self._is_backward, of)
+        if self._is_silent:
+            self._schedule.plans.add_silent(key, number)
+            return
         gathered = self._schedule.begin(
-            RunKey(self._name, whose_call(params), self._is_backward, of),
-            starter,
-            distance,
-            number,
-            at_turn=cost.gathers_at_turn,
+            key, starter, distance, number, at_turn=cost.gathers_at_turn
         )
         if gathers is not None and not params:
             # No parameter of the call is trained, so no autograd node knows them.

@@ -10,6 +10,7 @@ Gradients that rest on the host are not looked at, because they may still be in 
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -122,7 +123,9 @@ class OverflowWatch:
         for each in there:
             flat = values[each.position].detach().reshape(-1)
             samples += [flat[:: each.stride], flat[-1:]]
-        norms = compat.foreach_norm(samples, math.inf, torch.float32)
+        dtypes = [each.dtype for each in samples]  # torch does not narrow them
+        dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        norms = compat.foreach_norm(samples, math.inf, dtype)
         largest = torch.stack(list(norms)).to("cpu", non_blocking=True)
         look = _Look(_arrival(device), largest, there, where)
         if look.arrived is None:

@@ -47,14 +47,14 @@ class _Ran(NamedTuple):
     """One run of a graph."""
 
     number: int
-    """Of its key."""
+    """Of its key; negative if the graph is silent."""
     saves: bool
     """Whether what it saves stays in memory. A checkpoint drops it, and runs the graph again in
     backward."""
     moves: bool
     """Whether what it saves may rest on the host."""
     graph: int
-    """Number of the graph on this rank. All else is equal on all ranks."""
+    """Number of the graph on this rank. All else is equal on all ranks, except of silent graphs."""
 
 
 class _Plan(NamedTuple):
@@ -87,8 +87,13 @@ class PlannedBlocks:
         """Parameters -> the last forward with them."""
         self._graphs: list[GraphRun] = []
         self._graph_numbers: dict[GraphRun, int] = {}
+        self._silent: dict[RunKey, int] = {}
+        """Numbers of the keys of silent graphs, which communicate nothing. Other ranks may not run
+        them."""
         self._step: list[_Ran] = []
         """Graphs since the last step's backward."""
+        self._is_over = False
+        """Whether the next forward begins another step."""
         self._agreed: dict[tuple[object, ...], int] = {}
         """Graphs of a step, as all ranks know them -> for how many graphs ahead gathers start."""
         self._plans: dict[tuple[_Ran, ...], _Plan] = {}
@@ -102,6 +107,7 @@ class PlannedBlocks:
         self._dropped: dict[tuple[Forward, int], bool] = {}
         """A forward, and position of an output -> whether code between the graphs drops it."""
         self._planning: weakref.ref[EngineRun] | None = None
+        self._asks = True
         self._lock = threading.RLock()
 
     @property
@@ -158,47 +164,67 @@ class PlannedBlocks:
             before = self._dropped.get((forward, at), True)
             self._dropped[forward, at] = before and dropped
 
-    def add_run(self, key: RunKey, number: int, graph: int, *, begins_step: bool) -> None:
-        """A graph of the step runs.
+    def add_silent(self, key: RunKey, graph: int) -> None:
+        """A graph of the step runs that communicates nothing.
+
+        Args:
+            graph: from `number_of`.
+        """
+        with self._lock:
+            self.add_run(key, -1 - self._silent.setdefault(key, len(self._silent)), graph)
+
+    def add_run(self, key: RunKey, number: int, graph: int) -> None:
+        """A graph of the step runs. The first forward after a backward begins another step.
 
         Args:
             number: of its key.
             graph: from `number_of`.
-            begins_step: whether it is the first one of another step.
         """
         with self._lock:
             self._keys[number] = key
             if self._graphs[graph].returned:
                 self._forwards[key.params] = Forward(key.params, graph)
-            if begins_step:
+            if self._is_over and not compat.in_backward():
                 self._step.clear()
+                self._is_over = False
+            self._is_over |= key.is_backward
             if len(self._step) < _MAX_STEP:
                 moves = values_may_move()
                 self._step.append(_Ran(number, moves or compat.in_backward(), moves, graph))
 
-    def plan_at_end(self, plan: PlanStep) -> None:
-        """Called in a backward: plan the step when its backward ends, if its graphs are new."""
+    def plan_at_end(self, plan: PlanStep, *, asks: bool = True) -> None:
+        """Called in a backward: plan the step when its backward ends, if its graphs are new.
+
+        Args:
+            asks: whether to ask other ranks for how many graphs ahead gathers start, if they have
+                not agreed on that for this step. A step of which all backwards are silent keeps the
+                last number.
+        """
         run = EngineRun.current()
         if self._planning is None or self._planning() is not run:
-            self._planning = weakref.ref(run)
+            self._planning, self._asks = weakref.ref(run), False
             run.at_end(lambda: self._plan(plan))
+        self._asks |= asks
 
     def _plan(self, plan: PlanStep) -> None:
         if compat.in_backward():  # the end of a run inside of another one, as of a checkpoint
             return
         step = tuple(self._step)
         # Whether other ranks are asked depends only on what all of them know.
-        agreed = tuple((each.number, each.saves, each.moves) for each in step)
-        ahead = self._agreed.get(agreed)
-        if ahead is None or step not in self._plans:
+        agreed = tuple((each.number, each.saves, each.moves) for each in step if each.number >= 0)
+        ahead = self._agreed.get(agreed) if self._asks else self._ahead
+        found = self._plans.get(step)
+        if found is None or ahead != found.cost.ahead:
             found = self._new_plan(step, plan, ahead)
             if ahead is None and len(self._agreed) >= _MAX_PLANS:
                 self._agreed.clear()
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            self._agreed[agreed], self._plans[step] = found.cost.ahead, found
-        self._ahead = self._plans[step].cost.ahead
-        self._moved.update(self._plans[step].moved)
+            self._plans[step] = found
+            if self._asks:
+                self._agreed[agreed] = found.cost.ahead
+        self._ahead = found.cost.ahead
+        self._moved.update(found.moved)
 
     def _new_plan(self, step: Sequence[_Ran], plan: PlanStep, ahead: int | None) -> _Plan:
         keys = self._keys
@@ -216,7 +242,7 @@ class PlannedBlocks:
 
     def _described(self, ran: _Ran, key: RunKey) -> GraphRun:
         run = self._graphs[ran.graph]
-        run = replace(run, name=f"{run.name}{key.text}")
+        run = replace(run, name=f"{run.name}{key.text}", params=key.params)
         if run.is_backward:
             return run
         if not ran.moves:

@@ -33,6 +33,7 @@ from zpasses.pipeline import events
 from zpasses.runtime.block_schedule import block_schedule, own_block_schedule
 from zpasses.runtime.planned_blocks import PlannedBlocks
 from zpasses.runtime.platform import register_platform
+from zpasses.runtime.started_gathers import Starter
 from zpasses.testing import world_mesh
 
 ROWS, LAYERS = 1024, 6
@@ -313,7 +314,7 @@ def test_each_length_that_a_graph_runs_with_is_planned(mesh):
 
 @pytest.mark.slow(quick="test_host_memory_bounds_what_a_plan_moves")
 def test_forwards_for_which_the_host_has_no_room_keep_their_values(mesh, lean, caplog):
-    saved_values._warn.cache_clear()
+    saved_values._warn_of_full.cache_clear()
     with own_block_schedule():
         model = build(mesh, "6.5MiB", f"{5 * ONE}B", **EAGER)
         results, held = train(model)
@@ -329,6 +330,9 @@ def test_forwards_for_which_the_host_has_no_room_keep_their_values(mesh, lean, c
 
 
 # --- on ranks -------------------------------------------------------------------------------------
+_IN_STAGE_2 = "test_in_stage_2_values_move_as_planned_although_a_forward_gathers_nothing"
+
+
 @dataclass
 class Case:
     """A training."""
@@ -345,6 +349,7 @@ CASES = {
     "stage 3": Case(),
     "stage 2": Case({"zero_stage": 2}),
     "stage 1, a window": Case({"zero_stage": 1, "backwards_per_step": 2}),
+    "stage 2, evaluation": Case({"zero_stage": 2}, evaluates=True),
     "stage 3, a window, evaluation": Case({"backwards_per_step": 2}, evaluates=True),
     "LoRA": Case(rank=4),
     "LoRA, a window": Case({"backwards_per_step": 2}, rank=4),
@@ -389,6 +394,65 @@ def test_trainings_of_all_kinds_have_the_same_bits(name):
     assert all(any(each.moved) for each in plans)
     if len(case.lengths) == 1:
         assert held[-1] == plans[-1].host_bytes
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "window"),
+    [
+        (True, 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow(quick=_IN_STAGE_2))
+            for each in ((False, 1), (False, 2), (True, 2))
+        ),
+    ],
+)
+@on_ranks(2, timeout_s=300)
+def test_in_stage_2_values_move_as_planned_although_a_forward_gathers_nothing(evaluates, window):
+    """Its parameters come from the cache, after an evaluation or an earlier micro-batch."""
+
+    def run(budget=None):
+        options = {**EAGER, "zero_stage": 2, "backwards_per_step": window}
+        results, held, gathers, steps, starts = [], [], [], [], Starter.start
+
+        def start(self):
+            gathers.append(self)
+            return starts(self)
+
+        with (
+            own_block_schedule(),
+            events.listen(BlockStep, steps.append),
+            mock.patch.object(Starter, "start", start),
+        ):
+            model = build(world_mesh(), budget, **options)
+            optimizer = torch.optim.SGD(model.parameters(), 0.01)
+            for number in range(3):
+                for micro in range(window):
+                    if evaluates:
+                        with torch.no_grad():
+                            results.append(model(batch(10 * number + micro)))
+                    loss = model(batch(20 * number + micro))
+                    held.append(host.live)
+                    loss.backward()
+                    results.append(loss.detach())
+                optimizer.step()
+                optimizer.zero_grad()
+            plans = [each.cost for each in block_schedule().plans._plans.values()]
+        assert len(gathers) == 3 * LAYERS  # once per step
+        return results + [p.to_local() for p in model.parameters()], held, plans, steps
+
+    expected, held, plans, steps = run()
+    assert not any(held)
+    size = sum(each.numel() * 4 for each in Block(WIDTH, 0).parameters())
+    for step in steps:
+        forwards = [each for each in step.runs if each.name.startswith("forward")]
+        assert [each.cached_bytes for each in forwards] == [size] * LAYERS
+    peak = max(each.peak_bytes for each in plans)
+    results, held, plans, _ = run(f"{int(0.75 * peak)}B")
+    assert_same(results, expected)
+    assert held[0] == LAYERS * (2 * ONE + INPUT)  # full parameters stay
+    assert set(held[window:]) == {each.host_bytes for each in plans}
+    assert 0 < max(held[window:]) < held[0]
+    assert len(plans) == window
 
 
 def measured(budget=None, **options):

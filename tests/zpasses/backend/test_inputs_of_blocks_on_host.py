@@ -22,6 +22,7 @@ from zpasses.backend.block_runs import BlockStep
 from zpasses.cost.plan.prefetch import step_cost
 from zpasses.errors import MemoryBudgetError, ZpassesError
 from zpasses.host import saved_values
+from zpasses.host.locked_memory import LockedMemory
 from zpasses.host.saved_arenas import SavedArenas, host
 from zpasses.pipeline import events
 from zpasses.runtime.block_schedule import own_block_schedule
@@ -30,6 +31,8 @@ from zpasses.testing import world_mesh
 ROWS, WIDTH, LAYERS = 8192, 64, 8
 ONE = ROWS * WIDTH * 4
 """Bytes of what a block gets from the one before."""
+LIMIT = 1 << 20
+"""The most that forwards which run by themselves may put on the host."""
 
 
 class Inner(nn.Module):
@@ -290,7 +293,7 @@ def forwards(monkeypatch):
 
     def run(given, returned, planned=None, kind="forward"):
         plan[:] = [planned]
-        arenas = SavedArenas(1 << 20)
+        arenas = SavedArenas(LIMIT)
         values = [returned] if given is None else [returned, given]
         movable = [1] if given is not None and kind == "forward" else []
         return saved_values._ValuesOut(lambda _: values, kind, movable, movable, arenas)([])
@@ -316,3 +319,31 @@ def test_what_a_forward_with_a_plan_moves_is_not_dropped(forwards):
     saved.append(forwards.run(saved.pop()[0], torch.zeros(4), (1,)))
     saved.append(forwards.run(None, torch.zeros(4), ()))
     assert forwards.noted == [False]
+
+
+@pytest.mark.parametrize("planned", [None, (1,)])
+def test_a_host_that_is_full_and_a_system_that_refuses_are_told_apart(
+    forwards, planned, monkeypatch, caplog
+):
+    saved_values._warn_of_full.cache_clear()
+
+    def said():
+        for nbytes in (LIMIT + 4, LIMIT, LIMIT // 2):
+            value = torch.zeros(nbytes // 4)
+            assert forwards.run(value, torch.zeros(4), planned)[1] is value
+        return [each.getMessage() for each in caplog.records]
+
+    def refuse(*_):
+        raise OSError(12, "Cannot allocate memory")
+
+    taken = host.reserve(LIMIT, torch.device("cpu"), None)
+    full = said()
+    assert len(full) == (planned is not None)  # without a plan, all moves that finds room
+    assert all("take all of host_memory. Run backward before" in text for text in full)
+    del taken
+    caplog.clear()
+    monkeypatch.setattr(LockedMemory, "__new__", refuse)
+    (refused,) = said()
+    assert "although host_memory has room for them: the system does not give 1 MiB" in refused
+    assert "[Errno 12] Cannot allocate memory" in refused
+    assert "ulimit -v" in refused

@@ -34,18 +34,28 @@ class Rank:
         self.schedule, self.asked, self.plans = BlockSchedule(), 0, []
         self.monkeypatch = monkeypatch
 
-    def step(self, size, blocks=BLOCKS):
-        """Runs a step of equal blocks. Returns their forwards."""
-        self.run(False, forward(size), range(blocks))
-        self.run(True, backward(size), reversed(range(blocks)))
-        self.schedule.plans._plan(self.plan)
-        return [self.schedule.plans.forward_of(block) for block in range(blocks)]
+    def step(self, size, blocks=BLOCKS, silent=()):
+        """Runs a step of equal blocks. Returns their forwards.
 
-    def run(self, is_backward, graph, blocks):
+        Args:
+            silent: "forward" and "backward", if they communicate nothing.
+        """
+        plans = self.schedule.plans
+        self.run(False, forward(size), range(blocks), "forward" in silent)
+        self.run(True, backward(size), reversed(range(blocks)), "backward" in silent)
+        plans._asks = "backward" not in silent
+        plans._plan(self.plan)
+        return [plans.forward_of(block) for block in range(blocks)]
+
+    def run(self, is_backward, graph, blocks, silent=False):
         self.monkeypatch.setattr(compat, "in_backward", lambda: is_backward)
         for block in blocks:
             key = RunKey("collectives", block, is_backward)
-            self.schedule.begin(key, None, 0, self.schedule.plans.number_of(graph))
+            number = self.schedule.plans.number_of(graph)
+            if silent:
+                self.schedule.plans.add_silent(key, number)
+            else:
+                self.schedule.begin(key, None, 0, number)
         self.monkeypatch.setattr(compat, "in_backward", lambda: False)
 
     def plan(self, runs, ahead):
@@ -87,6 +97,20 @@ def test_ranks_ask_at_the_same_steps_whatever_their_lengths(monkeypatch, rank):
     # Two steps are remembered. The third one has all forgotten.
     assert asked == [1, 1, 1, 2, 2, 3, 4, 5, 6]
     assert len(other.plans) == 9 > len(rank.plans)
+
+
+def test_silent_graphs_are_planned_and_no_rank_is_asked_because_of_them(monkeypatch, rank):
+    """A window of two micro-batches. Another rank runs one more."""
+    for each, micros in ((rank, 2), (Rank(monkeypatch), 3)):
+        first = [each.moves(each.step(1000, silent=["backward"])) for _ in range(micros - 1)]
+        assert first[0] == [(1,)] * 4 + [()] * 2
+        assert each.asked == 0
+        last = each.step(1000, silent=["forward"])
+        assert each.moves(last) == first[0]
+        each.step(1000, silent=["forward"])
+        assert each.asked == 1
+        assert [len(runs) for runs in each.plans] == [2 * BLOCKS] * 2
+        assert [runs[0].movable for runs in each.plans] == [forward(1000).movable] * 2
 
 
 def test_what_is_known_of_one_graph_is_not_said_of_another(rank):

@@ -43,7 +43,8 @@ def test_one_value_of_any_block_is_enough(place, said):
 def test_finite_gradients_and_others_say_nothing(said):
     code = OverflowWatch().watching(lambda args: args, CODE, "graph 0/0")
     lost = torch.full((3,), torch.nan)
-    for grad in (torch.full((33,), 3e38), None, torch.empty(0), torch.zeros(1, 1)):
+    large = torch.full((33,), 3e38)
+    for grad in (large, large.double(), large.bfloat16(), None, torch.empty(0), torch.zeros(1, 1)):
         code([lost, grad])
     assert said() == []
 

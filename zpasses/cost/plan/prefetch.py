@@ -56,7 +56,7 @@ class GraphRun:
     peak_bytes: int
     """Most that it allocates itself; after its turning point, if it has one."""
     saved_bytes: int
-    """What a forward leaves in memory until its backward."""
+    """What a forward leaves in memory until its backward, without `cached_bytes`."""
     turn_us: float | None = None
     """How long it computes until its turning point, where it awaits the reductions of graphs before
     it; None: it has none."""
@@ -81,6 +81,13 @@ class GraphRun:
     """Whether no kernel runs beside a copy to or from the host, as on CPUs."""
     residual_bytes: int = 0
     """What error feedback holds for its gradients, all the time."""
+    cached_bytes: int = 0
+    """Full parameters that it takes from the cache, or leaves there until their gradients are
+    reduced."""
+    cached_read_bytes: int = 0
+    """Part of `cached_bytes` that the backward of a forward reads, whose own peak counts it."""
+    params: object = None
+    """Equal for graphs with the same parameters."""
 
 
 @dataclass(frozen=True)
@@ -260,8 +267,12 @@ class _Step:
         self._channel = 0.0
         """When the collectives that have started will have ended."""
         self._arrived: dict[int, float] = {}
-        self._reducing: list[tuple[float, int]] = []
-        """When each reduction in flight ends, and its bytes."""
+        self._reducing: list[tuple[float, GraphRun]] = []
+        """When the reductions in flight of each graph end."""
+        self._cached: dict[object, int] = {}
+        """Parameters -> bytes of them in the cache."""
+        for run in runs:
+            self._cached.setdefault(run.params, max(0, run.cached_bytes - run.gathered_bytes))
         self._saved = self._peak = 0
         self._freed: dict[int, int] = {}
         """Forward -> bytes of what it saved that code between the graphs has dropped."""
@@ -296,27 +307,30 @@ class _Step:
             self._start_next(number)
         if run.gather_us:
             self._wait(self._arrived[number])
+        counted = 0  # by its own peak, too
         if run.is_backward and number in self._forward_of:
-            # Its own peak counts them.
             forward = self._forward_of[number]
             self._saved -= self._runs[forward].saved_bytes - self._freed.get(forward, 0)
+            counted = self._runs[forward].cached_read_bytes
         if run.turn_us is not None:
             turn_us = run.turn_us
-            self._hold(number, run.turn_peak_bytes)
+            self._hold(number, run.turn_peak_bytes - counted)
             self._now += turn_us
             self._reduce(self._ahead - 1)
             self._start_next(number)
-        self._hold(number, run.peak_bytes)
+        self._hold(number, run.peak_bytes - counted)
         self._now += run.compute_us - turn_us
         self._exposed += run.exposed_us
         if not run.is_backward:
             self._saved += run.saved_bytes
+            if run.cached_bytes:
+                self._cached[run.params] = run.cached_bytes
             self._drop_before(number)
             self._free_left()
             self._move_out(number)
         if run.reduce_us:
             self._channel = max(self._channel, self._now) + run.reduce_us
-            self._reducing.append((self._channel, run.reduced_bytes))
+            self._reducing.append((self._channel, run))
             self._reduce(max(1, self._ahead))
 
     def _drop_before(self, number: int) -> None:
@@ -367,8 +381,9 @@ class _Step:
 
     def _hold(self, number: int, peak_bytes: int) -> None:
         gathered = sum(self._runs[each].gathered_bytes for each in self._arrived if each >= number)
-        reduced = sum(nbytes for _, nbytes in self._reducing)
-        self._peak = max(self._peak, self._saved + gathered + reduced + peak_bytes)
+        reduced = sum(run.reduced_bytes for _, run in self._reducing)
+        held = self._saved + sum(self._cached.values()) + gathered + reduced
+        self._peak = max(self._peak, held + peak_bytes)
 
     def _wait(self, until: float) -> None:
         self._exposed += max(0.0, until - self._now)
@@ -377,7 +392,10 @@ class _Step:
     def _reduce(self, left: int) -> None:
         """Await all but the last `left` reductions."""
         while len(self._reducing) > max(0, left):
-            self._wait(self._reducing.pop(0)[0])
+            end, run = self._reducing.pop(0)
+            self._wait(end)
+            cached = self._cached.get(run.params, 0)  # what is frozen stays there
+            self._cached[run.params] = max(0, cached - run.reduced_bytes)
 
 
 def _may_start(run: GraphRun, later: GraphRun) -> bool:

@@ -47,6 +47,31 @@ def test_memory_counts_what_is_saved_gathered_and_reduced():
     assert step_cost([FORWARD, BACKWARD], 0).peak_bytes == 10 + 7
 
 
+def test_cached_parameters_stay_until_their_gradients_are_reduced():
+    keeps, given, reads = (
+        replace(FORWARD, gathered_bytes=gathered, cached_bytes=10, cached_read_bytes=read, params=1)
+        for gathered, read in ((10, 0), (0, 0), (0, 10))
+    )
+    defers = replace(BACKWARD, reduce_us=0.0, gathered_bytes=0, reduced_bytes=0, params=1)
+    reduces = replace(defers, reduce_us=50.0, reduced_bytes=10)
+    other = replace(FORWARD, gathered_bytes=0, saved_bytes=0, peak_bytes=50)
+
+    def held(*runs):
+        return step_cost([*runs, other], 0).peak_bytes - 50
+
+    assert held(keeps) == held(given) == held(reads) == 3 + 10
+    assert held(keeps, given) == 3 + 3 + 10
+    assert held(keeps, defers) == held(given, defers) == 10
+    assert held(keeps, reduces) == 10 + 10  # in flight
+    assert held(keeps, reduces, reduces) == 10
+    evaluates = replace(keeps, saved_bytes=0)
+    assert held(evaluates) == 10
+    frozen = replace(given, cached_bytes=25)
+    assert held(frozen, reduces, reduces) == 15 + 10
+    peaks = [step_cost([each, defers], 0).peak_bytes for each in (given, reads)]
+    assert peaks == [10 + 7, max(10 + 5, 7)]
+
+
 def test_gathers_of_the_next_forward_wait_for_the_optimizer():
     far, near = (step_cost([BACKWARD, FORWARD], ahead).peak_bytes for ahead in (4, 0))
     assert far == near
