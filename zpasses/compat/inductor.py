@@ -138,6 +138,10 @@ def pin_output_strides(output: fx.Node, strides: Mapping[int, tuple[int, ...]]) 
 
 
 _PINNED = "zpasses_output_strides"
+_RECORDED = "original_output_strides"
+"""Per output of a graph, the strides that it has in the trace. From torch 2.15 on, an inference
+graph has them before the passes of zpasses run.
+"""
 
 
 def _pin_outputs(gm: fx.GraphModule) -> None:
@@ -160,6 +164,9 @@ def _pin_outputs(gm: fx.GraphModule) -> None:
         with gm.graph.inserting_before(output):
             values[position] = _pinned(gm.graph, node, strides)
     output.args = (tuple(values),)
+    if _RECORDED in output.meta:
+        recorded = {**dict(enumerate(output.meta[_RECORDED])), **pinned}
+        output.meta[_RECORDED] = [recorded.get(position) for position in range(len(values))]
     # Inductor asks each of them for its operator. A variant returns None for a gradient that it
     # keeps.
     visible = {*output.meta.get("user_visible_output_idxs", ()), *pinned}

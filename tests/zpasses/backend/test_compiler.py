@@ -166,6 +166,19 @@ def test_a_backward_that_failed_to_compile_compiles_again_to_the_same_graph():
     assert found[0] == found[1]
 
 
+@pytest.mark.inductor
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_sharded_model_evaluates_through_inductor(one_rank, stage):
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    torch._dynamo.reset()
+    _, step = _sharded_copy(reference, codegen="inductor", cache=False, zero_stage=stage)
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        for _ in range(2):  # stage 2 returns the parameters of the first, which the second is given
+            torch.testing.assert_close(step(x), reference(x))
+
+
 def test_code_does_not_keep_the_inputs_of_the_call_that_compiled_it(one_rank):
     torch._dynamo.reset()
     model = zpasses.shard(nn.Linear(8, 8), mesh=one_rank)
