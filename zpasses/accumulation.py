@@ -25,7 +25,6 @@ from zpasses.runtime.windows import (
     EngineRun,
     Window,
     grad_state_of,
-    install_step_guard,
     scale_pending,
 )
 from zpasses.sharding.module import sharded_parameters
@@ -118,7 +117,6 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
 
     def __enter__(self) -> GradientWindow:
         _check_not_nested(self._params)
-        install_step_guard()
         compat.call_when_gradients_are_scaled(scale_pending)
         window = GradientWindow(self._params, self._backwards, self._dtype, self._timeout_s)
         self._barriers = barriers_enabled(groups_of(window), self._timeout_s)

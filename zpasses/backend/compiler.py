@@ -30,9 +30,7 @@ from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.ranks.notes import check_conflicts
 from zpasses.ranks.vote import has_other_ranks, rejoin_after_failure, vote_timeout
-from zpasses.runtime.flush import flush
 from zpasses.runtime.forward import AccumulationOptions, with_local_shards
-from zpasses.runtime.windows import StepWindow, install_step_guard
 from zpasses.sharding.guard import with_guarded_outputs, with_plain_inputs
 
 log = logging.getLogger("zpasses")
@@ -180,11 +178,9 @@ def _sending_failures(events: Events) -> Iterator[None]:
 def _with_local_shards(job: CompileJob, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the code of the captured graph so that it takes the inputs that Dynamo gave."""
     options, shards = job.options, job.captured.shards
-    if options.backwards_per_step > 1 or options.agreement is True:
-        install_step_guard()
     timeout_s = options.agreement_timeout_s if options.agreement else None
     accumulation = AccumulationOptions(
-        options.backwards_per_step, options.grad_accum_dtype, timeout_s, _close
+        options.backwards_per_step, options.grad_accum_dtype, timeout_s
     )
     return with_local_shards(
         compiled,
@@ -194,7 +190,3 @@ def _with_local_shards(job: CompileJob, compiled: Callable[..., Any]) -> Callabl
         accumulation,
         job.compiling,
     )
-
-
-def _close(window: StepWindow) -> None:
-    flush(window, window.agreement_timeout_s, window.failure)

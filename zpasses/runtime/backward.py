@@ -121,7 +121,7 @@ class BackwardDispatch:
                 dropped.add(i)
                 continue
             if window not in reduces:
-                reduces[window] = window.reduces(EngineRun.current())
+                reduces[window] = window.join(EngineRun.current())
             plan.states[i] = state
             plan.device = layout_of(source.zpasses_params[position]).mesh.device_type
             if self._slots[i].key in state.pending:

@@ -29,7 +29,8 @@ from zpasses.runtime.param_value import (
     param_value_of,
 )
 from zpasses.runtime.start_values import compare_start_values
-from zpasses.runtime.windows import StepWindow, grad_state_of, step_windows
+from zpasses.runtime.step_windows import step_windows
+from zpasses.runtime.windows import grad_state_of
 
 _MAX_VARIANTS = 4
 """Number of variants to compile per graph. Further calls gather all parameters."""
@@ -43,7 +44,6 @@ class AccumulationOptions:
     accum_dtype: torch.dtype | None
     timeout_s: float | None
     """Seconds to wait for other ranks; None exchanges nothing with them."""
-    close: Callable[[StepWindow], None]
 
     def apply(self, params: Sequence[Any]) -> None:
         """Configure the step windows of the parameters of a call, before its backward."""
@@ -52,7 +52,7 @@ class AccumulationOptions:
             if first is None or (first.backwards_per_step == 1 and first.accum_dtype is None):
                 return
         for window in step_windows(params):
-            window.configure(self.backwards_per_step, self.accum_dtype, self.timeout_s, self.close)
+            window.configure(self.backwards_per_step, self.accum_dtype, self.timeout_s)
 
 
 class BoundParameters(threading.local):

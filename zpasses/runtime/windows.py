@@ -14,33 +14,19 @@ to threads, because autograd runs the backward of accelerators in threads of its
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim.optimizer import (
-    register_optimizer_step_pre_hook,
-)
+from torch import Tensor
 
 from zpasses import compat
-from zpasses.errors import OptionError, ZpassesError
 from zpasses.graph.dialect import set_grad_hook
 from zpasses.graph.tags import Reduction
 from zpasses.runtime.grad_slots import PendingKey, pending_key
-from zpasses.runtime.layout import layout_of
 from zpasses.runtime.param_conversion import local_shards_node
-from zpasses.runtime.param_value import (
-    identify,
-    install_step_end,
-    is_sharded_parameter,
-    param_value_of,
-)
-from zpasses.runtime.run_checks import check_optimizer_step
 
 GRAD_STATE_ATTRIBUTE = "_zpasses_grad_state"
 
@@ -94,8 +80,8 @@ class ParamGradState:
         (zpasses.graph.error_feedback). No window reduces or discards it."""
         self.explicit_window: Window | None = None
         """The open window of a `coalesce_grad_reduction` block."""
-        self.step_window: StepWindow | None = None
-        """The window of the option `backwards_per_step`."""
+        self.step_window: Window | None = None
+        """The `StepWindow` of the parameter (`zpasses.runtime.step_windows`)."""
         self.values_compared = False
         """Whether ranks that hold the same values have compared them."""
 
@@ -178,6 +164,8 @@ class Window:
         self._get_params = params
         self.accum_dtype = accum_dtype
         """Dtype of pending gradients; None keeps the gradient's dtype."""
+        self.backwards_per_step = 1
+        """The option of this name, for step windows. With 1, they take no gradients."""
         self.count = 0
         """Number of backwards that have begun."""
         self.failure: str | None = None
@@ -197,8 +185,8 @@ class Window:
             if param is not None:
                 yield grad_state_of(param)
 
-    def reduces(self, run: EngineRun) -> bool:
-        """Whether this run reduces gradients. The first call in a run counts it as a backward."""
+    def join(self, run: EngineRun) -> bool:
+        """Counts a run as a backward, once. Returns whether it reduces gradients."""
         current = self._run() if self._run is not None else None
         if current is None:
             self.check_last_backward()
@@ -231,69 +219,6 @@ class Window:
             entry.pending.clear()
 
 
-class StepWindow(Window):
-    """The window of the option `backwards_per_step`, for parameters that were sharded together.
-
-    Every `backwards_per_step` backwards reduce once, without a `with` statement.
-    """
-
-    def __init__(self, params: Callable[[], list[Any]] = list) -> None:
-        super().__init__(params)
-        self.backwards_per_step = 1
-        self.agreement_timeout_s: float | None = None
-        """Seconds to wait for other ranks; None exchanges nothing with them."""
-        self._close: Callable[[StepWindow], None] | None = None
-
-    def configure(
-        self,
-        backwards_per_step: int,
-        accum_dtype: torch.dtype | None,
-        timeout_s: float | None,
-        close: Callable[[StepWindow], None],
-    ) -> None:
-        """Apply the options of a compiled graph, at its forward.
-
-        Raises:
-            OptionError: if gradients are pending under other options of another graph.
-        """
-        if (backwards_per_step, accum_dtype) != (
-            self.backwards_per_step,
-            self.accum_dtype,
-        ) and self.count:
-            raise OptionError(
-                f"this graph has backwards_per_step={backwards_per_step}, "
-                f"grad_accum_dtype={accum_dtype}, but other graphs of the model have accumulated "
-                f"{self.count} of {self.backwards_per_step} backwards with "
-                f"grad_accum_dtype={self.accum_dtype}. Compile all parts of a model with the same "
-                "options, and change the options only right after an optimizer step."
-            )
-        self.backwards_per_step, self.accum_dtype, self.agreement_timeout_s, self._close = (
-            backwards_per_step,
-            accum_dtype,
-            timeout_s,
-            close,
-        )
-
-    def begin_backward(self, run: EngineRun) -> bool:
-        if self.count < self.backwards_per_step:
-            compat.call_when_gradients_are_scaled(scale_pending)
-            return False
-        run.at_end(self.close)
-        return True
-
-    def close(self) -> None:
-        """Reduce the gradients that are still pending, and start the next window."""
-        self.check_last_backward()
-        try:
-            if self._close is not None:
-                self._close(self)
-            if self.failure is not None:
-                raise ZpassesError(f"{self.failure}; pending gradients are dropped on all ranks.")
-        finally:
-            self.discard_pending()
-            self.count, self.failure = 0, None
-
-
 def windows_of(params: Sequence[Any]) -> list[Window]:
     """Return the windows of these parameters, each once.
 
@@ -308,76 +233,6 @@ def windows_of(params: Sequence[Any]) -> list[Window]:
         ):
             found[entry.window] = None
     return list(found)
-
-
-_shard_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""Process group -> calls of `zpasses.shard` for it that sharded parameters."""
-
-
-def register_step_window(
-    holders: Sequence[tuple[nn.Module, str]], paths: Mapping[nn.Module, str]
-) -> None:
-    """Give parameters a common step window, and identities.
-
-    Parameters that have a step window already keep theirs.
-
-    Args:
-        holders: module and name of each parameter. Steps of their optimizers count from now on.
-        paths: names of the modules in the model.
-    """
-    refs = [(weakref.ref(module), name) for module, name in holders]
-    identities: list[str] = []
-
-    def find() -> list[Any]:
-        known = identities or [""] * len(refs)
-        return [_held(ref(), name, own) for (ref, name), own in zip(refs, known, strict=True)]
-
-    params = find()
-    _join_step_window(params, StepWindow(find))
-    groups = [layout_of(param).mesh.get_group() for param in params]
-    for group in dict.fromkeys(groups):
-        number = _shard_calls[group] = _shard_calls.get(group, 0) + 1
-        for (module, name), param, own in zip(holders, params, groups, strict=True):
-            if own is group:
-                path = f"{paths[module]}.{name}".lstrip(".")
-                value = param_value_of(param)
-                value.identity = f"{number}:{path}"
-                identify(param, value)
-    identities += [param_value_of(param).identity for param in params]
-    install_step_guard()
-
-
-def _held(module: nn.Module | None, name: str, identity: str) -> Any:
-    """Return the parameter of a module, also after torch's parametrizations or pruning have given
-    it another name or to a submodule; None if it no longer exists.
-    """
-    param = module._parameters.get(name) if module is not None else None
-    if param is None and module is not None and identity:
-        for each in module.parameters():
-            if is_sharded_parameter(each) and param_value_of(each).identity == identity:
-                return each
-    return param
-
-
-def _join_step_window(params: Sequence[Any], window: StepWindow) -> None:
-    for param in params:
-        if grad_state_of(param).step_window is None:
-            grad_state_of(param).step_window = window
-
-
-def step_windows(params: Sequence[Any]) -> list[StepWindow]:
-    """Return the step windows of these parameters, each once.
-
-    Parameters without one, such as those of a copied model, get a common step window.
-    """
-    without = [param for param in params if grad_state_of(param).step_window is None]
-    if without:
-        _join_step_window(without, StepWindow(lambda: without))
-    return list(
-        dict.fromkeys(
-            steps for param in params if (steps := grad_state_of(param).step_window) is not None
-        )
-    )
 
 
 # --- eager code -----------------------------------------------------------------------------------
@@ -402,7 +257,7 @@ def maybe_defer_grad(grad: Tensor, reduction: Reduction) -> Tensor | None:
         return grad
     if not wanted:
         return None
-    if not window.reduces(EngineRun.current()):
+    if not window.join(EngineRun.current()):
         state.add(grad, reduction, window.accum_dtype)
         return None
     pending = state.pending.pop(pending_key(grad.dtype, reduction), None)
@@ -424,7 +279,7 @@ def drop_accumulated(params: Iterable[Any]) -> None:
     """Drop the pending gradients of parameters, whose values are replaced by those of a checkpoint.
     The next backward begins a window of `backwards_per_step`. The count of a `with` block goes on.
     """
-    windows = dict[StepWindow, None]()
+    windows = dict[Window, None]()
     for param in params:
         state: ParamGradState | None = getattr(param, GRAD_STATE_ATTRIBUTE, None)
         if state is None:
@@ -441,42 +296,6 @@ def mark_failed(windows: Sequence[Window], reason: str) -> None:
     """Record that a backward failed, possibly after it had changed pending gradients."""
     for window in windows:
         window.failure = reason
-
-
-# --- optimizers -----------------------------------------------------------------------------------
-@functools.cache
-def install_step_guard() -> None:
-    """Install a hook that checks the windows of an optimizer's parameters before each step.
-
-    It applies to every torch optimizer of this process. Further calls do nothing. A step inside a
-    `with` block raises. A step before the last of `backwards_per_step` backwards reduces the
-    gradients that are pending. Ranks whose graphs are compared on every run compare their steps,
-    too.
-    """
-    register_optimizer_step_pre_hook(compat.dynamo_disable(_compare_before_step))
-    install_step_end()
-
-
-def _compare_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    early: dict[StepWindow, None] = {}
-    params: dict[str, list[str]] = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            state = getattr(param, GRAD_STATE_ATTRIBUTE, None)
-            if state is None:
-                continue
-            if state.explicit_window is not None:
-                raise ZpassesError(
-                    f"{type(optimizer).__name__}.step() inside coalesce_grad_reduction: gradients "
-                    "of its parameters are not reduced yet. Step after the block."
-                )
-            if state.step_window is not None and state.step_window.count:
-                early[state.step_window] = None
-            for name in layout_of(param).sharding_groups:
-                params.setdefault(name, []).append(param_value_of(param).identity)
-    check_optimizer_step(params, type(optimizer).__name__)
-    for window in early:
-        window.close()  # the step comes before the Nth backward: reduce the gradients so far
 
 
 set_grad_hook(maybe_defer_grad)

@@ -25,7 +25,7 @@ from zpasses.ranks.mesh_comparison import compare_shard_calls, register_mesh
 from zpasses.ranks.new_groups import consecutive_ranks
 from zpasses.runtime.layout import ParamLayout, layout_of
 from zpasses.runtime.param_value import as_sharded_parameter
-from zpasses.runtime.windows import register_step_window
+from zpasses.runtime.step_windows import register_step_window
 from zpasses.sharding.flat_buffers import check_pack_mb, next_batch, pack_local_rows
 from zpasses.sharding.foreign_weights import ForeignWeight, foreign_weight, take_over
 from zpasses.sharding.hooks import install_hooks
