@@ -24,7 +24,7 @@ from zpasses.pipeline.events import Events
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.ranks.agree import recorded_answers
-from zpasses.ranks.compiled_graph import compiling
+from zpasses.ranks.current_compile import compiling
 from zpasses.ranks.failures import is_reported, pass_on_failure, report_failure
 from zpasses.ranks.vote import vote_timeout
 from zpasses.runtime.forward import BoundParameters

@@ -222,7 +222,7 @@ def preload(job: CompileJob, kind: str, variant: ForwardVariant | None) -> None:
     assert job.artifacts is not None
     stored = job.artifacts.variant(kind, variant)
     if stored is not None:
-        code = compat.unpack_code(stored.code, (), is_backward=False)
+        code = compat.unpack_code(stored.code, is_backward=False)
         job.state.preloaded = repr((kind, variant)), stored, code
 
 
@@ -317,7 +317,7 @@ def _load(
         stored = found
         try:
             with template.state.restored():
-                code = compat.unpack_code(stored.code, (), is_backward=kind == "backward")
+                code = compat.unpack_code(stored.code, is_backward=kind == "backward")
         except Exception as error:  # compiled from the graph instead
             log.warning("compile cache: code of graph %s is not used: %s", job.name, error)
             return None

@@ -18,8 +18,9 @@ places also serve torch 2.11, on which tests marked `gpu` may run: `placeholder_
 | fake tensors, symbolic sizes | `fake.py` |
 | stacks of Python and C++ frames | `frames.py` |
 | FX graphs, operators, pytrees | `fx_graph.py` |
-| Inductor | `inductor.py`, `inductor_fusion.py` |
+| Inductor | `inductor.py`, and `inductor_*.py` for its scheduler |
 | optimizers | `optimizers.py` |
+| pipeline stages | `pipelining.py` |
 """
 
 from zpasses.compat.aot import *

@@ -292,7 +292,7 @@ def _without_launchers(code: Any) -> Iterator[None]:
         yield
 
 
-def unpack_code(data: bytes, inputs: Sequence[Any], *, is_backward: bool) -> Code:
+def unpack_code(data: bytes, *, is_backward: bool) -> Code:
     """Loads what `pack_code` stored.
 
     Raises:
@@ -312,7 +312,7 @@ def unpack_code(data: bytes, inputs: Sequence[Any], *, is_backward: bool) -> Cod
         "boxed_forward_device_index": BoxedDeviceIndex(None),
         "is_backward": is_backward,
     }
-    code.post_compile(inputs, constants, settings)
+    code.post_compile((), constants, settings)
     return code
 
 

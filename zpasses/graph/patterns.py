@@ -82,7 +82,7 @@ def tag_foreign_reductions(graph: fx.Graph, origin: str) -> int:
     for node in graph.nodes:
         if tag_of(node) is not None or is_of_model(node) or not _is_reduction(node):
             continue
-        after, before = _chain_to_output(node, places), _chain_before(node)
+        after, before = _chain_to_output(node), _chain_before(node)
         if after is None:
             continue
         params = (f"output_{places[after[-1]]}",)
@@ -106,7 +106,7 @@ def _is_reduction(node: fx.Node) -> bool:
     )
 
 
-def _chain_to_output(reduction: fx.Node, places: dict[fx.Node, int]) -> list[fx.Node] | None:
+def _chain_to_output(reduction: fx.Node) -> list[fx.Node] | None:
     """Returns the nodes from a reduction to the value that the graph returns, which comes last.
 
     Returns None if anything else reads one of them.

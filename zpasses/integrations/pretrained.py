@@ -22,7 +22,7 @@ from zpasses.integrations.full_states import (
     unsharded,
 )
 from zpasses.integrations.joint_states import fail_on_all_ranks, limit_s
-from zpasses.ranks.vote import COMPILE_TIMEOUT, store_barrier
+from zpasses.ranks.vote import store_barrier
 
 WITHOUT_STATE = (
     "save_pretrained without state_dict (call it on every rank, or call "
@@ -77,7 +77,7 @@ def _save_pretrained(
         writes = state or dist.get_rank() == writing_rank(model)
         return _write(model, original, given, state) if writes else None
     for group in groups:
-        store_barrier(group, WITHOUT_STATE, limit_s(model), timeout_option=COMPILE_TIMEOUT)
+        store_barrier(group, WITHOUT_STATE, limit_s(model))
     if is_adapted(model):
         embeddings = _argument(given, "save_embedding_layers", "auto")
         adapters = _argument(given, "selected_adapters")

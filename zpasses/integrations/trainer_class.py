@@ -38,7 +38,7 @@ from zpasses.integrations.joint_states import (
 )
 from zpasses.integrations.preparation import finish_preparation, preparation_of, prepared
 from zpasses.integrations.pretrained import adopt
-from zpasses.ranks.vote import COMPILE_TIMEOUT, store_barrier
+from zpasses.ranks.vote import store_barrier
 
 OPTIMIZER_FOLDER = "optimizer"
 SCHEDULER_FILE = "scheduler.pt"
@@ -118,7 +118,7 @@ class ShardingTrainer(Trainer):  # type: ignore[misc]
         say why.
         """
         for group in sharding_groups(self.model):
-            store_barrier(group, occasion, limit_s(self.model), timeout_option=COMPILE_TIMEOUT)
+            store_barrier(group, occasion, limit_s(self.model))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if preparation_of(model) is None:  # `to` would take the shards out of their flat buffers

@@ -33,7 +33,7 @@ from zpasses.graph.queries import Collective, collectives, is_wait
 from zpasses.graph.source_lines import describe_source
 from zpasses.graph.tags import params_of, tag_of
 from zpasses.ranks.agree import compare
-from zpasses.ranks.compiled_graph import compiled_graph
+from zpasses.ranks.current_compile import compiled_graph
 from zpasses.ranks.group_texts import name_group
 from zpasses.ranks.run_order import RunEvent
 from zpasses.ranks.sequence_difference import first_difference

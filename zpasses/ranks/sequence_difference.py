@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from zpasses.ranks.compiled_graph import how_to_compare, options_differ
+from zpasses.ranks.current_compile import how_to_compare, options_differ
 from zpasses.ranks.vote import Ballot
 
 _MOST = 3

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
-from zpasses.ranks.compiled_graph import compiled_graph, graphs_differ
+from zpasses.ranks.current_compile import compiled_graph, graphs_differ
 from zpasses.ranks.group_texts import dimension_of, list_ranks, name_group
 from zpasses.ranks.notes import found_conflict
 from zpasses.ranks.tally import Count, Tally, add_to, ranks_below, text_of
@@ -184,8 +184,7 @@ def vote(
         return combine([ballot])
     limit = current_timeout_s() if timeout_s is None else timeout_s
     missed = missed or f"reach {occasion}"
-    poll = _VoteRound(name, occasion, missed, advice, limit, timeout_option)
-    return poll.run(ballot, combine)
+    return _VoteRound(name, occasion, missed, advice, limit, timeout_option).run(ballot, combine)
 
 
 def store_barrier(
@@ -193,7 +192,7 @@ def store_barrier(
     occasion: str,
     timeout_s: float | None = None,
     *,
-    timeout_option: str = "timeout_s=...",
+    timeout_option: str = COMPILE_TIMEOUT,
 ) -> None:
     """Wait until all ranks of a group are at the same point and none of them has failed.
 

@@ -92,11 +92,7 @@ def current_call() -> CallParams | None:
 
 
 def whose_call(params: Sequence[Any]) -> object:
-    """Returns what identifies the parameters of the call whose forward or backward runs.
-
-    Args:
-        params: the parameters.
-    """
+    """Returns what identifies the parameters of the call whose forward or backward runs."""
     call = current_call()
     return call.digest if call is not None else tuple(map(id, params))
 

@@ -1,8 +1,8 @@
 """Ranks check, before each run of a compiled graph that communicates, that they run the same one.
 
-Outside windows, `zpasses.ranks.run_order` votes only where a rank comes to another graph than the
-history predicts. Inside windows, the ranks vote before every graph, because the others would wait
-in the next gather for a rank that left the window with an exception.
+`zpasses.ranks.run_order` votes only where a rank comes to another graph than the history predicts.
+Inside a `coalesce_grad_reduction` block, the ranks vote before every graph, because the others
+would wait in the next gather for a rank that left the block with an exception.
 
 Collectives of a checked graph give up after the time limit of the votes. The error then names the
 ranks that did not take part.
@@ -244,15 +244,15 @@ def limited_over(
 
 @contextlib.contextmanager
 def limited_run(
-    events: Iterable[str], name: str, timeout_s: float, *, checked: bool
+    groups: Iterable[str], name: str, timeout_s: float, *, checked: bool
 ) -> Iterator[None]:
     """Context of what a graph does after it has run.
 
     Args:
-        events: the process groups that the graph communicates over.
+        groups: the process groups that the graph communicates over.
         checked: whether its collectives give up after `timeout_s`, as those of checked graphs do.
     """
-    asked = [group for group in events if has_other_ranks(group)]
+    asked = [group for group in groups if has_other_ranks(group)]
     if not asked or not checked:
         yield
         return

@@ -15,7 +15,7 @@ from tests.zpasses.ranks.simulated_world import GROUP, SimulatedWorld, Traffic
 from zpasses import compat
 from zpasses.ranks.agree import adopt, exchange
 from zpasses.ranks.compared_collectives import CallSequence, compare_sequences
-from zpasses.ranks.compiled_graph import compiling
+from zpasses.ranks.current_compile import compiling
 from zpasses.ranks.edit_log import EditLog
 from zpasses.ranks.failures import report_failure
 from zpasses.ranks.mesh_comparison import compare_shard_calls

@@ -27,7 +27,7 @@ from tests.zpasses.ranks.many_ranks import (
 from tests.zpasses.ranks.simulated_world import GROUP, SimulatedWorld
 from zpasses.errors import AgreementError
 from zpasses.ranks.agree import exchange
-from zpasses.ranks.compiled_graph import compiling
+from zpasses.ranks.current_compile import compiling
 from zpasses.ranks.failures import report_failure
 from zpasses.ranks.mesh_comparison import compare_shard_calls
 from zpasses.ranks.tally import ranks_below

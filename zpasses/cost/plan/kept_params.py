@@ -68,7 +68,7 @@ class KeptParam:
     unchanged: float
     """Share of forwards whose gather caching it saves, from 0 to 1."""
     forward_us: float
-    """The same in forward."""
+    """As `saved_us`, in forward."""
     part_bytes: int = 0
     """Bytes of the part that forward saves instead, if backward would gather the parameter from
     fewer ranks (`zpasses.graph.regathers`)."""

@@ -60,7 +60,7 @@ def check(
     if not changes_outputs:
         check_outputs(now, before, pass_name)
     check_memory(now, before, pass_name, may_write_inputs=changes_inputs)
-    affected = affected_by([*changed, *before.retagged(graph)], now)
+    affected = affected_by([*changed, *before.retagged(graph)])
     check_initialised(affected, now, before, pass_name)
     check_params(affected, now, before, pass_name, changes_outputs=changes_outputs)
 

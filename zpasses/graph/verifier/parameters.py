@@ -26,7 +26,7 @@ from zpasses.graph.verifier.versions import CurrentGraph, PreviousGraph
 from zpasses.graph.walks import reachable
 
 
-def affected_by(changed: Sequence[fx.Node], now: CurrentGraph) -> list[fx.Node]:
+def affected_by(changed: Sequence[fx.Node]) -> list[fx.Node]:
     """The changed nodes, and what their values reach through links and collectives, with the first
     readers behind them.
     """

@@ -84,7 +84,7 @@ def _compiles(
 
 
 def _compile(each: Compile, rank: int, measured: Measured | None) -> dict[str, Any]:
-    pool = _NodePool(each)
+    pool = _NodePool()
     graphs = [
         _graph(SelectedGraph(rank, each, graph), pool, measured) for graph in each.graphs.values()
     ]
@@ -286,7 +286,7 @@ def _code(node: Node, names: dict[int, str]) -> str:
 class _NodePool:
     """The distinct node states of a compile. Most nodes stay the same from pass to pass."""
 
-    def __init__(self, each: Compile) -> None:
+    def __init__(self) -> None:
         self.rows: list[list[Any]] = []
         self.strings: list[str] = []
         self.shared: list[tuple[Any, ...]] = []

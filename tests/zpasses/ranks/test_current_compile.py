@@ -1,6 +1,6 @@
 """What an error says about the graphs that ranks compile."""
 
-from zpasses.ranks.compiled_graph import compiled_graph, compiling, graphs_differ, options_differ
+from zpasses.ranks.current_compile import compiled_graph, compiling, graphs_differ, options_differ
 
 SHOW = (
     "To see the graphs, run with options={'dump': DIR, 'dump_ranks': 'all'}, and then: zpasses "
