@@ -66,7 +66,7 @@ CASES = {
         lengths=(1024, 512),
         checkpoints=True,
         lora=True,
-        share=0.85,
+        share=0.75,
         codegen="inductor",
     ),
 }
