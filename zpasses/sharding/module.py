@@ -90,7 +90,10 @@ class ShardedModule(nn.Module):
             if isinstance(current, WatchedShard):
                 value = param_value_of(current)
                 count_edit(current, "assignment", param)
-            self._parameters[name] = _shard_assigned(param, spec, value)
+            self._parameters[name] = made = _shard_assigned(param, spec, value)
+            if made.shape != spec.shape:
+                changed = self._zpasses_specs | {name: replace(spec, shape=made.shape)}
+                self.__class__ = _with_specs(type(self), tuple(changed.values()))
 
     def __delattr__(self, name: str) -> None:
         param = self._parameters.get(name) if name in self._zpasses_specs else None

@@ -52,6 +52,9 @@ class ParamShardSpec:
     """How one parameter of a module is sharded and read."""
 
     name: str
+    shape: torch.Size
+    """Of the full parameter. Dynamo compares the shape of this rank's rows and the class of a
+    module, which differs with this."""
     layout: ParamLayout
     param_dtype: torch.dtype | None
     """Gather and compute in this dtype; None keeps the shard's dtype."""

@@ -165,6 +165,7 @@ class ShardPlan:
         floating = param.is_floating_point()
         return ParamShardSpec(
             name,
+            param.shape,
             layout,
             self.param_dtype if floating else None,
             self.reduce_dtype if floating else None,

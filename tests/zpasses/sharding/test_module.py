@@ -275,6 +275,27 @@ def test_sharded_module_is_an_instance_of_its_old_class():
 
 
 @on_ranks(2)
+def test_modules_that_differ_in_rows_share_no_code():
+    """Rank 0 has three rows of five and of six."""
+    x = integers(2, 4)
+
+    def check(model, expected):
+        model.zero_grad()
+        run = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
+        run(x).sum().backward()
+        assert_same(full_gradients(model), expected)
+
+    plain = [with_integer_weights(nn.Sequential(nn.Linear(4, rows))) for rows in (5, 6)]
+    expected = [reference_gradients(each, [x, x]) for each in plain]
+    models = [zpasses.shard(copy.deepcopy(each), mesh=world_mesh()) for each in plain]
+    for model, grads in zip(models, expected, strict=True):
+        check(model, grads)
+    models[0][0].weight = nn.Parameter(integers(6, 4))
+    models[0][0].bias = nn.Parameter(integers(6))
+    check(models[0], expected[1])
+
+
+@on_ranks(2)
 def test_local_shards_gives_dtensors_inside_and_full_parameters_after():
     model = nn.Sequential(_linear(), nn.Sequential(_linear()))
     with zpasses.local_shards(model) as inside:
