@@ -127,6 +127,7 @@ def test_batches_of_gradients_and_tangents_of_the_compiled_model_name_the_way_ou
     x, ways = torch.randn(3, 4, requires_grad=True), torch.eye(3).unsqueeze(-1)
     with pytest.raises(zpasses.ShardingError, match=r"is_grads_batched.*sharded model itself"):
         torch.autograd.grad(run(x), x, ways, is_grads_batched=True)
+    run(torch.randn(3, 4))  # torch 2.15 compiles nothing for inputs with tangents
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.randn(3, 4), torch.ones(3, 4))
         with pytest.raises(zpasses.ShardingError, match=r"a tangent.*sharded model itself"):
