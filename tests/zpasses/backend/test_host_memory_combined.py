@@ -37,6 +37,8 @@ class Case:
     """The memory budget, as a part of the peak without one."""
     states: bool = True
     """Whether the states of the optimizer rest on the host."""
+    params: bool = False
+    """Whether parameters and their gradients do, too."""
     lora: bool = False
     checkpoints: bool = False
     parts: bool = False
@@ -56,6 +58,10 @@ CASES = {
     ),
     "stage 3, a mesh, LoRA, a window": Case(
         {"zero_stage": 3, "backwards_per_step": 2}, mesh=(1, 2), lora=True, codegen="inductor"
+    ),
+    "stage 3, parameters": Case({"zero_stage": 3}, params=True, codegen="inductor"),
+    "stage 3, parameters, LoRA, a window": Case(
+        {"zero_stage": 3, "backwards_per_step": 2}, params=True, lora=True
     ),
     "stage 3, LoRA, checkpoints": Case({"zero_stage": 3}, lora=True, checkpoints=True, share=0.85),
     "stage 3, blocks": Case({"zero_stage": 3}, parts=True, share=0.85),
@@ -151,6 +157,8 @@ def trained(case, budget=None):
     options = {"target": TARGET, "codegen": case.codegen, "cache": False, **case.options}
     if budget is not None:
         options |= {"memory_budget": f"{budget}B", "host_memory": "1GiB"}
+    if case.params and budget is not None:
+        zpasses.offload_parameters(net, trained=True)
     if case.parts:
         for block in net.blocks:
             block.compile(backend="zpasses", options=options)

@@ -97,7 +97,6 @@ CASES = {
     "bfloat16": BF16,
     "columns": {"shard": {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 2 else None}},
     "encoded": {"pipeline": "gather-params{encode=int8,exact_below_kib=0},reduce-grads,schedule"},
-    "saved values, too": {"memory_budget": "64KiB", "host_memory": "1MiB", "target": "h100"},
 }
 
 

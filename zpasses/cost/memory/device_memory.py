@@ -57,7 +57,10 @@ def _host_bytes() -> int | None:
         free = int(fields["MemAvailable"].split()[0]) * 1024
         limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
         if limit.exists() and (text := limit.read_text().strip()) != "max":
-            free = min(free, max(0, int(text) - int(used.read_text())))
+            # Files that were read count as used, and are dropped when memory is needed.
+            stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+            in_use = int(used.read_text()) - int(stat["inactive_file"])
+            free = min(free, max(0, int(text) - in_use))
         return free
     except (OSError, KeyError, ValueError):
         names = ("SC_AVPHYS_PAGES", "SC_PAGE_SIZE")
