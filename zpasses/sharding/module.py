@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 from zpasses import compat
 from zpasses.errors import ShardingError, ZpassesError
 from zpasses.runtime.edits import count_edit
+from zpasses.runtime.layout import layout_of
 from zpasses.runtime.param_conversion import (
     watch_gradients,
 )
@@ -76,6 +77,7 @@ class ShardedModule(nn.Module):
         check_may_replace(self, name)
         if spec is None or param is None:
             super().register_parameter(name, param)
+            self._read_moved(name)
         else:
             self.__dict__.pop(name, None)
             if isinstance(param, StandsForParameter):
@@ -94,6 +96,21 @@ class ShardedModule(nn.Module):
             if made.shape != spec.shape:
                 changed = self._zpasses_specs | {name: replace(spec, shape=made.shape)}
                 self.__class__ = _with_specs(type(self), tuple(changed.values()))
+
+    def _read_moved(self, name: str) -> None:
+        """Gather a parameter of this module that it has got back under another name, as from
+        torch.nn.utils.prune.remove.
+        """
+        param = self._parameters[name]
+        if not isinstance(param, DTensor) or not is_sharded_parameter(param):
+            return
+        if name in self._zpasses_specs:  # since it was registered (zpasses.sharding.registrations)
+            return
+        cut = param.shape, layout_of(param)
+        for before, spec in self._zpasses_specs.items():
+            if before not in self._parameters and (spec.shape, spec.layout) == cut:
+                add_reads(self, [replace(spec, name=name)])
+                return
 
     def __delattr__(self, name: str) -> None:
         param = self._parameters.get(name) if name in self._zpasses_specs else None

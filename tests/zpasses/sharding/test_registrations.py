@@ -190,6 +190,24 @@ def test_parametrizations_of_before_sharding_are_removed_after_it(bias):
     _assert_like(model, plain)
 
 
+@on_ranks(2)
+def test_pruning_of_before_sharding_is_removed_after_it():
+    plain, model = _net(), _net()
+    for each in (plain, model):
+        for name in ("weight", "bias"):
+            nn.utils.prune.l1_unstructured(each[0], name, amount=0.5)
+    _sharded(model)
+    kept = dict(model.named_parameters())
+    for name in ("weight", "bias"):
+        for each in (plain, model):
+            nn.utils.prune.remove(each[0], name)
+        assert model[0].get_parameter(name) is kept[f"0.{name}_orig"]
+    _assert_like(model, plain)
+    _train(_compiled(model, 3), model)
+    _train(plain, plain)
+    _assert_like(model, plain)
+
+
 @pytest.mark.parametrize("how", ["LoRA", "pruning"])
 @on_ranks(2)
 @pytest.mark.slow(quick="test_parametrizations_after_sharding_train_as_before_it")
