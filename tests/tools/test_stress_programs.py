@@ -123,17 +123,26 @@ def test_drawn_options_that_are_not_valid_are_a_failure(monkeypatch):
 
 
 # --- on ranks -------------------------------------------------------------------------------------
+ON_HOST = 218
+"""A program whose activations, parameters and states rest on the host."""
+
+
 @pytest.mark.processes
 def test_programs_are_equal_or_refused():
-    done = stress("programs", "--count", "1", "--seed", "20")
+    program = draw(ON_HOST)
+    assert "host_memory" in program.options
+    assert program.rests
+    assert program.offloads
+    done = stress("programs", "--count", "1", "--seed", str(ON_HOST))
     assert done.exit_code == 0, done.output
 
 
 @pytest.mark.slow(quick="test_programs_are_equal_or_refused")
 @pytest.mark.processes
 @pytest.mark.inductor
-def test_programs_with_code_from_inductor():
-    done = stress("programs", "--count", "2", "--seed", "20", "--codegen", "inductor")
+@pytest.mark.parametrize("seed", [20, 21, ON_HOST])
+def test_programs_with_code_from_inductor(seed):
+    done = stress("programs", "--count", "1", "--seed", str(seed), "--codegen", "inductor")
     assert done.exit_code == 0, done.output
 
 
