@@ -1,5 +1,8 @@
 """The least time of a step: no plan is below it, and it is that of steps that one can count."""
 
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,12 +13,14 @@ from tests.tools.test_repeated_layers import ROWS, WIDTH, Net
 from tests.zpasses.backend.test_drawn_budgets import TARGETS, Stack, steps
 from tests.zpasses.backend.test_memory_budget import Blocks
 from tests.zpasses.backend.test_step_trials import within_compile
+from zpasses.backend import step_trials
 from zpasses.backend.step_trials import Choice
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import StepProblem, keepable_params
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import single_plan
 from zpasses.cost.time.target import current_target
+from zpasses.graph.host_copies import offloadable_values
 from zpasses.tools.plan.linear_program import LinearProgram
 from zpasses.tools.plan.relaxation import LeastTimes
 
@@ -47,6 +52,14 @@ def drawn_choice(draw, trials):
     out = draw(st.lists(st.sampled_from(values), unique=True)) if values else []
     names = (frozenset(each.name for each in some) for some in (kept, cached, out))
     return Choice(activations, *names), trials.offloading(trial, out).step.keeping(kept, cached)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_values_may_leave():
+    """Drawn steps have no value of `LEAST_BYTES`."""
+    small = partial(offloadable_values, least_bytes=64)
+    with mock.patch.object(step_trials, "offloadable_values", small):
+        yield
 
 
 @pytest.mark.slow(quick="test_less_memory_takes_longer_until_nothing_fits")
