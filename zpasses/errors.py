@@ -27,7 +27,7 @@ class AgreementError(ZpassesError):
 
 
 class MemoryBudgetError(ZpassesError):
-    """A step does not fit the option `memory_budget`."""
+    """What a step needs does not fit `memory_budget`, `host_memory` or `host_bytes`."""
 
 
 class OptionError(ValueError):
