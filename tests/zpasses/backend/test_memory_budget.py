@@ -209,6 +209,7 @@ def test_limit_of_the_container_counts(monkeypatch, tmp_path):
     monkeypatch.setattr(device_memory, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("1500000\n")
+    assert device_memory.free_bytes(torch.device("cpu")) == 1500000
     (tmp_path / "memory.stat").write_text("anon 900000\nfile 600000\ninactive_file 500000\n")
     assert device_memory.free_bytes(torch.device("cpu")) == 2000000
     (tmp_path / "memory.max").write_text("max\n")

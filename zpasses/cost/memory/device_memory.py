@@ -49,6 +49,13 @@ def fallen_bytes(device: torch.device) -> int:
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+def _droppable_bytes() -> int:
+    """Files that were read count as used in a container, and are dropped when memory is needed."""
+    stat = _CGROUP / "memory.stat"
+    lines = stat.read_text().splitlines() if stat.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+
+
 def _host_bytes() -> int | None:
     """Memory that new processes could use: that of the host, within the limit of the container."""
     try:
@@ -57,10 +64,7 @@ def _host_bytes() -> int | None:
         free = int(fields["MemAvailable"].split()[0]) * 1024
         limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
         if limit.exists() and (text := limit.read_text().strip()) != "max":
-            # Files that were read count as used, and are dropped when memory is needed.
-            stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-            in_use = int(used.read_text()) - int(stat["inactive_file"])
-            free = min(free, max(0, int(text) - in_use))
+            free = min(free, max(0, int(text) - int(used.read_text()) + _droppable_bytes()))
         return free
     except (OSError, KeyError, ValueError):
         names = ("SC_AVPHYS_PAGES", "SC_PAGE_SIZE")
