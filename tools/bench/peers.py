@@ -200,6 +200,23 @@ def _zpasses(**options: Any) -> _Build:
     return build
 
 
+class _EarlyTrainer(Trainer):
+    """Parameters step in backward, where their gradients are freed."""
+
+    def gradient_norm(self) -> float | None:
+        return None
+
+
+def _zpasses_early(**options: Any) -> _Build:
+    def build(model: GPT, mesh: DeviceMesh) -> Trainer:
+        zpasses.shard(model, mesh=mesh)
+        trainer = _EarlyTrainer(model, torch.compile(model, backend="zpasses", options=options))
+        zpasses.step_in_backward(trainer.optimizer)
+        return _with_window(trainer)
+
+    return build
+
+
 def _zpasses_blocks(model: GPT, mesh: DeviceMesh) -> Trainer:
     zpasses.shard(model, mesh=mesh)
     zpasses.compile_blocks(model, "blocks.*", zero_stage=3)
@@ -278,6 +295,10 @@ def _all_peers() -> Iterator[Peer]:
         "zpasses-3-one-ahead": (
             "the same with fixed buckets, one in flight",
             _zpasses(pipeline="zero3-one-ahead"),
+        ),
+        "zpasses-3-early": (
+            "ZeRO stage 3, parameters step in backward",
+            _zpasses_early(zero_stage=3),
         ),
         "zpasses-3-blocks": ("ZeRO stage 3, blocks compiled one by one", _zpasses_blocks),
     }

@@ -164,7 +164,8 @@ def _compile_backward(
         gm = compat.clone_graph_module(gm)
     else:
         agree(job, gm, "backward")
-    compiled = backward_code(job, Template.of("backward", gm, inputs, codegen), facts)
+    template = Template.of("backward", gm, inputs, codegen, facts.saved)
+    compiled = backward_code(job, template, facts)
     if job.artifacts is not None:
         job.artifacts.write_if_complete()
     return compiled

@@ -62,7 +62,6 @@ from zpasses.runtime.forward_variants import (
     build_forward_variant,
     gather_ids,
     param_slots,
-    params_read,
     pin_shards,
 )
 from zpasses.runtime.free_memory import note_planned_peak
@@ -108,7 +107,9 @@ def backward_facts(
     if not all(slot.param in order and slot.reduction for slot in slots):
         slots = []
     sequences = {} if slots else call_sequences(gm.graph)
-    read = [name for name in params_read(gm.graph, saved) if name in order]
+    # A gather whose result is not used was erased, but its shard is still an input.
+    used = {node.name for node in gm.graph.find_nodes(op="placeholder") if node.users}
+    read = {name: params for name, params in saved.items() if name in used}
     outputs, host = len(returned_values(gm.graph)), host_need(gm.graph)
     peak = liveness(gm.graph).peak_bytes
     return BackwardFacts(outputs, slots, left, sequences, read, peak, host)
@@ -126,10 +127,19 @@ class Template:
     """Returns its fake inputs."""
     codegen: Codegen
     state: compat.CompilerState
+    saved: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    """Of a backward graph, as in its facts."""
 
     @classmethod
-    def of(cls, kind: str, gm: fx.GraphModule, inputs: Sequence[Any], codegen: Codegen) -> Template:
-        return cls(kind, lambda: gm, lambda: list(inputs), codegen, compat.CompilerState())
+    def of(
+        cls,
+        kind: str,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        codegen: Codegen,
+        saved: Mapping[str, Sequence[str]] = {},
+    ) -> Template:
+        return cls(kind, lambda: gm, lambda: list(inputs), codegen, compat.CompilerState(), saved)
 
 
 # --- graphs ---------------------------------------------------------------------------------------
@@ -172,8 +182,12 @@ def backward_code(job: CompileJob, template: Template, facts: BackwardFacts) -> 
             return _variant(job, template, variant)
 
     if facts.slots:
+        # With blocks, reductions end after the graph, and parameters step then.
+        steps = not job.options.prefetch
         code = boxed(
-            BackwardDispatch(facts.slots, facts.outputs, order, _lowering(job), compile_variant)
+            BackwardDispatch(
+                facts.slots, facts.outputs, order, _lowering(job), compile_variant, steps=steps
+            )
         )
     else:
         code = _variant(job, template, None)
@@ -183,8 +197,10 @@ def backward_code(job: CompileJob, template: Template, facts: BackwardFacts) -> 
     if not job.options.prefetch:  # else reductions have arenas of their own, after the graph
         code = _with_grad_arenas(job, code, facts.host)
     code = boxed(job.result_hook(code, "gradients"))
-    if facts.params_read:
-        code = boxed(with_value_check(code, {name: order[name] for name in facts.params_read}))
+    read = dict.fromkeys(name for params in facts.saved.values() for name in params)
+    positions = {name: order[name] for name in read if name in order}
+    if positions:
+        code = boxed(with_value_check(code, positions))
     left = facts.always_reduced
     return boxed(warn_if_always_reduced(code, job.name, left, order)) if left else code
 
@@ -263,8 +279,11 @@ def _variant(
         log.debug("graph %s %s: %s", job.name, template.kind, variant)
         slots = param_slots if isinstance(variant, ForwardVariant) else grad_slots
         params = [slot.param for slot in slots(template.graph().graph)]
-        given, kept = ([params[i] for i in sorted(each)] for each in (variant.given, done))
-        job.listeners.send(VariantBuilt(template.kind, given, kept, gm.graph))
+        stepped = variant.stepped if isinstance(variant, BackwardVariant) else frozenset[int]()
+        given, kept, steps = (
+            [params[i] for i in sorted(each)] for each in (variant.given, done, stepped)
+        )
+        job.listeners.send(VariantBuilt(template.kind, given, kept, steps, gm.graph))
         if isinstance(variant, BackwardVariant):
             agree(job, gm, template.kind)
             sequences = call_sequences(gm.graph) if job.artifacts is not None else {}
@@ -475,7 +494,7 @@ def _built(
     if isinstance(variant, ForwardVariant):
         gm, extra = build_forward_variant(gm, variant, output_strides)
     elif variant is not None:
-        gm, extra = build_backward_variant(gm, variant)
+        gm, extra = build_backward_variant(gm, variant, template.saved)
     pin_shards(gm.graph)
     gm, residuals = add_residual_inputs(gm)
     return gm, [*extra, *map(value_of, residual_inputs(gm.graph))], residuals

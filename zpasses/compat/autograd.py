@@ -112,6 +112,26 @@ def has_accumulation_hooks(tensor: Any) -> bool:
     return bool(tensor._post_accumulate_grad_hooks)
 
 
+def has_hooks(param: Any) -> bool:
+    """Whether a leaf has hooks that receive its gradient, or that are called after it was added."""
+    return has_tensor_hooks(param) or has_accumulation_hooks(param)
+
+
+def only_accumulates(consumers: Sequence[Any], position: int, param: Any) -> bool:
+    """Whether the current engine run adds a gradient to `param.grad`, and does nothing else with
+    it.
+
+    Args:
+        consumers: what `grad_consumers` has just returned, which nothing else refers to.
+        position: of the parameter.
+    """
+    return (
+        will_accumulate(consumers[position]) is True
+        and not is_held_elsewhere(consumers, position)
+        and not has_hooks(param)
+    )
+
+
 def has_saved_tensor_hooks() -> bool:
     """Whether something handles what autograd saves now, such as a checkpoint."""
     return cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -91,9 +91,10 @@ class StepEvent(Event, frozen=True, tag="step"):
     run: PassRun | None = None
     error: Failure | None = None
     of: str = ""
-    """These three: see `Graph`."""
+    """These four: see `Graph`."""
     given: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    stepped: tuple[str, ...] = ()
 
 
 class Agreement(Event, frozen=True, tag="agreement"):
@@ -200,6 +201,8 @@ class Graph:
     """Parameters whose full values (or pending gradients) a variant takes as inputs."""
     kept: tuple[str, ...] = ()
     """Parameters whose full values (or pending gradients) a variant returns."""
+    stepped: tuple[str, ...] = ()
+    """Parameters that step in a variant (`zpasses.step_in_backward`)."""
     agreements: tuple[Agreement, ...] = ()
     prediction: Prediction | None = None
     """None for graphs without collectives of parameters, and in older dumps."""

@@ -206,6 +206,7 @@ def _graphs(events: Iterable[tuple[str, Event]], files: SnapshotFiles) -> dict[s
                 graph = replace(graph, steps=(*graph.steps, step))
                 if event.of:
                     graph = replace(graph, of=event.of, given=event.given, kept=event.kept)
+                    graph = replace(graph, stepped=event.stepped)
         graphs[event.graph] = graph
     return {name: graph for name, graph in graphs.items() if graph.steps}
 

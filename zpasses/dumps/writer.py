@@ -189,8 +189,8 @@ class CompileDump:
         number = self._runs[event.of + ".variant"] = self._runs.get(event.of + ".variant", -1) + 1
         name = f"{event.of}.variant{number}"
         self._trace = (name, self._describer.graph(name, event.of))
-        given, kept = tuple(event.given), tuple(event.kept)
-        step = data.StepEvent(name, "variant", of=event.of, given=given, kept=kept)
+        given, kept, stepped = map(tuple, (event.given, event.kept, event.stepped))
+        step = data.StepEvent(name, "variant", of=event.of, given=given, kept=kept, stepped=stepped)
         self._snapshot(step, event.graph, self._last.get(event.of))
 
     def _ended(self) -> None:

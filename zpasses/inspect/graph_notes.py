@@ -30,9 +30,11 @@ def variant_text(graph: Graph) -> str:
         if names
     ]
     how = f"carries {what} from call to call: it {' and '.join(carried)}" if carried else ""
+    steps = count(len(graph.stepped), "parameter")
+    stepped = f", and in which the optimizer steps {steps}" if graph.stepped else ""
     return (
-        f"{graph.name} is the form of {graph.of} that {how or f'carries no {what} between calls'}. "
-        f"It runs in place of {graph.of}."
+        f"{graph.name} is the form of {graph.of} that {how or f'carries no {what} between calls'}"
+        f"{stepped}. It runs in place of {graph.of}."
     )
 
 

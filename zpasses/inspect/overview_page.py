@@ -197,6 +197,7 @@ def _compile_data(each: Compile) -> dict[str, Any]:
             steps.append({**about, "error": to_json_value(step.error)})
         about = {"name": graph.name, "of": graph.of, "prediction": to_json_value(graph.prediction)}
         about |= {"given": list(graph.given), "kept": list(graph.kept)}
+        about |= {"stepped": list(graph.stepped)}
         graphs.append({**about, "agreements": to_json_value(graph.agreements), "steps": steps})
     about = {"folder": each.folder, **to_json_value(each.info)}
     return {**about, "notes": list(each.notes), "graphs": graphs}

@@ -17,16 +17,18 @@ O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
 
 def step_in_backward(optimizer: O) -> O:
-    """Let parameters of compiled blocks step as soon as their gradients have arrived, and free
-    these, in place; return the optimizer.
+    """Let parameters of compiled code step as soon as their gradients have arrived, and free these,
+    in place; return the optimizer.
 
-    The blocks are those of `zpasses.compile_blocks`. A block's parameters step while its
-    predecessors' backward runs, so no more than the gradients of some blocks are in memory at a
-    time. All other parameters step in `optimizer.step()`, which the program calls as before, once
-    after each backward that reduces gradients. The results have the same bits.
+    With one graph (`torch.compile`), the steps are part of the backward graph: each runs before
+    the graph awaits its next collective. With `zpasses.compile_blocks`, a block's parameters step
+    while its predecessors' backward runs. All other parameters step in `optimizer.step()`, which
+    the program calls as before, once after each backward that reduces gradients. The results have
+    the same bits.
 
     What needs all gradients before the first parameter steps does not work, and raises an error:
-    clipping, gradient scaling, and reading or changing `param.grad` between backward and step.
+    clipping, gradient scaling, a penalty of parameters that eager code adds to the loss, and
+    reading or changing `param.grad` between backward and step.
     There is no way to skip a step. Gradients of several backwards accumulate in windows only
     (`zpasses.coalesce_grad_reduction`, `backwards_per_step`).
 

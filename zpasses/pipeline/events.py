@@ -90,6 +90,8 @@ class VariantBuilt:
     """Parameters whose values are extra inputs."""
     kept: Sequence[str]
     """Parameters whose values are extra outputs."""
+    stepped: Sequence[str]
+    """Parameters that step in the graph."""
     graph: fx.Graph
 
 

@@ -7,8 +7,9 @@ runs the matching variant of the graph (zpasses.runtime.backward_variants).
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ import torch
 from zpasses import compat
 from zpasses.errors import ZpassesError, some_of
 from zpasses.runtime.backward_variants import BackwardVariant
+from zpasses.runtime.early_steps import brings_all
 from zpasses.runtime.grad_slots import GradSlot
+from zpasses.runtime.graph_steps import stepping
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.param_conversion import local_shards_node
 from zpasses.runtime.windows import (
@@ -47,6 +50,8 @@ class _CallPlan:
     windows: list[Window]
     device: str = "cpu"
     """Type of the device that computes the gradients."""
+    steps: dict[int, Any] = field(default_factory=dict)
+    """Parameters that step in the graph, by slot."""
 
 
 class BackwardDispatch:
@@ -58,6 +63,7 @@ class BackwardDispatch:
         order: name of a sharded input -> its position among the sharded inputs of the call.
         lowering: how to reduce the gradients that a call of this graph defers.
         compile_variant: generates the code of a variant.
+        steps: whether parameters may step in the graph (`zpasses.step_in_backward`).
     """
 
     def __init__(
@@ -67,6 +73,8 @@ class BackwardDispatch:
         order: Mapping[str, int],
         lowering: Lowering,
         compile_variant: Callable[[BackwardVariant], Callable[[list[Any]], Any]],
+        *,
+        steps: bool,
     ) -> None:
         self._slots, self._outputs, self._lowering, self._compile = (
             slots,
@@ -75,6 +83,12 @@ class BackwardDispatch:
             compile_variant,
         )
         self._param_positions = [order[slot.param] for slot in slots]
+        times = Counter(slot.param for slot in slots)
+        self._may_step = [
+            i
+            for i, slot in enumerate(slots)
+            if steps and times[slot.param] == 1 and slot.reduction and not slot.reduction.to_host
+        ]
         self._code: dict[BackwardVariant, Callable[[list[Any]], Any]] = {}
         if not compat.in_backward():
             # The graph is compiled ahead of its first backward, most likely without a window. In a
@@ -83,13 +97,14 @@ class BackwardDispatch:
 
     def __call__(self, args: list[Any]) -> Any:
         plan = self._plan()
-        if not plan.states and not plan.variant.dropped:
-            return self._code_of(BackwardVariant())(args)
+        if not plan.states and plan.variant == BackwardVariant():
+            return self._code_of(plan.variant)(args)
         code = self._code_for(plan)
         variant = plan.variant
         try:
             args.extend(self._take_pending(plan, i) for i in sorted(variant.given))
-            values = code(args)
+            with stepping(plan.steps):
+                values = code(args)
         except BaseException as error:
             mark_failed(plan.windows, f"a backward failed with {type(error).__name__}: {error}")
             raise
@@ -104,11 +119,20 @@ class BackwardDispatch:
     def _plan(self) -> _CallPlan:
         source = local_shards_node()
         plan = _CallPlan(BackwardVariant(), {}, [])
-        if source is None or not windows_of(
-            [source.zpasses_params[position] for position in self._param_positions]
-        ):
+        if source is None:
+            return plan
+        params = [source.zpasses_params[position] for position in self._param_positions]
+        whole = {i for i in self._may_step if brings_all(params[i])}
+        has_windows = bool(windows_of(params))
+        if not has_windows and not whole:
             return plan
         consumers = compat.grad_consumers(source)
+        for i in whole:
+            if compat.only_accumulates(consumers, self._param_positions[i], params[i]):
+                plan.steps[i] = params[i]
+        if not has_windows:
+            plan.variant = BackwardVariant(stepped=frozenset(plan.steps))
+            return plan
         given, deferred, dropped = set(), set(), set()
         reduces: dict[Window, bool] = {}
         for i, position in enumerate(self._param_positions):
@@ -129,8 +153,13 @@ class BackwardDispatch:
             if not reduces[window]:
                 deferred.add(i)
         plan.windows = list(reduces)
+        plan.steps = {i: param for i, param in plan.steps.items() if i not in deferred | dropped}
         plan.variant = BackwardVariant(
-            frozenset(given), frozenset(deferred), frozenset(dropped), _accum_dtype(plan.windows)
+            frozenset(given),
+            frozenset(deferred),
+            frozenset(dropped),
+            frozenset(plan.steps),
+            _accum_dtype(plan.windows),
         )
         return plan
 

@@ -1,13 +1,15 @@
 """Backward variants: forms of one backward graph that defer the reduction of some gradients, or
-reduce gradients that earlier calls deferred.
+reduce gradients that earlier calls deferred, or step parameters with them.
 
-A variant handles each gradient slot (zpasses.runtime.grad_slots) in one of three ways:
+A variant handles each gradient slot (zpasses.runtime.grad_slots) in one of four ways:
 
   - reduced: as in the graph itself, together with the slot's pending gradient if that is an input.
   - deferred: nothing is communicated, and the shard's gradient is returned as None. The full
     gradient is added in place to the pending gradient if that is an input, else it is an extra
     output.
   - dropped: the gradient is not needed.
+  - stepped: reduced, and the parameter steps in the graph (zpasses.runtime.graph_steps). The
+    gradient is returned as None.
 
 Pending gradients are extra inputs after the graph's own inputs. Extra outputs come after the
 graph's own outputs. Both are in slot order. A pending gradient is contiguous, in the accumulation
@@ -16,7 +18,7 @@ dtype, and is written in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +37,7 @@ from zpasses.runtime.grad_slots import (
     grad_sites,
     returned_gradients,
 )
+from zpasses.runtime.graph_steps import add_steps
 
 aten = torch.ops.aten
 
@@ -51,6 +54,8 @@ class BackwardVariant:
     deferred: frozenset[int] = frozenset()
     dropped: frozenset[int] = frozenset()
     """Slots whose gradient autograd does not accumulate."""
+    stepped: frozenset[int] = frozenset()
+    """Slots that are reduced, whose parameters step in the graph."""
     accum_dtype: torch.dtype | None = None
     """Dtype of pending gradients; None keeps the gradient's dtype."""
 
@@ -63,9 +68,12 @@ class BackwardVariant:
 
 
 def build_backward_variant(
-    gm: fx.GraphModule, variant: BackwardVariant
+    gm: fx.GraphModule, variant: BackwardVariant, saved: Mapping[str, Sequence[str]] = {}
 ) -> tuple[fx.GraphModule, list[Any]]:
     """Build a variant as a new graph; `gm` is not changed.
+
+    Args:
+        saved: name of an input -> the parameters whose shard or full value it is.
 
     Returns:
         The graph, and the fake values of its extra inputs.
@@ -77,6 +85,7 @@ def build_backward_variant(
     extra_inputs: list[Any] = []
     extra_outputs: list[fx.Node] = []
     removed: set[fx.Node] = set()
+    steps: dict[int, tuple[str, int]] = {}
     for number, (slot, site) in enumerate(grad_sites(graph).items()):
         pending = None
         if number in variant.given:
@@ -96,12 +105,19 @@ def build_backward_variant(
             removed.update(site.reduced)
         elif pending is not None:
             _add_pending(pending, site.sources[0])
+        if number in variant.stepped:
+            whole = [i for i, grads in returned.items() if {*grads} == {*site.reduced}]
+            # A step may write to its gradient.
+            if len(whole) == 1 and [*returned_values(graph)[whole[0]].users] == [output]:
+                steps[number] = slot.param, whole[0]
     kept = returned_values(graph)
     for i, grads in returned.items():
         if removed.intersection(grads):
             kept[i] = _sum([grad for grad in grads if grad not in removed], output)
     before = [node for node in returned_values(graph) if isinstance(node, fx.Node)]
     output.args = ((*kept, *extra_outputs),)
+    if steps:
+        add_steps(graph, steps, saved)
     erase_dead(graph, before)
     strides = {len(kept) + i: value_of(node).stride() for i, node in enumerate(extra_outputs)}
     compat.pin_output_strides(output, strides)

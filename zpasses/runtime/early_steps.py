@@ -1,5 +1,5 @@
-"""Steps of an optimizer on parameters of blocks whose gradients have arrived, while the backward of
-earlier blocks still runs. `zpasses.step_in_backward` says when it serves.
+"""Steps of an optimizer on parameters whose gradients have arrived, while the backward still runs.
+`zpasses.step_in_backward` says when it serves.
 
 A parameter may step when no gradient of it is still to come. Each call that reads it in forward
 expects one, and its backward brings it. Where a gradient comes that nobody expected, such as in a
@@ -61,8 +61,8 @@ def _freed(what: str) -> ZpassesError:
     return ZpassesError(
         f"{what}: a parameter has stepped in backward (zpasses.step_in_backward), and its gradient "
         "is freed. What changes or reads gradients before the step, such as clipping, gradient "
-        "scaling, or zero_grad(set_to_none=False), needs an optimizer that steps when step() is "
-        "called."
+        "scaling, a penalty of parameters that eager code adds to the loss, or "
+        "zero_grad(set_to_none=False), needs an optimizer that steps when step() is called."
     )
 
 
@@ -146,8 +146,8 @@ class EarlyStep:
             self._warned = True
             log.warning(
                 "step_in_backward: no parameter of this %s has stepped in backward. Only those of "
-                "blocks do that are compiled by zpasses.compile_blocks, have no hooks, and whose "
-                "gradients are reduced in this backward.",
+                "compiled code do that have no hooks, and whose whole gradient one call brings and "
+                "reduces.",
                 type(optimizer).__name__,
             )
         self.forget()
@@ -181,10 +181,12 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 class _Expected:
     """What a parameter waits for."""
 
-    __slots__ = ("gradients", "has_stepped", "step")
+    __slots__ = ("gradients", "has_stepped", "last_run", "step")
 
     def __init__(self, step: EarlyStep) -> None:
         self.step = step
+        self.last_run = -1
+        """Number of the last run of the autograd engine in which a backward has brought one."""
         self.gradients = 0
         """How many backwards will still bring one."""
         self.has_stepped = False
@@ -238,6 +240,7 @@ def gradients_came(params: Iterable[Any]) -> None:
     for param in params:
         if (found := _expected(param)) is not None:
             found.gradients = max(0, found.gradients - 1)
+            found.last_run = compat.current_graph_task_id()
 
 
 def is_complete(param: Any, grad: Tensor) -> bool:
@@ -252,6 +255,23 @@ def is_complete(param: Any, grad: Tensor) -> bool:
     if found.has_stepped:
         raise _too_late("another gradient of it arrives")
     return found.gradients == 0 and param.grad is None and not grad.requires_grad
+
+
+def brings_all(param: Any) -> bool:
+    """Whether the backward of a call, which begins now, brings the whole gradient of a parameter
+    that steps in backward.
+
+    Raises:
+        ZpassesError: if it has stepped already.
+    """
+    found = _expected(param)
+    if found is None:
+        return False
+    if found.has_stepped:
+        raise _too_late("another gradient of it arrives")
+    # What another backward of this run has brought is not in `param.grad` yet.
+    is_first = found.last_run != compat.current_graph_task_id()
+    return found.gradients == 1 and is_first and param.grad is None
 
 
 def _too_late(what: str) -> ZpassesError:

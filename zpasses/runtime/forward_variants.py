@@ -14,7 +14,7 @@ Inductor sees a plain graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,18 +103,6 @@ def saved_params(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
                 break
             source = source.all_input_nodes[0] if is_view(source) else None
     return found
-
-
-def params_read(graph: fx.Graph, saved: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the names of the parameters whose saved values a backward graph uses.
-
-    A gather whose result is not used was erased, but its shard is still an input.
-
-    Args:
-        saved: from `saved_params` of the forward graph.
-    """
-    used = (node.name for node in graph.find_nodes(op="placeholder") if node.users)
-    return tuple(dict.fromkeys(param for name in used for param in saved.get(name, ())))
 
 
 def unmark_returned(graph: fx.Graph, returned: Iterable[object]) -> None:

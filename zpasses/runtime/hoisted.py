@@ -160,7 +160,7 @@ class HoistedCode:
                 return list(self._end(started))
 
         trained = [params[position] for position in self._reduced]
-        if _are_accumulated(self._reduced) and not any(map(_has_hooks, trained)):
+        if _are_accumulated(self._reduced, trained):
             self._schedule.reductions.add(Reducing(finish, trained, self._limits), distance)
         else:
             for position, grad in zip(reductions.gradients, finish(), strict=True):
@@ -168,20 +168,15 @@ class HoistedCode:
         return values
 
 
-def _has_hooks(param: Any) -> bool:
-    return compat.has_tensor_hooks(param) or compat.has_accumulation_hooks(param)
-
-
-def _are_accumulated(positions: Sequence[int]) -> bool:
+def _are_accumulated(positions: Sequence[int], params: Sequence[Any]) -> bool:
     """Whether the running backward adds the gradients of all these parameters to `param.grad`, and
-    no node that does so may have hooks.
+    no hook sees them.
     """
     source = local_shards_node()
     if source is None:
         return False
     consumers = compat.grad_consumers(source)
     return all(
-        compat.will_accumulate(consumers[position]) is True
-        and not compat.is_held_elsewhere(consumers, position)
-        for position in positions
+        compat.only_accumulates(consumers, position, param)
+        for position, param in zip(positions, params, strict=True)
     )

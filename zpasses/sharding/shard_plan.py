@@ -430,7 +430,7 @@ def _check_parameter(path: str, param: nn.Parameter, mesh: DeviceMesh, packs: bo
             "shards from the host, or build it on "
             "meta and call to_empty after sharding."
         )
-    if compat.has_tensor_hooks(param) or compat.has_accumulation_hooks(param):
+    if compat.has_hooks(param):
         raise ShardingError(
             f"parameter {path} has hooks (register_hook or register_post_accumulate_grad_hook). "
             "Sharding replaces it by a DTensor, and they would not be called. Register them after "

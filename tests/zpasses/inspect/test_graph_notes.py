@@ -53,7 +53,8 @@ def test_the_joint_graph_never_runs():
 )
 def test_a_variant_is_explained_in_list_memory_and_page(of, given, kept, said):
     graph = steps(of)
-    form = variant(graph, given, kept)
+    form = replace(variant(graph, given, kept), stepped=kept)
+    assert ("in which the optimizer steps 1 parameter. It runs" in variant_text(form)) == bool(kept)
     inspection = Inspection(dump_of(graph, form))
     assert said in variant_text(form)
     assert said in str(inspection.overview())

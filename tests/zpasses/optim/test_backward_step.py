@@ -1,4 +1,4 @@
-"""Parameters of compiled blocks that step in backward."""
+"""Parameters of compiled blocks, and of whole graphs, that step in backward."""
 
 import contextlib
 import copy
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import zpasses
 from tests.cases import some_quick
@@ -25,6 +26,7 @@ from tests.zpasses.layered_models import (
     Shared,
 )
 from zpasses.errors import ZpassesError
+from zpasses.runtime import graph_steps
 from zpasses.runtime.early_steps import SteppedGrad
 from zpasses.runtime.watched import watch
 from zpasses.testing import fake_world, world_mesh
@@ -39,12 +41,16 @@ OPTIMIZERS = {
 }
 
 
-def build(kind, options, *, early, optimizer="AdamW"):
+def build(kind, options, *, early, optimizer="AdamW", whole=False):
+    """Returns a model compiled by blocks or as a whole, and its optimizer."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = kind()
     zpasses.shard(model, mesh=world_mesh())
-    zpasses.compile_blocks(model, "layers.*", **options)
+    if whole:
+        model.compile(backend="zpasses", options=options)
+    else:
+        zpasses.compile_blocks(model, "layers.*", **options)
     cls, given = OPTIMIZERS[optimizer]
     half = len(list(model.parameters())) // 2
     params = list(model.parameters())
@@ -120,6 +126,32 @@ def test_steps_in_backward_have_the_same_bits(case):
     assert assert_same(kind, {**EAGER, **options}) > 0
 
 
+WHOLE_CASES = {
+    "stage 1": (Net, {"zero_stage": 1}),
+    "stage 2": (partial(Net, Attention), {"zero_stage": 2}),
+    "defaults of stage 3": (Net, {}),
+    "gathered again": (Net, {"memory_budget": "0%"}),
+    "a block checkpointed": (Checkpointed, {}),
+    "frozen": (Frozen, {}),
+    "encoded": (
+        Net,
+        {
+            "pipeline": "zero3{gather-params.encode=int8,reduce-grads.encode=int8,"
+            "gather-params.exact_below_kib=0,reduce-grads.exact_below_kib=0}"
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", some_quick(WHOLE_CASES, ["stage 2", "gathered again"]))
+@on_ranks(2)
+def test_parameters_of_one_graph_step_in_it(case):
+    kind, options = WHOLE_CASES[case]
+    freed = assert_same(kind, {**EAGER, **options}, whole=True)
+    trained = sum(param.requires_grad for param in kind().parameters())
+    assert freed == 3 * trained, "each parameter, in each step"
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.slow(quick="test_steps_in_backward_have_the_same_bits")
 @on_ranks(2)
@@ -134,15 +166,35 @@ class Twice(Net):
         return super().forward(tokens, *args) + 0.5 * super().forward(tokens, *args)
 
 
+class Regularized(Net):
+    """Reads parameters of its graph once more, in code that is not compiled."""
+
+    @torch.compiler.disable
+    def penalty(self):
+        return sum(layer.up.weight.square().mean() for layer in self.layers)
+
+    def forward(self, tokens, *args):
+        return super().forward(tokens, *args) + self.penalty()
+
+
 @pytest.mark.parametrize("kind", some_quick([Repeated, Shared, Twice], [Twice]))
 @on_ranks(2)
 def test_gradients_in_several_parts_are_complete_before_a_step(kind):
     assert_same(kind, EAGER)
 
 
+@pytest.mark.parametrize("kind", some_quick([Shared, Twice, Regularized], [Regularized]))
 @on_ranks(2)
-def test_windows_step_in_their_last_backward():
-    assert assert_same(Net, EAGER, steps=3, window=2) > 0
+def test_gradients_of_several_graphs_are_complete_before_a_step(kind):
+    freed = assert_same(kind, EAGER, whole=True)
+    count = len(list(kind().parameters()))
+    assert freed == 3 * (count - len(kind().layers) if kind is Regularized else count)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@on_ranks(2)
+def test_windows_step_in_their_last_backward(whole):
+    assert assert_same(Net, EAGER, steps=3, window=2, whole=whole) > 0
 
 
 @pytest.mark.inductor
@@ -150,6 +202,13 @@ def test_windows_step_in_their_last_backward():
 @on_ranks(2)
 def test_defaults_have_the_same_bits():
     assert assert_same(Net, {}) > 0
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("stage", some_quick([1, 2, 3], [3]))
+@on_ranks(2)
+def test_defaults_have_the_same_bits_with_one_graph(stage):
+    assert assert_same(partial(Net, Attention), {"zero_stage": stage}, whole=True) > 0
 
 
 @contextlib.contextmanager
@@ -164,8 +223,8 @@ def _warnings():
 
 
 # --- what cannot work -----------------------------------------------------------------------------
-def after_backward():
-    model, optimizer = build(Net, EAGER, early=True)
+def after_backward(whole=False):
+    model, optimizer = build(Net, EAGER, early=True, whole=whole)
     tokens = torch.arange(VOCAB).view(2, -1)
     for _ in range(2):  # blocks know their followers from the second step on
         optimizer.step()
@@ -176,15 +235,15 @@ def after_backward():
     return model, optimizer, tokens, stepped
 
 
-@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize(("watched", "whole"), [(False, False), (True, False), (False, True)])
 @on_ranks(2)
-def test_what_comes_too_late_is_an_error(watched):
+def test_what_comes_too_late_is_an_error(watched, whole):
     """Also beside gradients of a class that has its own way with operators."""
-    model, optimizer, tokens, stepped = after_backward()
+    model, optimizer, tokens, stepped = after_backward(whole)
     others = [param for param in model.parameters() if type(param.grad) is not SteppedGrad]
     for param in others if watched else ():
         param.grad = watch(param.grad + 0, None)
-    assert others
+    assert whole or others
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     for late in (
@@ -232,13 +291,17 @@ def test_another_optimizer_takes_over_when_the_first_is_gone():
     assert any(type(param.grad) is SteppedGrad for param in model.parameters())
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @on_ranks(2)
-def test_a_second_backward_of_one_forward_is_an_error():
-    model, _ = build(Net, EAGER, early=True)
+def test_a_second_backward_of_one_forward_is_an_error(whole):
+    model, _ = build(Net, EAGER, early=True, whole=whole)
     loss = model(torch.arange(VOCAB).view(2, -1))
     loss.backward(retain_graph=True)
     assert any(type(param.grad) is SteppedGrad for param in model.parameters())
-    with pytest.raises(ZpassesError, match="was edited between a forward and its backward"):
+    with pytest.raises(
+        ZpassesError,
+        match=r"was edited between a forward and its backward|A step cannot be skipped",
+    ):
         loss.backward()
 
 
@@ -282,17 +345,43 @@ def test_what_cannot_step_in_backward_is_refused():
 
 
 @on_ranks(1)
-def test_one_graph_steps_when_step_is_called_and_says_so():
+def test_parameters_with_hooks_step_when_step_is_called():
     torch._dynamo.reset()
     model = zpasses.shard(nn.Linear(8, 8), mesh=world_mesh())
     step = torch.compile(model, backend="zpasses", options=EAGER)
     optimizer = zpasses.step_in_backward(torch.optim.SGD(model.parameters(), lr=1.0))
-    weight = model.get_parameter("weight")
-    before = weight.full_tensor().clone()
+    weight, seen = model.get_parameter("weight"), []
+    hooks = [param.register_hook(seen.append) for param in model.parameters()]
     with _warnings() as said:
         for _ in range(2):
+            before = weight.full_tensor().clone()
             step(torch.ones(2, 8)).sum().backward()
+            assert type(weight.grad) is not SteppedGrad
             optimizer.step()
+            assert not torch.equal(before, weight.full_tensor())
             optimizer.zero_grad()
     assert len([text for text in said if "no parameter of this SGD has stepped" in text]) == 1
-    assert not torch.equal(before, weight.full_tensor())
+    assert len(seen) == 4
+    hooks[0].remove()
+    step(torch.ones(2, 8)).sum().backward()
+    stepped = [type(param.grad) is SteppedGrad for param in model.parameters()]
+    assert sorted(stepped) == [False, True]
+
+
+@pytest.mark.parametrize("codegen", some_quick(["eager", "inductor"], ["eager"]))
+@on_ranks(2)
+def test_one_graph_frees_gradients_when_they_have_been_used(codegen, monkeypatch):
+    options = {"codegen": codegen, "pipeline": "zero3{schedule.plan=single}"}
+    model, optimizer = build(Net, options, early=True, whole=True)
+    step_early, seen, counts = graph_steps.run_early_steps, [], []
+
+    def counted(params, grads):
+        counts.append(sum(not each.expired() for each in seen))
+        seen.extend(StorageWeakRef(grad.to_local().untyped_storage()) for grad in grads)
+        step_early(params, grads)
+
+    monkeypatch.setattr(graph_steps, "run_early_steps", counted)
+    model(torch.arange(VOCAB).view(2, -1)).backward()
+    assert len(counts) > len(model.layers)
+    assert sum(counts) == 0
+    optimizer.step()

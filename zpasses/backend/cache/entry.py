@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -77,8 +77,8 @@ class BackwardFacts:
     """Parameters whose gradients are reduced in every backward."""
     sequences: Sequences
     """Of a graph without slots. Variants have their own."""
-    params_read: Sequence[str]
-    """Parameters whose values the graph uses."""
+    saved: Mapping[str, Sequence[str]]
+    """Name of an input that the graph uses -> the parameters whose shard or full value it is."""
     peak_bytes: int
     host: HostNeed | None = None
     """What a run puts on the host: gradients."""

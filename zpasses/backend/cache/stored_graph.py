@@ -158,6 +158,8 @@ class _StoredGraph:
             "is_inference": kind == "inference",
             "static_input_idxs": tuple(self._artifacts.entry.static_inputs[kind]),
         }
+        facts = self._artifacts.entry.backward
+        saved = facts.saved if facts is not None and kind == "backward" else {}
         patches = inductor_patches(self.job)
 
         def codegen(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
@@ -169,4 +171,5 @@ class _StoredGraph:
             lambda: [node.meta["val"] for node in graph().graph.find_nodes(op="placeholder")],
             codegen,
             compat.CompilerState(self._mode),
+            saved,
         )
