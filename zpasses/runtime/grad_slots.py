@@ -177,18 +177,19 @@ def returned_gradients(graph: fx.Graph) -> dict[int, list[fx.Node]]:
         Position of the output -> the reduced gradients that it sums. Other outputs are left out.
     """
     outputs = enumerate(returned_values(graph))
-    found = {i: _summands(value) for i, value in outputs if isinstance(value, fx.Node)}
+    found = {i: summands(value) for i, value in outputs if isinstance(value, fx.Node)}
     return {i: grads for i, grads in found.items() if grads}
 
 
-def _summands(node: fx.Node) -> list[fx.Node]:
+def summands(node: fx.Node) -> list[fx.Node]:
+    """Returns the reduced gradients of which a value is the sum; none if it is something else."""
     tag = tag_of(node)
     reduces = node.target in (REDUCE_GRAD, AVERAGE_GRAD, TO_HOST)
     if tag is not None and (tag.role == "shard_grad" or reduces):
         return [node]
     if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2:
         return []
-    parts = [_summands(item) for item in node.all_input_nodes]
+    parts = [summands(item) for item in node.all_input_nodes]
     return [grad for part in parts for grad in part] if all(parts) else []
 
 

@@ -18,6 +18,7 @@ from zpasses.graph.aliases import is_view
 from zpasses.graph.queries import Editor, is_wait, numel, returned_values, started_by, value_of
 from zpasses.graph.tags import REDUCE_ROLES, tag_of
 from zpasses.runtime.early_steps import run_early_steps
+from zpasses.runtime.grad_slots import summands
 from zpasses.runtime.param_conversion import wrap_shard_grad
 
 
@@ -40,6 +41,11 @@ def stepping(params: Mapping[int, DTensor]) -> Iterator[None]:
         yield
     finally:
         _running.params = before
+
+
+def stepping_params() -> Mapping[int, DTensor]:
+    """Returns the parameters of the innermost `stepping`."""
+    return _running.params
 
 
 _library = torch.library.Library("zpasses", "FRAGMENT")
@@ -96,6 +102,18 @@ def add_steps(
     gone = {position for _, position in steps.values()}
     values = [None if at in gone else value for at, value in enumerate(returned)]
     graph.output_node().args = (tuple(values),)
+
+
+def stepped_gradients(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """Returns, for the slot of each parameter that steps, the reduced gradients whose sum its
+    gradient is.
+    """
+    nodes = graph.find_nodes(op="call_function", target=STEP_PARAMS)
+    return {
+        slot: summands(grad)
+        for grads, _, slots in (node.args for node in nodes)
+        for grad, slot in zip(grads, slots, strict=True)
+    }
 
 
 def _uses_of_params(

@@ -3,7 +3,8 @@
 A block of a gradient with an infinity or a NaN on any rank decodes to NaN in all its values
 (zpasses.graph.encoding). So a few values of each block tell, and a look at every 64th value of what
 a backward returns costs next to nothing. It does not wait for an accelerator: the answer is copied
-to the host, and read in the next backward that finds it there.
+to the host, and read in the next backward that finds it there. Where parameters step in the graph,
+their gradients are gone, and a NaN of one is in the parameter.
 
 Gradients that rest on the host are not looked at, because they may still be in flight.
 """
@@ -26,6 +27,8 @@ from zpasses.graph.encoding import Encoding
 from zpasses.graph.tags import tag_of
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.grad_slots import returned_gradients
+from zpasses.runtime.graph_steps import stepped_gradients, stepping_params
+from zpasses.runtime.layout import rows_of
 from zpasses.runtime.param_conversion import current_call
 
 _Code = Callable[[list[Any]], Any]
@@ -35,20 +38,25 @@ log = logging.getLogger("zpasses")
 
 @dataclass(frozen=True)
 class EncodedGrad:
-    """A gradient that a graph returns, and that an encoded reduction has brought."""
+    """A gradient that an encoded reduction has brought, which a graph returns, or with which a
+    parameter has stepped.
+    """
 
     position: int
-    """Among the outputs of the graph."""
+    """Among the outputs of the graph; the number of the slot if the parameter has stepped."""
     param: str
     """Name of the parameter."""
     encoding: str
     """As text of an `Encoding`."""
     stride: int
     """Of values this far apart, with the last value of all, each block has at least one."""
+    has_stepped: bool = False
 
 
 def encoded_grads(graph: fx.Graph) -> list[EncodedGrad]:
-    """Returns the gradients of encoded reductions among the outputs of a graph."""
+    """Returns the gradients of encoded reductions among the outputs of a graph, and those with
+    which parameters step.
+    """
     encodings: dict[str, dict[str, None]] = {}
     for node in graph.nodes:
         tag = tag_of(node)
@@ -56,13 +64,16 @@ def encoded_grads(graph: fx.Graph) -> list[EncodedGrad]:
             for param in tag.params:
                 encodings.setdefault(param, {})[tag.encoding] = None
     found = []
-    for position, grads in returned_gradients(graph).items() if encodings else ():
+    sites = [(at, grads, False) for at, grads in returned_gradients(graph).items()]
+    sites += [(slot, grads, True) for slot, grads in stepped_gradients(graph).items()]
+    for position, grads, has_stepped in sites if encodings else ():
         tag = tag_of(grads[0])
         used = encodings.get(tag.params[0], {}) if tag is not None else {}
         if tag is not None and used and all(grad.target is not TO_HOST for grad in grads):
             # Blocks of equal width have more than half of the most values, if there are several.
             stride = min(max(1, Encoding.parse(each).block // 2) for each in used)
-            found.append(EncodedGrad(position, tag.params[0], ", ".join(used), stride))
+            how = ", ".join(used)
+            found.append(EncodedGrad(position, tag.params[0], how, stride, has_stepped))
     return found
 
 
@@ -104,10 +115,15 @@ class OverflowWatch:
         return boxed(run)
 
     def _look_at(self, values: Sequence[Any], grads: Sequence[EncodedGrad], where: str) -> None:
-        there = [each for each in grads if _has_values(values[each.position])]
+        stepped = stepping_params()
+        looked_at = {
+            each: rows_of(stepped[each.position]) if each.has_stepped else values[each.position]
+            for each in grads
+        }
+        there = [each for each in grads if _has_values(looked_at[each])]
         if not there:
             return
-        device = values[there[0].position].device
+        device = looked_at[there[0]].device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         if self._look is not None:
@@ -121,7 +137,7 @@ class OverflowWatch:
         where = f"{where} with {call.text}" if call is not None else where
         samples: list[Tensor] = []
         for each in there:
-            flat = values[each.position].detach().reshape(-1)
+            flat = looked_at[each].detach().reshape(-1)
             samples += [flat[:: each.stride], flat[-1:]]
         dtypes = [each.dtype for each in samples]  # torch does not narrow them
         dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)

@@ -129,6 +129,26 @@ def test_a_backward_says_whose_gradients_overflowed():
     assert "backward with parameters '0.weight'" in text
 
 
+@on_ranks(2)
+def test_a_backward_in_which_parameters_step_says_it():
+    optimizers = []
+
+    def prepare(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        optimizers.append(zpasses.step_in_backward(optimizer))
+        step = compiled(model, codegen="eager")
+
+        def run(x):
+            optimizer.step()
+            return step(x)
+
+        return run
+
+    (text,) = overflow_of_one_rank(prepare)
+    assert "0.weight, 1.weight." in text
+    assert "backward with parameters '0.weight'" in text
+
+
 def _defaults():
     (text,) = overflow_of_one_rank(compiled)
     assert "0.weight, 1.weight." in text
