@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.errors import AgreementError, OptionError, ZpassesError
 from zpasses.ranks.failures import is_reported, pass_on_failure, reported_failure
-from zpasses.ranks.vote import WINDOW_TIMEOUT, store_barrier
+from zpasses.ranks.vote import WINDOW_TIMEOUT, TimeLimit, store_barrier
 from zpasses.runtime.flush import flush, groups_of
 from zpasses.runtime.run_checks import barriers_enabled, timeout_of
 from zpasses.runtime.windows import (
@@ -196,10 +196,8 @@ class GradientWindow(Window):
             return False
         for group in groups_of(self):
             # Reductions follow, and a rank that has failed would never join them.
-            limit = timeout_of([group], self._timeout_s)
-            store_barrier(
-                group, "the last backward of a window", limit, timeout_option=WINDOW_TIMEOUT
-            )
+            limit = TimeLimit(timeout_of([group], self._timeout_s), WINDOW_TIMEOUT)
+            store_barrier(group, "the last backward of a window", limit)
         self._reduced = True
         return True
 

@@ -20,7 +20,7 @@ from zpasses import compat
 from zpasses.errors import AgreementError, ShardingError
 from zpasses.graph.dialect import rows_per_rank
 from zpasses.ranks.agree import exchange, first_two
-from zpasses.ranks.vote import has_other_ranks
+from zpasses.ranks.vote import TimeLimit, has_other_ranks
 from zpasses.runtime.edits import log_of, origin_of, owner_of
 from zpasses.runtime.run_checks import limited_over
 from zpasses.sharding.module import gathering_reads
@@ -175,12 +175,11 @@ def agree(
                 group,
                 occasion,
                 [min(failures.items(), default=None), digest],
-                timeout_s,
+                TimeLimit(timeout_s, TIMEOUT),
                 merge=lambda answers: [
                     min((failed for failed, _ in answers if failed), default=None),
                     first_two([digest for _, digest in answers]),
                 ],
-                timeout_option=TIMEOUT,
             )
             if failed is not None:
                 failures[int(failed[0])] = failed[1]
@@ -255,6 +254,10 @@ def agreed(
 _GATHER = "a gather of a model's tensor"
 
 
+def _limit(timeout_s: float | None) -> TimeLimit | None:
+    return None if timeout_s is None else TimeLimit(timeout_s, TIMEOUT)
+
+
 def gather_full(
     tensor: Tensor, destination: int | None = None, timeout_s: float | None = None
 ) -> Tensor | None:
@@ -277,7 +280,7 @@ def gather_full(
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return _own_copy(tensor) if wanted else None
-    with limited_over(tensor.device_mesh, _GATHER, timeout_s, TIMEOUT):
+    with limited_over(tensor.device_mesh, _GATHER, _limit(timeout_s)):
         return _gather_whole(tensor, destination, wanted=wanted)
 
 
@@ -312,7 +315,7 @@ def copy_of_first_rank(
         AgreementError: if another rank does not come in time.
     """
     copy = _own_copy(tensor)
-    with limited_over(mesh, _GATHER, timeout_s, TIMEOUT):
+    with limited_over(mesh, _GATHER, _limit(timeout_s)):
         for dim in range(mesh.ndim if mesh is not None and copy.numel() else 0):
             group = cast(DeviceMesh, mesh).get_group(dim)
             if has_other_ranks(compat.group_name(group)):

@@ -10,7 +10,7 @@ from typing import Any
 
 from zpasses import compat
 from zpasses.errors import AgreementError
-from zpasses.ranks.vote import COMPILE_TIMEOUT, Ballot, group_state, has_other_ranks, vote
+from zpasses.ranks.vote import Ballot, group_state, has_other_ranks, vote
 
 
 def exchange(
@@ -21,7 +21,6 @@ def exchange(
     *,
     remember: str | None = None,
     merge: Callable[[Sequence[Any]], Any] = list,
-    timeout_option: str = COMPILE_TIMEOUT,
 ) -> Any:
     """Every rank of a group tells the first its answer, so that all of them choose identically.
 
@@ -36,7 +35,6 @@ def exchange(
         merge: what every rank gets of all answers, which are in the order of the group's ranks: a
             plain JSON value. It must not raise. The default takes them all, which each rank then
             reads: only for groups within a node.
-        timeout_option: what the user sets to wait longer, for the error.
 
     Returns:
         What `merge` makes of the answers on the group's first rank; the same on every rank.
@@ -57,9 +55,7 @@ def exchange(
     def combine(ballots: Sequence[Ballot]) -> Ballot:
         return {"merged": merge([each["answer"] for each in ballots])}
 
-    ballot = {"answer": mine}
-    combined = vote(group, question, ballot, combine, timeout_s, timeout_option=timeout_option)
-    merged = combined["merged"]
+    merged = vote(group, question, {"answer": mine}, combine, timeout_s)["merged"]
     if remember is not None:
         state.answers[remember] = merged
         _recorded(group, remember, merged)
@@ -97,7 +93,7 @@ def compare(
         mine: what this rank says.
         difference: must not raise; it runs on the first rank only, in the order of the ranks.
         on_difference: called on every rank if two differ, but not after other errors of the vote.
-        texts: `missed`, `advice` and `timeout_option` of `vote`.
+        texts: `missed` and `advice` of `vote`.
 
     Raises:
         AgreementError: on every rank, if two differ, or as `vote` does.

@@ -13,7 +13,7 @@ from zpasses import compat
 from zpasses.errors import OptionError
 from zpasses.ranks.agree import compare
 from zpasses.ranks.group_texts import list_ranks
-from zpasses.ranks.vote import DEFAULT_TIMEOUT_S, Ballot
+from zpasses.ranks.vote import DEFAULT_TIMEOUT_S, Ballot, TimeLimit
 
 
 def init_device_mesh(
@@ -62,9 +62,8 @@ def _compare(
         "init_device_mesh",
         ballot,
         _difference,
-        timeout_s,
+        TimeLimit(timeout_s, "init_device_mesh(timeout_s=...)"),
         missed=f"reach init_device_mesh{_text(ballot)}",
-        timeout_option="init_device_mesh(timeout_s=...)",
     )
 
 

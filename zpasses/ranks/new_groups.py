@@ -8,10 +8,9 @@ error on the others.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -24,10 +23,11 @@ from zpasses.ranks import heartbeat
 from zpasses.ranks.agree import Answers, exchange, first_two, forget_answer
 from zpasses.ranks.group_texts import name_group
 from zpasses.ranks.vote import (
-    COMPILE_TIMEOUT,
     GROUP_TIMEOUT,
+    TimeLimit,
     current_timeout_s,
     has_other_ranks,
+    waits_longer,
 )
 
 # How many second groups this process has tried to make of a group. A name is never used again,
@@ -58,16 +58,12 @@ def reduction_group(name: str) -> str:
         occasion = f"the second process group of group {name!r}"
         tried = exchange(name, occasion, tried, limit_s, merge=max)
     _tried[group] = tried + 1
-    second, limit = compat.second_group_name(name, tried), timedelta(seconds=limit_s)
+    second = compat.second_group_name(name, tried)
     what = (
         f"process group {second!r}, on which the reductions of group {name!r} run "
         "(schedule{reduction_group=own}),"
     )
-    with (
-        _connecting(what, compat.group_ranks(name), limit, COMPILE_TIMEOUT),
-        compat.no_dispatch_modes(),  # torch may be compiling
-    ):
-        compat.make_group(name, second, compat.group_ranks(name), _reductions_of(name), limit)
+    _make_group(name, second, compat.group_ranks(name), _reductions_of(name), limit_s, what)
     return second
 
 
@@ -115,14 +111,9 @@ def node_groups(name: str, per_node: int) -> NodeGroups:
         found.append(made)
         if made in compat.group_names():
             continue
-        limit = timedelta(seconds=limit_s)
         what = f"process group {made!r}, on which the reductions of group {name!r} run in two hops,"
         try:
-            with (
-                _connecting(what, members, limit, COMPILE_TIMEOUT),
-                compat.no_dispatch_modes(),  # torch may be compiling
-            ):
-                compat.make_group(name, made, members, _reductions_of(name), limit)
+            _make_group(name, made, members, _reductions_of(name), limit_s, what)
         except AgreementError:
             # The store keeps the addresses of a group that was tried before, so no name is used
             # twice.
@@ -165,7 +156,8 @@ def consecutive_ranks(mesh: DeviceMesh, size: int) -> str:
     """
     whole = mesh.get_group()
     name = compat.group_name(whole)
-    ranks, limit = compat.group_ranks(name), compat.collective_timeout(whole)
+    ranks = compat.group_ranks(name)
+    limit = TimeLimit(compat.collective_timeout(whole).total_seconds(), GROUP_TIMEOUT)
     world = dist.group.WORLD
     assert world is not None
     made = _consecutive.setdefault(world, _Consecutive())
@@ -173,12 +165,11 @@ def consecutive_ranks(mesh: DeviceMesh, size: int) -> str:
         name,
         "shard(reshard_after_forward=...)",
         [size, made.tried],
-        limit.total_seconds(),
+        limit,
         merge=lambda answers: [
             first_two([size for size, _ in answers]),
             max(tried for _, tried in answers),
         ],
-        timeout_option=GROUP_TIMEOUT,
     )
     _check_sizes(name, ranks, different)
     first = mesh.get_local_rank() // size * size
@@ -193,8 +184,7 @@ def consecutive_ranks(mesh: DeviceMesh, size: int) -> str:
         f"the process group of ranks {', '.join(map(str, members))}, from which "
         f"shard(reshard_after_forward={size}) gathers again,"
     )
-    with _connecting(what, members, limit, GROUP_TIMEOUT):
-        compat.make_group(name, group, members, f"mesh_{label}", limit, limited_alike=False)
+    _make_group(name, group, members, f"mesh_{label}", limit, what, limited_alike=False)
     made.groups[members] = group
     return group
 
@@ -226,18 +216,27 @@ def _check_sizes(group: str, ranks: Sequence[int], different: Sequence[tuple[int
         )
 
 
-@contextlib.contextmanager
-def _connecting(
-    what: str, ranks: Sequence[int], limit: timedelta, timeout_option: str
-) -> Iterator[None]:
-    """Raises AgreementError in place of torch's error if ranks do not connect in time."""
+def _make_group(
+    parent: str,
+    name: str,
+    ranks: Sequence[int],
+    description: str,
+    limit_s: float,
+    what: str,
+    **how: bool,
+) -> None:
+    """Makes a group as `compat.make_group` does, with an error that names what was made (`what`)
+    if ranks do not connect in time.
+    """
+    limit = timedelta(seconds=limit_s)
     try:
-        yield
+        with compat.no_dispatch_modes():  # torch may be compiling
+            compat.make_group(parent, name, ranks, description, limit, **how)
     except RuntimeError as error:
         me = compat.global_rank()
         others = [rank for rank in ranks if rank != me]
         raise AgreementError(
-            f"rank {me} could not connect {what} within {limit.total_seconds():g} s "
+            f"rank {me} could not connect {what} within {limit_s:g} s "
             f"({type(error).__name__}: {str(error)[:200]}). {heartbeat.describe(others[:8])} Look "
-            f"at the logs of these ranks; {timeout_option} waits longer."
+            f"at the logs of these ranks; {waits_longer(limit_s)}"
         ) from error

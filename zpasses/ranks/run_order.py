@@ -26,7 +26,7 @@ import torch
 from zpasses.ranks.agree import compare
 from zpasses.ranks.edit_log import EditLog
 from zpasses.ranks.group_texts import name_group
-from zpasses.ranks.vote import COMPILE_TIMEOUT, NOT_ALONE, Ballot, GroupState, group_state
+from zpasses.ranks.vote import NOT_ALONE, Ballot, GroupState, group_state
 
 ALIKE = (
     "Run the model, edit its parameters and step its optimizer on every rank alike, and catch an "
@@ -67,7 +67,6 @@ def check_run_event(
     *,
     edits: EditLog,
     always_vote: bool = False,
-    timeout_option: str = COMPILE_TIMEOUT,
 ) -> None:
     """Check that every rank of a group, which has other ranks, comes to the same event.
 
@@ -75,7 +74,6 @@ def check_run_event(
         timeout_s: seconds to wait for the other ranks.
         edits: of parameters since the last event; equal on all ranks, too.
         always_vote: vote also where the event was predicted. Windows do, to hear of failures.
-        timeout_option: what the user sets to wait longer, for the error.
 
     Raises:
         AgreementError: when a rank comes to another event, failed, or does not come in time.
@@ -85,7 +83,7 @@ def check_run_event(
     votes = always_vote or looks_for_nan() or state.successors.get(state.events) != digest
     votes = votes or edits.needs_vote()
     if votes:
-        _vote(group, state, event, edits, digest, timeout_s, timeout_option)
+        _vote(group, state, event, edits, digest, timeout_s)
     edits.end_event(voted=votes)
     state.events = (*state.events, digest)[-_CONTEXT:]
 
@@ -107,7 +105,6 @@ def _vote(
     edits: EditLog,
     digest: str,
     timeout_s: float,
-    timeout_option: str,
 ) -> None:
     def difference(rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> str | None:
         if a["event"] != b["event"]:
@@ -137,7 +134,6 @@ def _vote(
         timeout_s,
         missed=missed,
         advice=f"{ALIKE} {_ANOMALY_ALIKE}" if looks_for_nan() else ALIKE,
-        timeout_option=timeout_option,
         on_difference=forget,
     )
     if len(state.successors) >= _MAX_PREDICTIONS:

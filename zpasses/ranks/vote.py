@@ -45,6 +45,26 @@ WINDOW_TIMEOUT = "coalesce_grad_reduction(..., timeout_s=...)"
 GROUP_TIMEOUT = "init_process_group(timeout=...)"
 """What the user sets to wait longer, for errors."""
 
+
+class TimeLimit(float):
+    """Seconds to wait for other ranks, and what the user sets to wait longer. Plain numbers are
+    those of the option of the backend.
+    """
+
+    def __new__(cls, seconds: float, option: str) -> TimeLimit:
+        made = super().__new__(cls, seconds)
+        made.option = option
+        return made
+
+    option: str
+
+
+def waits_longer(timeout_s: float) -> str:
+    """Returns what an error says of a time limit that has passed."""
+    option = timeout_s.option if isinstance(timeout_s, TimeLimit) else COMPILE_TIMEOUT
+    return f"{option} waits longer."
+
+
 NOT_ALONE = (
     "One rank cannot run a sharded model alone, for an evaluation or a log, skip layers at random "
     "(with transformers, set the layerdrop values of the configuration to 0), or leave out experts "
@@ -160,7 +180,6 @@ def vote(
     *,
     missed: str | None = None,
     advice: str = "",
-    timeout_option: str = COMPILE_TIMEOUT,
 ) -> Ballot:
     """Exchange what the ranks of a group know.
 
@@ -172,7 +191,6 @@ def vote(
         timeout_s: seconds to wait for the other ranks; None takes the limit of the compile.
         missed: what a missing rank did not do, for the error; by default to reach the occasion.
         advice: how a program avoids that, for the error.
-        timeout_option: what the user sets to wait longer, for the error.
 
     Returns:
         What `combine` makes of all ballots on the group's first rank; the same on every rank.
@@ -184,21 +202,15 @@ def vote(
         return combine([ballot])
     limit = current_timeout_s() if timeout_s is None else timeout_s
     missed = missed or f"reach {occasion}"
-    return _VoteRound(name, occasion, missed, advice, limit, timeout_option).run(ballot, combine)
+    return _VoteRound(name, occasion, missed, advice, limit).run(ballot, combine)
 
 
-def store_barrier(
-    name: str,
-    occasion: str,
-    timeout_s: float | None = None,
-    *,
-    timeout_option: str = COMPILE_TIMEOUT,
-) -> None:
+def store_barrier(name: str, occasion: str, timeout_s: float | None = None) -> None:
     """Wait until all ranks of a group are at the same point and none of them has failed.
 
     Raises as `vote` does.
     """
-    vote(name, occasion, {}, lambda ballots: {}, timeout_s, timeout_option=timeout_option)
+    vote(name, occasion, {}, lambda ballots: {}, timeout_s)
 
 
 # --- one vote ------------------------------------------------------------------------------------
@@ -218,7 +230,6 @@ class _VoteRound:
     missed: str
     advice: str
     timeout_s: float
-    timeout_option: str
 
     def run(self, ballot: Ballot, combine: Combine) -> Ballot:
         deadline = time.monotonic() + self.timeout_s
@@ -483,7 +494,7 @@ class _Attempt:
         return (
             f"rank {list_ranks(named, _MOST_MISSING)} of {name_group(vote.group)} did not "
             f"{vote.missed} within {vote.timeout_s:g} s, but the others did. {seen} "
-            f"{vote.advice or NOT_ALONE} Look at its log; {vote.timeout_option} waits longer."
+            f"{vote.advice or NOT_ALONE} Look at its log; {waits_longer(vote.timeout_s)}"
         )
 
 

@@ -33,7 +33,14 @@ from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.runner import Verify
 from zpasses.ranks.compared_collectives import compare_collectives
 from zpasses.ranks.failures import is_reported, post_failure, report_failure
-from zpasses.ranks.vote import COMPILE_TIMEOUT, WINDOW_TIMEOUT, has_other_ranks, vote, vote_timeout
+from zpasses.ranks.vote import (
+    COMPILE_TIMEOUT,
+    WINDOW_TIMEOUT,
+    TimeLimit,
+    has_other_ranks,
+    vote,
+    vote_timeout,
+)
 from zpasses.runtime.codegen import eager_codegen
 from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import pending_key
@@ -288,8 +295,7 @@ def _agree_on_entries(
                 "the end of a window",
                 ballot,
                 _union,
-                timeout_s,
-                timeout_option=_TIMEOUT_OPTION,
+                TimeLimit(timeout_s, _TIMEOUT_OPTION),
             )
         except AgreementError as caught:
             error = error or caught
@@ -347,7 +353,7 @@ def _reduce(
         else:
             asked = [group for group in groups if has_other_ranks(group)]
             name = "the reduction of a window"
-            with limited_collectives(asked, name, timeout_s, _TIMEOUT_OPTION):
+            with limited_collectives(asked, name, TimeLimit(timeout_s, _TIMEOUT_OPTION)):
                 grads = code(totals)
     accumulate_grads([params[entry.param_index] for entry in entries], grads)
 

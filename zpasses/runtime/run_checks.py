@@ -35,13 +35,14 @@ from zpasses.ranks.run_order import (
     looks_for_nan,
 )
 from zpasses.ranks.vote import (
-    COMPILE_TIMEOUT,
     GROUP_TIMEOUT,
     WINDOW_TIMEOUT,
+    TimeLimit,
     current_timeout_s,
     has_other_ranks,
     rejoin_after_failure,
     vote_timeout,
+    waits_longer,
 )
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.edits import log_of
@@ -122,9 +123,9 @@ def with_run_check(
         return code
     name = f"graph {graph_name}"
 
-    def check_groups(asked: Sequence[str], call: CallParams | None) -> tuple[float, str]:
-        """Returns the longest time limit of the run, in seconds, and the option that sets it."""
-        longest, longest_option = timeout_s, COMPILE_TIMEOUT
+    def check_groups(asked: Sequence[str], call: CallParams | None) -> float:
+        """Returns the longest time limit of the run."""
+        longest = timeout_s
         for group in asked:
             event = events[group] if call is None else _with_params(events[group], call)
             _vote_timeouts[group] = timeout_s
@@ -133,16 +134,12 @@ def with_run_check(
                 _unchecked_groups.discard(group)
             if group in _window_timeouts:
                 asked_for = [each for each in _window_timeouts[group] if each is not None]
-                limit = max(asked_for, default=timeout_s)
-                option = WINDOW_TIMEOUT if asked_for else COMPILE_TIMEOUT
-                if limit > longest:
-                    longest, longest_option = limit, option
-                check_run_event(
-                    group, event, limit, edits=edits, always_vote=True, timeout_option=option
-                )
+                limit = TimeLimit(max(asked_for), WINDOW_TIMEOUT) if asked_for else timeout_s
+                longest = max(longest, limit)
+                check_run_event(group, event, limit, edits=edits, always_vote=True)
             elif every_run:
                 check_run_event(group, event, timeout_s, edits=edits)
-        return longest, longest_option
+        return longest
 
     def run(args: list[Any]) -> Any:
         asked = [group for group in events if has_other_ranks(group)]
@@ -150,7 +147,7 @@ def with_run_check(
             return code(args)
         call = current_call()
         try:
-            longest, longest_option = check_groups(asked, call)
+            longest = check_groups(asked, call)
         except AgreementError as error:
             report(error)
             raise
@@ -159,7 +156,7 @@ def with_run_check(
             with vote_timeout(timeout_s):
                 return code(args)
         # Code that runs for the first time may vote, too: about the route of its collectives.
-        with limited_collectives(asked, name, longest, longest_option), vote_timeout(timeout_s):
+        with limited_collectives(asked, name, longest), vote_timeout(timeout_s):
             values = code(args)
             if looks_for_nan() and compat.in_backward():
                 try:
@@ -197,14 +194,11 @@ _MOST_NAMED = 8
 
 
 @contextlib.contextmanager
-def limited_collectives(
-    groups: Sequence[str], name: str, timeout_s: float, timeout_option: str
-) -> Iterator[None]:
+def limited_collectives(groups: Sequence[str], name: str, timeout_s: float) -> Iterator[None]:
     """Inside, collectives of these groups give up after `timeout_s`.
 
     Args:
         name: what runs inside, for the error and the heartbeat.
-        timeout_option: what the user sets to wait longer, for the error.
 
     Raises:
         AgreementError: if a collective gave up. It names the ranks that did not take part.
@@ -218,17 +212,13 @@ def limited_collectives(
             if not compat.is_collective_timeout(error):
                 ended += f" ({type(error).__name__}: {str(error)[:300]})"
                 raise
-            activity = f"running {name}"
-            raise _timeout_error(groups, activity, timeout_s, timeout_option, error) from error
+            raise _timeout_error(groups, f"running {name}", timeout_s, error) from error
         finally:
             heartbeat.set_activity(ended)
 
 
 def limited_over(
-    mesh: DeviceMesh | None,
-    name: str,
-    timeout_s: float | None = None,
-    timeout_option: str = COMPILE_TIMEOUT,
+    mesh: DeviceMesh | None, name: str, timeout_s: float | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """Context of collectives over a mesh that belong to no graph, as `limited_collectives`.
 
@@ -239,7 +229,7 @@ def limited_over(
     asked = [name for group in groups if has_other_ranks(name := compat.group_name(group))]
     if not asked:
         return contextlib.nullcontext()
-    return limited_collectives(asked, name, timeout_of(asked, timeout_s), timeout_option)
+    return limited_collectives(asked, name, timeout_of(asked, timeout_s))
 
 
 @contextlib.contextmanager
@@ -256,7 +246,7 @@ def limited_run(
     if not asked or not checked:
         yield
         return
-    with limited_collectives(asked, name, timeout_s, COMPILE_TIMEOUT):
+    with limited_collectives(asked, name, timeout_s):
         yield
 
 
@@ -334,20 +324,17 @@ def checked_eager_collective(
     event, call = _eager_event(name, value.dtype, tuple(value.shape)), current_call()
     if call is not None:
         event = _with_params(event, call)
-    limit, option = _check_eager_event(group, event)
-    return limited_collectives([group], event.text, limit, option)
+    return limited_collectives([group], event.text, _check_eager_event(group, event))
 
 
-def _check_eager_event(group: str, event: RunEvent) -> tuple[float, str]:
-    """Returns the time limit, in seconds, and what sets it: until a graph has run on a group, the
-    group's own.
-    """
-    limit, option = _vote_timeouts.get(group), COMPILE_TIMEOUT
+def _check_eager_event(group: str, event: RunEvent) -> float:
+    """Returns the time limit: until a graph has run on a group, the group's own."""
+    limit = _vote_timeouts.get(group)
     if limit is None:
-        limit = compat.collective_timeout(compat.process_group(group)).total_seconds()
-        option = GROUP_TIMEOUT
-    check_run_event(group, event, limit, edits=log_of(group), timeout_option=option)
-    return limit, option
+        own = compat.collective_timeout(compat.process_group(group)).total_seconds()
+        limit = TimeLimit(own, GROUP_TIMEOUT)
+    check_run_event(group, event, limit, edits=log_of(group))
+    return limit
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -370,7 +357,6 @@ def _timeout_error(
     groups: Sequence[str],
     activity: str,
     timeout_s: float,
-    timeout_option: str,
     error: BaseException,
 ) -> AgreementError:
     me = compat.global_rank()
@@ -382,7 +368,7 @@ def _timeout_error(
         f"rank {me} waited in a collective while {activity}, for {timeout_s:g} s or until the "
         f"other end closed ({type(error).__name__}: {str(error)[:200]}). "
         f"{' '.join(f'{reason}.' for reason in reasons) or heartbeat.describe(others[:8])} "
-        f"{ALIKE} Look at the logs of these ranks; {timeout_option} waits longer."
+        f"{ALIKE} Look at the logs of these ranks; {waits_longer(timeout_s)}"
     )
     found._zpasses_reported = False  # type: ignore[attr-defined]  # no vote told the other ranks
     return found
