@@ -191,7 +191,8 @@ def report(captured: Capture, options: Options, name: str, error: BaseException)
         pass_on_failure(groups, error)
     elif options.agreement and not is_reported(error):
         # A window ends in an error on all ranks, also if this rank's program catches it.
-        report_failure(groups, name, error, recoverable=not in_window(groups))
+        doing = f"compiling graph {name}"
+        report_failure(groups, error, doing, recoverable=not in_window(groups))
 
 
 def open_events(

@@ -219,14 +219,14 @@ def agree(job: CompileJob, gm: fx.GraphModule, kind: str) -> None:
     asks = _asks(job)
     if asks:
         with job.listeners.report_errors("agreement"):
-            compare_collectives(gm.graph, job.name, job.options.agreement_timeout_s)
+            compare_collectives(gm.graph, job.name)
     job.listeners.collectives_compared(kind, gm.graph, asks)
 
 
 def agree_on(job: CompileJob, sequences: Sequences) -> None:
     """The same for a graph of the compile cache."""
     if _asks(job):
-        compare_sequences(sequences, job.name, job.options.agreement_timeout_s)
+        compare_sequences(sequences, job.name)
 
 
 def preload(job: CompileJob, kind: str, variant: ForwardVariant | None) -> None:

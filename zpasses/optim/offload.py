@@ -351,9 +351,8 @@ class _Offload:
         try:
             self.arena = HostArena(sum(own), self._device)
         except (OSError, RuntimeError) as raised:
-            report_failure(
-                sharding_groups_of(_params_of(optimizer)), "", raised, doing="offloading states"
-            )
+            groups = sharding_groups_of(_params_of(optimizer))
+            report_failure(groups, raised, "offloading states")
             raise
         self.plan, self._layouts = plan, layouts
         self._buckets = [

@@ -111,7 +111,7 @@ def offload_parameters(
     try:
         arena = HostArena(sum(each.nbytes for each in moved.values()), device)
     except (OSError, RuntimeError) as raised:
-        report_failure(groups, "", raised, doing="offloading parameters")
+        report_failure(groups, raised, "offloading parameters")
         raise
     starts = itertools.accumulate((each.nbytes for each in moved.values()), initial=0)
     for (param, layout), start in zip(moved.items(), starts, strict=False):

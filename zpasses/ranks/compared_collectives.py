@@ -66,15 +66,14 @@ def digest(sequence: Sequence[Collective]) -> str:
     return _hash([_line(each, ()) for each in sequence])
 
 
-def compare_collectives(graph: fx.Graph, graph_name: str, timeout_s: float) -> None:
+def compare_collectives(graph: fx.Graph, graph_name: str) -> None:
     """Raise AgreementError on every rank of a group unless all would run the same collectives.
 
     Args:
         graph: the graph as it will run, after its last pass.
         graph_name: what the error calls it.
-        timeout_s: seconds to wait for the other ranks.
     """
-    compare_sequences(call_sequences(graph), graph_name, timeout_s)
+    compare_sequences(call_sequences(graph), graph_name)
 
 
 def call_sequences(graph: fx.Graph) -> Sequences:
@@ -91,10 +90,10 @@ def call_sequences(graph: fx.Graph) -> Sequences:
     }
 
 
-def compare_sequences(sequences: Sequences, graph_name: str, timeout_s: float) -> None:
+def compare_sequences(sequences: Sequences, graph_name: str) -> None:
     """`compare_collectives` of a graph that is described by what it communicates."""
     for group, sequence in sequences.items():
-        _compare(group, graph_name, sequence, timeout_s)
+        _compare(group, graph_name, sequence)
 
 
 def run_events(graph: fx.Graph, graph_name: str) -> dict[str, RunEvent]:
@@ -127,7 +126,7 @@ def _calls_by_group(graph: fx.Graph) -> dict[str, list[_Call]]:
     return dict(sorted(found.items()))
 
 
-def _compare(group: str, graph_name: str, sequence: CallSequence, timeout_s: float) -> None:
+def _compare(group: str, graph_name: str, sequence: CallSequence) -> None:
     mine, agreed = sequence.digest(), group_state(group).agreed
     if mine in agreed:
         return
@@ -141,7 +140,7 @@ def _compare(group: str, graph_name: str, sequence: CallSequence, timeout_s: flo
         return first_difference(name_group(group), rank_a, a, rank_b, b)
 
     missed = f"compile a graph with new collectives (graph {graph_name} here)"
-    compare(group, "compiling a graph", ballot, difference, timeout_s, missed=missed)
+    compare(group, "compiling a graph", ballot, difference, missed=missed)
     agreed.add(mine)
 
 

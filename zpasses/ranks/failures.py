@@ -14,22 +14,16 @@ from zpasses.ranks.vote import end_key, group_state, has_other_ranks, pack, unpa
 
 
 def report_failure(
-    groups: Sequence[str],
-    graph_name: str,
-    error: BaseException,
-    *,
-    recoverable: bool = True,
-    doing: str = "",
+    groups: Sequence[str], error: BaseException, doing: str, *, recoverable: bool = True
 ) -> None:
-    """Tell the other ranks of these groups that this rank will not vote: its compile failed.
+    """Tell the other ranks of these groups that this rank will not vote.
 
     Args:
-        doing: what failed instead of the compile of a graph, for the error.
+        doing: what failed, for the error: "compiling graph 0/0".
         recoverable: let votes meet again if this rank's program catches the error and continues.
             False makes the vote at hand an error on all ranks in any case.
     """
     reason = f"{type(error).__name__}: {str(error)[:500]}"
-    doing = doing or f"compiling graph {graph_name}"
     text = f"rank {compat.global_rank()} failed while {doing}: {reason}"
     for name in groups:
         post_failure(name, text, recoverable=recoverable)

@@ -85,7 +85,7 @@ class ValuesUsed:
             "Edit parameters before the forward or after the backward."
         )
         groups = layout_of(self._params[position]).sharding_groups
-        report_failure(groups, "", error, doing="running a backward")
+        report_failure(groups, error, "running a backward")
         return error
 
 

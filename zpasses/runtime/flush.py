@@ -170,12 +170,14 @@ class GraphLowering:
         entries: Sequence[FlushEntry],
         totals: Sequence[Tensor],
         shard_rows: Sequence[int],
-        timeout_s: float | None,
         params: Sequence[Any],
+        *,
+        compares: bool,
     ) -> Callable[[list[Any]], Any]:
         """Compile the reduction of these gradients, or return it from the cache.
 
-        On compilation the ranks compare the graph's collectives, unless `timeout_s` is None.
+        Args:
+            compares: whether the ranks compare the collectives of a graph that is compiled.
         """
         key = (tuple(entries), tuple(shard_rows))
         if key not in self._code:
@@ -197,9 +199,9 @@ class GraphLowering:
             fakes += map(value_of, residual_inputs(whole.graph))
             code = self._codegen(expand_encodings(replace_gloo_collectives(whole)), fakes)
             code = with_profiler_range(code, collective_names(gm.graph), "", "flush")
-            if timeout_s is not None:
-                compare_collectives(gm.graph, "of the end of a window", timeout_s)
-            self._events.collectives_compared("flush", gm.graph, timeout_s is not None)
+            if compares:
+                compare_collectives(gm.graph, "of the end of a window")
+            self._events.collectives_compared("flush", gm.graph, compares)
             encoded = [
                 replace(each, param=_path_of(each.param, params))
                 for each in encoded_grads(gm.graph)
@@ -347,7 +349,7 @@ def _reduce(
     params, groups = window.params, groups_of(window)
     with vote_timeout(timeout_of(groups, timeout_s)):  # of passes, and about routes
         with _reporting_failures(groups, timeout_s):
-            code, totals = _prepared(params, entries, text, timeout_s)
+            code, totals = _prepared(params, entries, text, compares=timeout_s is not None)
         if timeout_s is None:
             grads = code(totals)
         else:
@@ -365,12 +367,12 @@ def _reporting_failures(groups: Sequence[str], timeout_s: float | None) -> Itera
         yield
     except BaseException as error:  # interrupts, too
         if timeout_s is not None and not is_reported(error):
-            report_failure(groups, "", error, recoverable=False, doing="ending a window")
+            report_failure(groups, error, "ending a window", recoverable=False)
         raise
 
 
 def _prepared(
-    params: Sequence[Any], entries: Sequence[FlushEntry], text: str, timeout_s: float | None
+    params: Sequence[Any], entries: Sequence[FlushEntry], text: str, *, compares: bool
 ) -> tuple[Callable[[list[Any]], Any], list[Tensor]]:
     """Returns code that reduces the pending gradients, and these. Parameters give them up."""
     lowering = _lowering(params, text)
@@ -396,7 +398,7 @@ def _prepared(
         shard_rows.append(shard.shape[0] if shard.dim() else 0)
     if lowering is None:
         return functools.partial(_reduce_with_dialect, entries, shard_rows), totals
-    return lowering.code(entries, totals, shard_rows, timeout_s, params), totals
+    return lowering.code(entries, totals, shard_rows, params, compares=compares), totals
 
 
 def _lowering(params: Sequence[Any], text: str) -> Lowering | None:

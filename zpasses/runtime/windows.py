@@ -45,13 +45,15 @@ class Lowering(Protocol):
         entries: Sequence[Any],
         totals: Sequence[Tensor],
         shard_rows: Sequence[int],
-        timeout_s: float | None,
         params: Sequence[Any],
+        *,
+        compares: bool,
     ) -> Callable[[list[Any]], Any]:
         """Compile a graph that reduces these pending gradients. It takes one list, `totals`.
 
         Args:
             params: all parameters of the window.
+            compares: whether the ranks compare its collectives.
         """
 
 

@@ -132,7 +132,7 @@ def check_owner(value: DTensor, param: DTensor, what: str) -> None:
         " and zpasses.save_safetensors(...) give the whole parameters."
     )
     groups = [compat.group_name(mesh.get_group(dim)) for dim in range(mesh.ndim)]
-    report_failure(groups, "", error, doing="loading saved shards")
+    report_failure(groups, error, "loading saved shards")
     raise error
 
 

@@ -173,7 +173,7 @@ def test_a_failed_rank_is_heard_of_within_a_second():
 def test_votes_meet_again_after_a_failure_that_one_rank_caught():
     def program(rank):
         if rank == 3:
-            report_failure([GROUP], "0/0", ValueError("told to fail"))
+            report_failure([GROUP], ValueError("told to fail"), "compiling graph 0/0")
         return merges_numbers(rank)
 
     found = measured(program, 100, late_s=lambda rank: 5.0 * (rank == 3))

@@ -331,7 +331,7 @@ def _edits_before_a_failure():
     log, told = EditLog(), ""
     log.add_step("a completed SGD.step()", 1, 2)
     if dist.get_rank() == 0:
-        report_failure(["0"], "0/0", ValueError("injected"))
+        report_failure(["0"], ValueError("injected"), "compiling graph 0/0")
         # The vote of the other rank does not wait so long for a rank that continues.
         compat.default_store().wait(["told"])
     else:
