@@ -38,7 +38,7 @@ from zpasses.tools.plan.shape_table import shape_view
 @click.option(
     "--optimizer",
     metavar="NAME",
-    help="Also plan the states of this optimizer of torch or zpasses, such as adamw.",
+    help='Also plan the states of this optimizer of torch or zpasses: adamw, "sgd,momentum=0.9".',
 )
 @click.option(
     "--device-memory",

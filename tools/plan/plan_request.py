@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,6 +45,42 @@ def optimizer_class(name: str) -> type[Optimizer]:
     return known[name.lower()]
 
 
+def optimizer_of(text: str) -> functools.partial[Optimizer]:
+    """Returns what makes an optimizer of parameters, from its name and settings:
+    "sgd,momentum=0.9".
+
+    Raises:
+        OptionError: for an unknown name, and settings that it does not take.
+    """
+    name, *given = re.split(r",(?=\s*\w+\s*=)", text)
+    name, comma, odd = name.partition(",")
+    if comma:
+        raise OptionError(
+            f"--optimizer {text!r}: cannot read {odd!r}; expected setting=value, such as "
+            "'sgd,momentum=0.9'."
+        )
+    cls: Any = optimizer_class(name.strip())
+    settings = dict[str, Any]()
+    known = [*inspect.signature(cls).parameters][1:]
+    for each in given:
+        key, _, value = (part.strip() for part in each.partition("="))
+        if key not in known:
+            raise OptionError(
+                f"--optimizer {text!r}: {cls.__name__} has no setting {key!r}."
+                f"{suggestion(key, known)}"
+            )
+        try:
+            settings[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            settings[key] = value
+    made = functools.partial(cls, **settings)
+    try:
+        made([nn.Parameter(torch.empty(2, 2, device="meta"))])
+    except Exception as error:  # whatever it says about a setting
+        raise OptionError(f"--optimizer {text!r}: {error}") from error
+    return made
+
+
 @dataclass(frozen=True)
 class PlanRequest(StepOptions):
     """Which step to plan, and for which ranks and hardware."""
@@ -66,8 +106,8 @@ class PlanRequest(StepOptions):
     stages: bool = True
     """Whether to plan stages 2 and 3 without a budget, too; or the pipeline, if there is one."""
     optimizer: str | None = None
-    """Class of the optimizer whose states the device holds as well, such as "AdamW"; None plans
-    without states."""
+    """Class and settings of the optimizer whose states the device holds as well, such as "AdamW" or
+    "sgd,momentum=0.9"; None plans without states."""
     device_memory: str | None = None
     """What shards, gradients, states and step may take together, such as "80GiB". The states that
     do not fit rest on the host, and the fastest plan is chosen; None has no such limit."""
@@ -102,7 +142,7 @@ class PlanRequest(StepOptions):
                 )
             parse_budget(self.memory, where)
         if self.optimizer is not None:
-            optimizer_class(self.optimizer)
+            optimizer_of(self.optimizer)
         if self.device_memory is not None:
             parse_size(self.device_memory, "--device-memory")
             if self.optimizer is None or self.memory is not None:

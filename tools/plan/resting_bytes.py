@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zpasses import compat
 from zpasses.backend.per_block import find_blocks
@@ -26,7 +27,7 @@ from zpasses.optim.state_buckets import (
     plan_states_beside,
 )
 from zpasses.option_values import parse_size
-from zpasses.tools.plan.plan_request import PlanRequest, optimizer_class
+from zpasses.tools.plan.plan_request import PlanRequest, optimizer_of
 from zpasses.tools.plan.plan_table import DeviceUse, PlanPoint, PlanTable, Resting, budget_text
 from zpasses.tools.plan.repeated_layers import FEWEST_LAYERS, layer_starts
 
@@ -59,8 +60,8 @@ class RestingBytes:
         name: str | None = None
         sizes: tuple[int, ...] = ()
         if request.optimizer is not None:
-            chosen = optimizer_class(request.optimizer)
-            name, sizes = chosen.__name__, _state_sizes(chosen, trained)
+            chosen = optimizer_of(request.optimizer)
+            name, sizes = chosen.func.__name__, _state_sizes(chosen, trained)
         shards, gradients = sum(map(nbytes, local)), sum(map(nbytes, trained))
         # A shard has the bytes of its gradient.
         kernels = optimizer_kernels_us(gradients, gradients, sum(sizes), request.parsed_target())
@@ -185,7 +186,7 @@ _ROUNDING = 1.001
 """By how much `budget_text` may exceed a size."""
 
 
-def _state_sizes(cls: Any, trained: Sequence[Tensor]) -> tuple[int, ...]:
+def _state_sizes(made: functools.partial[Optimizer], trained: Sequence[Tensor]) -> tuple[int, ...]:
     """Returns the bytes of the states of these parameters, which may be fake."""
     with compat.no_dispatch_modes():
         params = [
@@ -195,11 +196,11 @@ def _state_sizes(cls: Any, trained: Sequence[Tensor]) -> tuple[int, ...]:
             for each in trained
         ]
         try:
-            optimizer = cls(params)
+            optimizer = made(params)
         except (TypeError, ValueError) as error:
             raise OptionError(
-                f"--optimizer {cls.__name__} does not take all parameters of the model ({error}). "
-                "Name the optimizer that has most of them."
+                f"--optimizer {made.func.__name__} does not take all parameters of the model "
+                f"({error}). Name the optimizer that has most of them."
             ) from error
         return tuple(map(nbytes_of, expected_layouts(optimizer).values()))
 
