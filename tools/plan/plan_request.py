@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+import zpasses
 import zpasses.optim
 from zpasses.cost.time.target import Target, current_target
 from zpasses.errors import MemoryBudgetError, OptionError, suggestion
@@ -97,6 +98,9 @@ class PlanRequest(StepOptions):
     one graph."""
     host_memory: str | None = None
     """What a plan may take of the host on each rank, such as "40GiB"; None is nothing."""
+    offload_parameters: str | None = None
+    """Which parameters have their shards on the host: "frozen", or "all" with the gradients of
+    trained ones. None keeps all on the device."""
     pipeline: str | None = None
     """Passes that gather parameters again in backward and have a schedule, as text; None is
     "zero3"."""
@@ -141,6 +145,17 @@ class PlanRequest(StepOptions):
                     "size such as '70GiB'."
                 )
             parse_budget(self.memory, where)
+        if self.offload_parameters not in (None, "frozen", "all"):
+            raise OptionError(
+                f"--offload-parameters: got {self.offload_parameters!r}; expected 'frozen', or "
+                "'all' for trained parameters, too."
+            )
+        if self.offload_parameters is not None and self.repeat is not None:
+            raise OptionError(
+                "--offload-parameters does not go together with --repeat-layers, which does not "
+                "know when gradients go to the host; leave out one of the two, or plan blocks "
+                "with --compile-blocks."
+            )
         if self.optimizer is not None:
             optimizer_of(self.optimizer)
         if self.device_memory is not None:
@@ -155,6 +170,11 @@ class PlanRequest(StepOptions):
                 raise OptionError(
                     "--step-in-backward plans parameters of blocks that step in backward; give "
                     "--compile-blocks NAMES and --optimizer NAME, too."
+                )
+            if self.offload_parameters == "all":
+                raise OptionError(
+                    "--step-in-backward does not go together with --offload-parameters all: "
+                    "gradients of parameters on the host go there. Leave out one of the two."
                 )
             if self.device_memory is not None:
                 raise OptionError(
@@ -234,14 +254,22 @@ class PlanRequest(StepOptions):
             "backwards_per_step": self.backwards_per_step,
             "blocks": self.compile_blocks,
             "step_in_backward": self.step_in_backward,
+            "offload_parameters": self.offload_parameters,
         }
 
     def capture(self, on_sharded: Callable[[nn.Module], object], **options: Any) -> CaptureRequest:
         """Returns the capture of the step, with these options of the backend.
 
         Args:
-            on_sharded: called with the sharded model, before its step.
+            on_sharded: called with the sharded model, before its step. Its parameters are where
+                they rest.
         """
+
+        def placed(model: nn.Module) -> None:
+            if self.offload_parameters is not None:
+                zpasses.offload_parameters(model, trained=self.offload_parameters == "all")
+            on_sharded(model)
+
         options |= {"target": self.target} if self.target is not None else {}
         few = {} if self.repeat is None else {self.repeat: FEWEST_LAYERS}
         return CaptureRequest(
@@ -253,5 +281,5 @@ class PlanRequest(StepOptions):
             options=options,
             compile_blocks=self.compile_blocks,
             mesh=self.mesh,
-            on_sharded=on_sharded,
+            on_sharded=placed,
         )
