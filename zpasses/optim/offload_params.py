@@ -105,7 +105,8 @@ def offload_parameters(
     chosen = _leaving(agreed.sizes[: len(movable)], options.device_bytes)
     there = range(len(movable), len(layouts))
     needed = sum(agreed.sizes[at] for at in chosen)
-    needed += sum(agreed.more[at] for at in (*chosen, *there))
+    of_new_grads = sum(agreed.more[at] for at in (*chosen, *there))
+    needed += of_new_grads
     moved = {param: layouts[param] for param in (list(layouts)[at] for at in chosen)}
     trains = {param for param in (*moved, *since) if param.requires_grad}
     device = compat.local_of(next(iter(layouts))).device
@@ -113,7 +114,7 @@ def offload_parameters(
         for param in moved:  # of a plan, which takes no memory
             _rest(param, torch.empty_like(compat.local_of(param), device="cpu"))
     else:
-        check_host_memory(options, needed, agreed.available_bytes)
+        check_host_memory(options, needed, agreed.available_bytes, of_new_grads)
         _move(moved, device, groups)
         for param in trains:
             gradients.promise(layouts[param].nbytes, param)
