@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from zpasses.inspect.units import bytes_text, time_text
 from zpasses.inspect.view import Table, Text, View, table, text_of
@@ -223,11 +223,11 @@ class StepTable:
         """The page of a table, its result and its legend."""
         title = f"{self.function}, {self.world} ranks, target {self.target}"
         if self.repeated is not None:
-            legend = (
+            legend = [
                 *legend,
                 f"Estimated from {self.repeated} layers, with the same values saved in each.",
-            )
-        parts = (shown, *result, Text((*_LEGEND, *legend)))
+            ]
+        parts = (shown, *result, Text(tuple(legend)))
         return View(title, parts, self.to_json())
 
     def to_json(self) -> dict[str, Any]:
@@ -419,43 +419,152 @@ def budget_text(nbytes: int) -> str:
 # --- text -----------------------------------------------------------------------------------------
 NOTABLY = 0.999
 """Durations that differ by a factor nearer to 1 are equal."""
-DEVICE_COLUMNS = ("rests", "states out", "total", "with optimizer")
-_COLUMNS = (
-    *("plan", "memory_budget", "ahead", "step", "exposed", "bound", "least", "peak"),
-    *("collectives", "kept", "cached", "activations", "host", "chunks"),
-    *DEVICE_COLUMNS,
+_LONGEST_LEGEND = 110
+
+
+Point = TypeVar("Point")
+
+
+@dataclass(frozen=True)
+class Column(Generic[Point]):
+    """What a table says of each plan, or of each mesh."""
+
+    name: str
+    cell: Callable[[Point], str]
+    legend: str = ""
+    shown: bool = True
+
+
+def _of_device(cell: Callable[[DeviceUse], str]) -> Callable[[PlanPoint], str]:
+    return lambda point: "" if point.device is None else cell(point.device)
+
+
+TIMES: tuple[Column[PlanPoint], ...] = (
+    Column(
+        "step",
+        lambda point: time_text(point.total_us),
+        "predicted mean duration of a forward and its backward.",
+    ),
+    Column(
+        "exposed",
+        lambda point: time_text(point.exposed_us),
+        "its part in which only collectives run.",
+    ),
+    Column(
+        "bound",
+        lambda point: time_text(point.bound_us),
+        "what no schedule of the same collectives can beat.",
+    ),
 )
-_LEGEND = (
-    "step: predicted mean duration of a forward and its backward. exposed: its part in which "
-    "only collectives run.",
-    "bound: what no schedule of the same collectives can beat. peak: memory above what rests "
-    "between steps.",
+PEAK: Column[PlanPoint] = Column(
+    "peak", lambda point: bytes_text(point.peak_bytes), "memory above what rests between steps."
 )
+COLLECTIVES: Column[PlanPoint] = Column("collectives", lambda point: str(point.collectives))
+DEVICE: tuple[Column[PlanPoint], ...] = (
+    Column(
+        "rests",
+        _of_device(lambda use: bytes_text(use.resting_bytes)),
+        "shards, gradients and the states that stay.",
+    ),
+    Column("states out", _of_device(lambda use: bytes_text(use.states_on_host))),
+    Column(
+        "total",
+        _of_device(lambda use: f"{bytes_text(use.total_bytes)}{'' if use.fits else ', too much'}"),
+        "with the peak, and buckets of states in flight.",
+    ),
+    Column(
+        "with optimizer",
+        lambda point: "" if point.device is None else time_text(point.with_optimizer_us),
+        "step, and that of the optimizer, by what it reads and writes, or by the copies of the "
+        "states that are out.",
+    ),
+)
+
+
+def _columns(found: PlanTable) -> list[Column[PlanPoint]]:
+    one_graph, there = found.blocks is None, found.resting.params_on_host
+    moved = any(each.host_bytes for each in found.plans)
+    columns: tuple[Column[PlanPoint], ...] = (
+        Column("memory_budget", lambda point: point.budget or ""),
+        Column(
+            "ahead",
+            lambda point: "" if point.ahead is None else str(point.ahead),
+            "for how many graphs after the one that computes gathers have started.",
+            not one_graph,
+        ),
+        *TIMES,
+        Column(
+            "least",
+            lambda point: "" if point.least_us is None else time_text(point.least_us),
+            "what no plan within the budget can beat, whatever it keeps, recomputes and moves.",
+            any(each.least_us is not None for each in found.plans),
+        ),
+        PEAK,
+        COLLECTIVES,
+        Column(
+            "kept",
+            lambda point: bytes_text(point.kept_bytes),
+            "full parameters that stay until backward.",
+        ),
+        Column(
+            "cached",
+            lambda point: bytes_text(point.cached_bytes),
+            "those that stay longer.",
+            one_graph and not found.repeated,
+        ),
+        Column(
+            "activations",
+            lambda point: f"{point.activations:.0%}",
+            "share that forward saves.",
+            one_graph,
+        ),
+        Column(
+            "host",
+            lambda point: bytes_text(point.host_bytes + there),
+            _host_legend(found),
+            moved or there > 0,
+        ),
+        Column(
+            "chunks",
+            lambda point: str(point.chunks),
+            "those of the loss.",
+            any(each.chunks > 1 for each in found.plans),
+        ),
+        *(DEVICE if found.resting.optimizer is not None else ()),
+    )
+    return [each for each in columns if each.shown]
+
+
+def legend_of(columns: Iterable[Column[Any]]) -> list[str]:
+    """Returns the lines that say what the columns are."""
+    lines = [""]
+    for each in columns:
+        if each.legend:
+            said = f"{each.name}: {each.legend}"
+            longer = f"{lines[-1]} {said}".lstrip()
+            if len(longer) <= _LONGEST_LEGEND:
+                lines[-1] = longer
+            else:
+                lines.append(said)
+    return lines
 
 
 def plan_view(found: PlanTable) -> View:
     """The table as a page."""
-    there = found.resting.params_on_host
-    rows = [
-        _row(f"{number}{' chosen' if each is found.chosen else ''}", each, there)
+    columns = _columns(found)
+    marks = [
+        f"{number}{' chosen' if each is found.chosen else ''}"
         for number, each in enumerate(found.plans, 1)
     ]
-    rows += [_row(f"{each.name}, no budget", each, there) for each in found.stages]
-    left_out = (
-        ["ahead", *(["cached"] if found.repeated else [])]
-        if found.blocks is None
-        else ["cached", "activations"]
-    )
-    moved = any(each.host_bytes for each in found.plans)
-    left_out += [] if moved or there else ["host"]
-    left_out += [] if any(each.chunks > 1 for each in found.plans) else ["chunks"]
-    left_out += DEVICE_COLUMNS if found.resting.optimizer is None else []
-    left_out += [] if any(each.least_us is not None for each in found.plans) else ["least"]
-    columns = [name for name in _COLUMNS if name not in left_out]
+    marks += [f"{each.name}, no budget" for each in found.stages]
+    points = (*found.plans, *found.stages)
     shown = table(
-        columns,
-        [[row[name] for name in columns] for row in rows],
-        right=_COLUMNS[2:],
+        ["plan", *(each.name for each in columns)],
+        [
+            [mark, *(each.cell(point) for each in columns)]
+            for mark, point in zip(marks, points, strict=True)
+        ],
+        right=[each.name for each in columns[1:]],
         yields=("cached", "activations", "collectives", "kept"),
     )
     result: list[str | Text] = [text_of(f"No plan fits. {found.reason}")]
@@ -467,71 +576,47 @@ def plan_view(found: PlanTable) -> View:
         ]
     if found.routes:
         result.append(_routes_text(found.routes))
-    device = _device_legend(found)
+    legend = legend_of(columns)
+    if found.resting.optimizer is not None:
+        legend.append(_rank_has(found))
     if found.blocks is not None:
-        blocks = _blocks_legend(found.blocks, found.uncompiled)
-        if "host" in columns:
-            what = ["what blocks save, inputs included"] if moved else []
-            blocks = (*blocks, _host_legend(what, found))
-        return found.view(shown, result, (*blocks, *device))
-    kept = "kept: full parameters that stay until backward. cached: those that stay longer."
-    more = f" {_host_legend(['them'] if moved else [], found)}" if "host" in columns else ""
-    more += " chunks: those of the loss." if "chunks" in columns else ""
-    legend = [kept, f"activations: share that forward saves.{more}"]
-    if "least" in columns:
-        legend.append(
-            "least: what no plan within the budget can beat, whatever it keeps, recomputes and "
-            "moves."
-        )
-    elif found.repeated is None:
+        legend += _blocks_legend(found.blocks, found.uncompiled)
+    elif found.repeated is None and not any(each.name == "least" for each in columns):
         legend.append('For the least time of each budget: pip install "zpasses[plan]"')
-    return found.view(shown, result, [*legend, *device])
+    return found.view(shown, result, legend)
 
 
-def _host_legend(what: list[str], found: PlanTable) -> str:
+def _host_legend(found: PlanTable) -> str:
+    what = []
+    if any(each.host_bytes for each in found.plans):
+        what.append("them" if found.blocks is None else "what blocks save, inputs included")
     if there := found.resting.params_on_host:
         grads = " and their gradients" if found.offload_parameters == "all" else ""
         what.append(f"shards{grads} ({bytes_text(there)})")
-    return f"host: bytes of {' and of '.join(what)} that rest there."
+    return f"bytes of {' and of '.join(what)} that rest there."
 
 
-DEVICE_LEGEND = (
-    "rests: shards, gradients and the states that stay. total: with the peak, and buckets of "
-    "states in flight.",
-    "with optimizer: step, and that of the optimizer, by what it reads and writes, or by the "
-    "copies of the states that are out.",
-)
-
-
-def _device_legend(found: PlanTable) -> tuple[str, ...]:
+def _rank_has(found: PlanTable) -> str:
     rests = found.resting
-    if rests.optimizer is None:
-        return ()
     freed = " at a time, which backward frees," if found.step_in_backward else ""
-    has = (
+    return (
         f"A rank has {bytes_text(rests.shard_bytes)} of shards, {bytes_text(rests.gradient_bytes)} "
         f"of gradients{freed} and {bytes_text(rests.state_bytes)} of states of {rests.optimizer}."
     )
-    return *DEVICE_LEGEND, has
 
 
 _MOST_UNCOMPILED = 3
 
 
 def _blocks_legend(blocks: str, uncompiled: Mapping[str, int]) -> tuple[str, ...]:
-    ahead = (
-        "ahead: for how many graphs after the one that computes gathers have started. kept: full "
-        "parameters that stay until backward."
-    )
     outside = "Not counted: what runs between the blocks, which is not compiled"
     ranked = sorted(filter(None, uncompiled), key=uncompiled.__getitem__, reverse=True)
     named = ranked[:_MOST_UNCOMPILED]
     if not named:
-        return ahead, f"{outside}."
+        return (f"{outside}.",)
     sizes = [f"{name} with {bytes_text(uncompiled[name])}" for name in named]
     names = ",".join([blocks, *named])
     return (
-        ahead,
         f"{outside}, above all {', '.join(sizes)} of parameters.",
         f'Name modules as blocks to count them: --compile-blocks "{names}"',
     )
@@ -546,40 +631,6 @@ def _routes_text(routes: Sequence[str]) -> Text:
     if len(routes) > _MOST_ROUTES:
         shown.append(f"  and {len(routes) - _MOST_ROUTES} more, which --json has")
     return Text((f"copy engines run {taken} of {len(routes)} gathers", *shown))
-
-
-def _row(mark: str, point: PlanPoint, params_on_host: int) -> dict[str, str]:
-    cells = (
-        mark,
-        point.budget or "",
-        "" if point.ahead is None else str(point.ahead),
-        time_text(point.total_us),
-        time_text(point.exposed_us),
-        time_text(point.bound_us),
-        "" if point.least_us is None else time_text(point.least_us),
-        bytes_text(point.peak_bytes),
-        str(point.collectives),
-        bytes_text(point.kept_bytes),
-        bytes_text(point.cached_bytes),
-        f"{point.activations:.0%}",
-        bytes_text(point.host_bytes + params_on_host),
-        str(point.chunks),
-        *device_cells(point),
-    )
-    return dict(zip(_COLUMNS, cells, strict=True))
-
-
-def device_cells(point: PlanPoint) -> tuple[str, ...]:
-    """Returns the cells of a plan in `DEVICE_COLUMNS`."""
-    device = point.device
-    if device is None:
-        return ("",) * len(DEVICE_COLUMNS)
-    return (
-        bytes_text(device.resting_bytes),
-        bytes_text(device.states_on_host),
-        f"{bytes_text(device.total_bytes)}{'' if device.fits else ', too much'}",
-        time_text(point.with_optimizer_us),
-    )
 
 
 def _graph_line(name: str, figures: GraphFigures) -> str:

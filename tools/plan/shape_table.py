@@ -8,13 +8,16 @@ from typing import Any
 from zpasses.inspect.units import bytes_text, time_text
 from zpasses.inspect.view import Text, View, table, text_of
 from zpasses.tools.plan.plan_table import (
-    DEVICE_COLUMNS,
-    DEVICE_LEGEND,
+    COLLECTIVES,
+    DEVICE,
     NOTABLY,
+    PEAK,
+    TIMES,
+    Column,
     PlanPoint,
     PlanTable,
     StepTable,
-    device_cells,
+    legend_of,
 )
 
 _MOMENTS = 2
@@ -166,18 +169,14 @@ def _time(point: ShapePoint) -> float:
 
 
 # --- text -----------------------------------------------------------------------------------------
-_COLUMNS = ("mesh", "step", "exposed", "bound", "peak", "shards")
-_ADAMW_COLUMNS = ("with AdamW",)
-
-
 def shape_view(found: ShapeTable) -> View:
     """The table as a page."""
-    with_states = _ADAMW_COLUMNS if found.optimizer is None else DEVICE_COLUMNS
-    columns = (*_COLUMNS, *with_states, "collectives", "")
+    columns = _columns(found)
+    names = [each.name for each in columns]
     shown = table(
-        columns,
-        [_row(each, found) for each in found.points],
-        right=columns[1:-1],
+        names,
+        [[each.cell(point) for each in columns] for point in found.points],
+        right=names[1:-1],
         yields=("collectives", "bound", "shards", ""),
         below=("",),
         whole=("",),
@@ -187,31 +186,41 @@ def shape_view(found: ShapeTable) -> View:
         plan = found.chosen.plan
         assert plan is not None
         result = [f"Chosen: {found.chosen.mesh}. {found.reason}", found.calls_of(plan)]
-    return found.view(shown, result, _LEGEND if found.optimizer is None else _STATES_LEGEND)
+    return found.view(shown, result, legend_of(columns))
 
 
-_LEGEND = (
-    "shards: this rank's part of all parameters. with AdamW: peak, shards and the two moments of "
-    "each.",
-)
-_STATES_LEGEND = ("shards: this rank's part of all parameters.", *DEVICE_LEGEND)
+def _columns(found: ShapeTable) -> list[Column[ShapePoint]]:
+    chosen = found.chosen
+
+    def mark(point: ShapePoint) -> str:
+        if point.plan is None:
+            return "no plan fits the budget"
+        if not point.fits(found.device_bytes):
+            return "does not fit a device"
+        return "chosen" if point is chosen else ""
+
+    with_adamw: Column[ShapePoint] = Column(
+        "with AdamW",
+        lambda point: "" if point.plan is None else bytes_text(point.total_bytes),
+        "peak, shards and the two moments of each.",
+    )
+    return [
+        Column("mesh", lambda point: point.mesh),
+        *map(_of_plan, (*TIMES, PEAK)),
+        Column(
+            "shards",
+            lambda point: bytes_text(point.shard_bytes),
+            "this rank's part of all parameters.",
+        ),
+        *((with_adamw,) if found.optimizer is None else map(_of_plan, DEVICE)),
+        _of_plan(COLLECTIVES),
+        Column("", mark),
+    ]
 
 
-def _row(point: ShapePoint, found: ShapeTable) -> tuple[str, ...]:
-    shards, plan = bytes_text(point.shard_bytes), point.plan
-    with_states = len(_ADAMW_COLUMNS if found.optimizer is None else DEVICE_COLUMNS)
-    if plan is None:
-        nothing = ("",) * with_states
-        return (point.mesh, "", "", "", "", shards, *nothing, "", "no plan fits the budget")
-    mark = "chosen" if point is found.chosen else ""
-    return (
-        point.mesh,
-        time_text(plan.total_us),
-        time_text(plan.exposed_us),
-        time_text(plan.bound_us),
-        bytes_text(plan.peak_bytes),
-        shards,
-        *((bytes_text(point.total_bytes),) if plan.device is None else device_cells(plan)),
-        str(plan.collectives),
-        mark if point.fits(found.device_bytes) else "does not fit a device",
+def _of_plan(column: Column[PlanPoint]) -> Column[ShapePoint]:
+    return Column(
+        column.name,
+        lambda point: "" if point.plan is None else column.cell(point.plan),
+        column.legend,
     )

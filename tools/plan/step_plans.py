@@ -235,18 +235,18 @@ class _Planner:
             limit = self._trials.limit_bytes(budget)
             plan = self._trials.fastest(limit)
             pipeline = self._request.passes.with_memory_budget(f"{limit}B")
-            self._made[budget] = self._judged(
+            point = PlanPoint(
                 "plan",
                 budget,
                 limit,
-                pipeline,
-                self._graphs_of(plan),
-                _bytes(*plan.kept, *plan.cached),
-                plan.saved_share,
-                _bytes(*plan.cached),
-                plan.host_bytes,
-                plan.trial.chunks,
+                graphs={},
+                kept_bytes=_bytes(*plan.kept, *plan.cached),
+                cached_bytes=_bytes(*plan.cached),
+                activations=plan.saved_share,
+                host_bytes=plan.host_bytes,
+                chunks=plan.trial.chunks,
             )
+            self._made[budget] = self._judged(point, pipeline, self._graphs_of(plan))
         return self._made[budget]
 
     def _zero3(self) -> list[PlanPoint]:
@@ -256,15 +256,13 @@ class _Planner:
         pipeline = self._request.passes
         name = "zero3" if pipeline is ZERO3 else "pipeline"
         plan = self._trials.fitting()
-        kept = _bytes(*plan.kept)
-        points, off = [], _without_engines(pipeline)
+        without = PlanPoint(name, None, None, {}, _bytes(*plan.kept), 0, 1.0)
+        points = []
         if planned_route(self._target) is not None:
-            graphs = self._graphs_of(plan)
-            points.append(
-                self._judged(f"{name}, no copy engines", None, None, off, graphs, kept, 1.0)
-            )
+            first = replace(without, name=f"{name}, no copy engines")
+            points.append(self._judged(first, _without_engines(pipeline), self._graphs_of(plan)))
         graphs = self._graphs_of(plan)
-        points.append(self._judged(name, None, None, pipeline, graphs, kept, 1.0))
+        points.append(self._judged(without, pipeline, graphs))
         for side, gm in zip(("forward", "backward"), graphs, strict=True):
             for _, tag in tagged(gm.graph, "gather"):
                 if tag.note:
@@ -283,7 +281,7 @@ class _Planner:
         recomputes = Options(zero_stage=2).recomputes_elementwise()
         kept = sum(size for *_, size in full_params(self._joint))
         graphs = self._trials.other(self._joint, recomputes)
-        return [self._judged("zero2", None, None, ZERO2, graphs, kept, 1.0, kept)]
+        return [self._judged(PlanPoint("zero2", None, None, {}, kept, kept, 1.0), ZERO2, graphs)]
 
     def _graphs_of(self, plan: StepPlan) -> Graphs:
         """Returns the graphs of a plan as copies, which are rewritten."""
@@ -292,39 +290,20 @@ class _Planner:
         forward, backward = self._graphs[plan.choice]
         return compat.clone_graph_module(forward), compat.clone_graph_module(backward)
 
-    def _judged(
-        self,
-        name: str,
-        budget: str | None,
-        limit: int | None,
-        pipeline: Pipeline,
-        graphs: Graphs,
-        kept_bytes: int,
-        activations: float,
-        cached_bytes: int = 0,
-        host_bytes: int = 0,
-        chunks: int = 1,
-    ) -> PlanPoint:
-        """Runs the passes after partitioning, and measures the graphs by the cost model."""
+    def _judged(self, point: PlanPoint, pipeline: Pipeline, graphs: Graphs) -> PlanPoint:
+        """Runs the passes after partitioning. Returns the plan with the figures of its graphs, by
+        the cost model.
+        """
         predictors = {}
         for gm, level in zip(graphs, (Level.FORWARD, Level.BACKWARD), strict=True):
             predictors[level] = Predictor(self._target)
             events, passes = Events((predictors[level],)), pipeline.at(level)
             run_reported_passes(events, "step", "partitioned", gm.graph, passes, verify="off")
-        point = PlanPoint(
-            name,
-            budget,
-            limit,
-            {
-                "forward": self._forward_figures(graphs[0], predictors[Level.FORWARD]),
-                "backward": self._figures(graphs[1], predictors[Level.BACKWARD]),
-            },
-            kept_bytes,
-            cached_bytes,
-            activations,
-            host_bytes=host_bytes,
-            chunks=chunks,
-        )
+        figures = {
+            "forward": self._forward_figures(graphs[0], predictors[Level.FORWARD]),
+            "backward": self._figures(graphs[1], predictors[Level.BACKWARD]),
+        }
+        point = replace(point, graphs=figures)
         self._progress(point)
         return point
 
