@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -160,7 +159,6 @@ def compile_table(report: CompileReport) -> str:
 # --- in the measured process ----------------------------------------------------------------------
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """One rank of a start."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     size = ModelSize(**job["size"])

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import gc
 import statistics
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from tqdm import tqdm
 
 from zpasses import compat
 from zpasses.cost.time.step_time import step_time
 from zpasses.cost.time.target import Target
 from zpasses.pipeline.events import ObservedGraph, observe_graphs
-from zpasses.tools.bench.launch import RankError, rank_main, run_ranks
+from zpasses.tools.bench.launch import interleaved, rank_main, run_ranks
 from zpasses.tools.bench.model import GPT, ModelSize
 from zpasses.tools.bench.peers import check_peers, peer_of
 from zpasses.tools.bench.report import MIB, report_text, two_decimals
@@ -98,26 +95,14 @@ class DeviceReport:
 def run_device(config: DeviceConfig) -> DeviceReport:
     """Measure every peer in new processes."""
     report, results = DeviceReport(config), {name: DeviceResult(name) for name in config.peers}
-    with (
-        tempfile.TemporaryDirectory(prefix="zpasses-bench-caches-") as caches,
-        tqdm(total=len(results) * config.rounds) as bar,
-    ):
-        for number in range(config.rounds):
-            for name, result in results.items():
-                bar.set_description(name)
-                if name not in report.failed:
-                    job = {**asdict(config), "peer": name}
-                    env = {"TORCHINDUCTOR_CACHE_DIR": str(Path(caches, name))}
-                    try:
-                        (found,) = run_ranks(
-                            _WORKER, job, ranks=1, timeout_s=config.timeout_s, env=env
-                        )
-                    except RankError as error:
-                        report.failed[name] = str(error)
-                    else:
-                        _add(result, found, first=number == 0)
-                        report.device_name = found["device_name"]
-                bar.update()
+
+    def run(name: str, number: int, env: dict[str, str]) -> None:
+        job = {**asdict(config), "peer": name}
+        (found,) = run_ranks(_WORKER, job, ranks=1, timeout_s=config.timeout_s, env=env)
+        _add(results[name], found, first=number == 0)
+        report.device_name = found["device_name"]
+
+    report.failed = interleaved(results, config.rounds, run)
     report.results = [each for name, each in results.items() if name not in report.failed]
     return report
 

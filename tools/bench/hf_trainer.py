@@ -116,7 +116,6 @@ class _Memory(transformers.TrainerCallback):  # type: ignore[misc]
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """One rank's results of a job, with the keys of `worker`."""
-    torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     size, backwards, name = ModelSize(**job["size"]), job["backwards"], job["peer"]
     observes_time = job["kind"] == "time"

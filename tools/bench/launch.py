@@ -10,12 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from tqdm import tqdm
 
 _TAIL_LINES = 25
 
@@ -85,6 +86,36 @@ def run_ranks(
         return [json.loads(path.read_text()) for path in results]
 
 
+def interleaved(
+    peers: Collection[str], rounds: int, run: Callable[[str, int, dict[str, str]], object]
+) -> dict[str, str]:
+    """Run every peer in each round, so that all of a round run close together in time. A peer that
+    fails runs no more, and does not stop the others.
+
+    Args:
+        run: measures a peer, given the number of the round, and environment variables with which
+            it has caches of its own.
+
+    Returns:
+        Peer that failed -> the end of its log.
+    """
+    failed: dict[str, str] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="zpasses-bench-caches-") as caches,
+        tqdm(total=len(peers) * rounds) as bar,
+    ):
+        for number in range(rounds):
+            for name in peers:
+                bar.set_description(name)
+                if name not in failed:
+                    try:
+                        run(name, number, {"TORCHINDUCTOR_CACHE_DIR": str(Path(caches, name))})
+                    except RankError as error:
+                        failed[name] = str(error)
+                bar.update()
+    return failed
+
+
 def rank_main(measure: Callable[[Any], Any]) -> None:
     """One rank: `python -m module JOB RESULT`. The result of `measure`, given the job, is written.
 
@@ -110,6 +141,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",  # torch takes the larger of both
         "TORCH_FR_BUFFER_SIZE": "100000",
     }
 

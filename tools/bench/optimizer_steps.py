@@ -103,7 +103,6 @@ def optimizer_table(report: OptimizerReport) -> str:
 # --- in the measured process ----------------------------------------------------------------------
 def measure(job: dict[str, Any]) -> OptimizerResult:
     """Measure one mode on one model in this process."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model = build_model(ModelSize(width=job["width"], layers=job["layers"]))
     _SHARD[job["model"]](model)

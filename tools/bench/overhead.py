@@ -130,7 +130,6 @@ class Model(nn.Module):
 
 def measure(job: dict[str, Any]) -> OverheadResult:
     """Measure one stage and code generator in this process."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     plain_step = _step(Model(job["params"]), backend=_PLAIN_BACKEND[job["codegen"]])
     model = zpasses.shard(Model(job["params"]), mesh=init_device_mesh("cpu", (1,)))

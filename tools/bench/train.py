@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-from tqdm import tqdm
-
 from zpasses.errors import OptionError
-from zpasses.tools.bench.launch import RankError, run_ranks
+from zpasses.tools.bench.launch import interleaved, run_ranks
 from zpasses.tools.bench.measure import ResidentMemory
 from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.peers import PEERS, Peer, peer_of
@@ -160,22 +156,13 @@ def run_train(config: TrainConfig) -> TrainReport:
     skipped = {peer.name: reason for peer in chosen if (reason := peer.missing())}
     measured = [peer for peer in chosen if peer.name not in skipped]
     results = {peer.name: PeerResult(peer.name, peer.summary) for peer in measured}
-    failed: dict[str, str] = {}
     bare = config.ranks > 1 and config.mesh is None
     bounds = _run(config, "bounds", None, {})[0] if bare else {}
-    with (
-        tempfile.TemporaryDirectory(prefix="zpasses-bench-caches-") as caches,
-        tqdm(total=len(results) * (config.rounds + 1)) as bar,
-    ):
-        for number in range(config.rounds):
-            for name, result in results.items():
-                bar.set_description(name)
-                if name not in failed:
-                    try:
-                        _run_round(config, result, number, caches)
-                    except RankError as error:
-                        failed[name] = str(error)
-                bar.update(2 if number == 0 else 1)
+    failed = interleaved(
+        results,
+        config.rounds,
+        lambda name, number, env: _run_round(config, results[name], number, env),
+    )
     ended = [result for name, result in results.items() if name not in failed]
     report = TrainReport(config, bounds, None, ended, skipped, failed)
     _relate(report)
@@ -204,8 +191,10 @@ def _check_mesh(mesh: MeshShape, ranks: int, size: ModelSize, peers: Sequence[Pe
         )
 
 
-def _run_round(config: TrainConfig, result: PeerResult, number: int, caches: str) -> None:
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(Path(caches, result.peer)), "HF_HUB_OFFLINE": "1"}
+def _run_round(
+    config: TrainConfig, result: PeerResult, number: int, caches: Mapping[str, str]
+) -> None:
+    env = {**caches, "HF_HUB_OFFLINE": "1"}
     ranks = _run(config, "time", peer_of(result.peer), env)
     result.rounds_s.append(max(rank["step_s"] for rank in ranks))
     if number > 0:

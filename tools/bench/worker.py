@@ -45,7 +45,6 @@ _BOUND_REPEATS = 5
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     return _JOBS[job["kind"]](job, ModelSize(**job["size"]), _meshes_of(job))
 
