@@ -23,7 +23,7 @@ class ProgramError(ZpassesError):
     """A program cannot be started."""
 
 
-def program_command(command: Sequence[str]) -> list[str]:
+def with_own_interpreter(command: Sequence[str]) -> list[str]:
     """Returns the command with this environment's interpreter and torchrun, which may not be on
     PATH: `train.py ...` or `torchrun ... train.py ...`.
     """
@@ -99,7 +99,7 @@ def run_probed(
         until_reported: kill the program when all ranks have written their reports.
     """
     return run_limited(
-        program_command(command),
+        with_own_interpreter(command),
         {**os.environ, **(environment or {}), **write_request(folder, request)},
         folder / "log.txt",
         timeout_s,
