@@ -18,6 +18,7 @@ from zpasses.testing import fake_world
 from zpasses.tools.bisect.bisect_run import BisectError, BisectRequest, run_bisect
 from zpasses.tools.bisect.compare import first_difference, read_journals
 from zpasses.tools.cli.main import cli
+from zpasses.tools.new_folder import FolderError
 from zpasses.tools.programs import ProgramError
 
 FAKE_PROGRAM = """
@@ -110,7 +111,7 @@ def test_unusable_programs_and_folders_are_refused(tmp_path):
         run_bisect(BisectRequest((str(tmp_path / "nothing"),)))
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "old").write_text("")
-    with pytest.raises(BisectError, match="is not empty"):
+    with pytest.raises(FolderError, match="contains 'old'; expected an empty folder"):
         run_bisect(BisectRequest(("x.py",), out=tmp_path / "kept"))
 
 

@@ -119,7 +119,7 @@ def test_measure_runs_a_program_and_shows_both_times(tmp_path):
     assert Target.parse(str(found)) == found
     again = CliRunner().invoke(cli, ["measure", "-o", str(output), str(program)])
     assert again.exit_code == 2
-    assert "is no empty folder" in again.stderr
+    assert "contains the dump of another run" in again.stderr
 
 
 def test_a_program_that_never_steps_is_reported(tmp_path):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import click
 
-from zpasses.tools.bisect.bisect_run import BisectRequest, run_bisect
-from zpasses.tools.cli.common import as_json as json_option
-from zpasses.tools.cli.common import versioned
+from zpasses.inspect.view import Text, View
+from zpasses.tools.bisect.bisect_run import BisectReport, BisectRequest, run_bisect
+from zpasses.tools.cli.common import as_json, print_view
 from zpasses.tools.cli.running import count_option, program_command
 
 
@@ -32,7 +31,7 @@ from zpasses.tools.cli.running import count_option, program_command
         type=click.Path(path_type=Path),
         help="Folder to keep the log and the dump of every run.",
     ),
-    json_option,
+    as_json,
 )
 def bisect(
     command: tuple[str, ...],
@@ -53,15 +52,14 @@ def bisect(
         command, tolerance, calls, timeout_s, None if out is None else out.absolute()
     )
     report = run_bisect(request, lambda text: click.echo(text, err=as_json))
-    if as_json:
-        click.echo(json.dumps(versioned(dataclasses.asdict(report)), indent=1))
-    elif report.culprit is None:
-        click.echo(f"No pass breaks the run: {report.reason}.")
-    else:
-        click.echo(
-            f"The run first goes wrong after pass {report.culprit + 1} of {len(report.passes)}: "
-            f"{report.passes[report.culprit]}\n{report.reason}"
-        )
-        if report.tail:
-            click.echo(f"The end of its output:\n{report.tail}")
+    print_view(View("", (_said(report),), dataclasses.asdict(report)), as_json)
     click.get_current_context().exit(0 if report.culprit is None else 1)
+
+
+def _said(report: BisectReport) -> Text:
+    if report.culprit is None:
+        return Text((f"No pass breaks the run: {report.reason}.",))
+    number, passes = report.culprit, report.passes
+    first = f"The run first goes wrong after pass {number + 1} of {len(passes)}: {passes[number]}"
+    ended = ["The end of its output:", *report.tail.split("\n")] if report.tail else []
+    return Text((first, *report.reason.split("\n"), *ended))

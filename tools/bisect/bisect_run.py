@@ -14,6 +14,7 @@ from pathlib import Path
 from zpasses.errors import ZpassesError
 from zpasses.probe import BisectTrial
 from zpasses.tools.bisect.compare import Journal, first_difference, read_journals
+from zpasses.tools.new_folder import FolderError, check_new
 from zpasses.tools.programs import run_probed
 
 
@@ -85,24 +86,24 @@ def run_bisect(
         on_progress: receives a line of progress for each run.
 
     Raises:
-        BisectError: if bisection is impossible, or the folder cannot be used.
+        BisectError: if bisection is impossible.
+        FolderError: if the folder cannot be used.
     """
     with contextlib.ExitStack() as stack:
         folder = request.out or Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="zpasses-bisect-"))
         )
         if request.out is not None:
-            _create_empty(request.out)
+            _create(request.out)
         return _Bisection(request, folder, on_progress).run()
 
 
-def _create_empty(folder: Path) -> None:
+def _create(folder: Path) -> None:
+    check_new(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise BisectError(f"{folder} is not empty; name a new folder with -o.")
     except OSError as error:
-        raise BisectError(
+        raise FolderError(
             f"{folder} cannot be created: {error.strerror}; name another folder with -o."
         ) from error
 

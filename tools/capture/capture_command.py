@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,10 +14,11 @@ from typing import Any, TypeVar
 
 import click
 
-from zpasses.dumps.reader import HEADER
 from zpasses.errors import OptionError
+from zpasses.inspect.view import Text, View
 from zpasses.tools.capture.mesh_shapes import AutoMesh, MeshShape
-from zpasses.tools.cli.common import CommandError, errors_as_messages, versioned
+from zpasses.tools.cli.common import CommandError, as_json, errors_as_messages, print_view
+from zpasses.tools.new_folder import check_new
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -160,18 +160,6 @@ def step_options(command: Command) -> Command:
     return run  # type: ignore[return-value]
 
 
-def _check_new(out: Path) -> None:
-    """Refuses a folder with files, before the model is built."""
-    found = next(out.iterdir(), None) if out.is_dir() else None
-    if found is None:
-        return
-    what = "the dump of another run" if (out / HEADER).exists() else repr(found.name)
-    raise CommandError(
-        f"--output {out} contains {what}; expected an empty folder, or none. Name a new folder "
-        "with -o, or remove this one."
-    )
-
-
 _UNTRUSTED_BYTES = 12 << 20
 """Graphs of a dump in bytes, above which some command may need more than `Limits` allow. Those of
 Llama with 24 layers have 8 MB, and all commands read them; those with 80 have 27 MB."""
@@ -225,7 +213,7 @@ def _how_to_inspect(out: Path) -> str:
     default=True,
     help="Capture forward and backward, or a call without gradients.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print plain values instead of text.")
+@as_json
 def capture(
     step: StepOptions,
     out: Path,
@@ -246,23 +234,21 @@ def capture(
 
     if zero_stage is not None and pipeline is not None:
         raise CommandError("--zero-stage and --pipeline exclude each other; give only one of them.")
-    _check_new(out)
+    check_new(out)
     given = {"zero_stage": zero_stage, "pipeline": pipeline, "target": step.target}
     options = {key: value for key, value in given.items() if value is not None}
     about = (step.function, out, step.world, ranks, step.arguments, train, step.shard, options)
     report = run_capture(CaptureRequest(*about, compile_blocks=compile_blocks, mesh=step.mesh))
-    if as_json:
-        shown = {
-            "dump": str(out),
-            "seconds": report.seconds,
-            "peak_rss_bytes": report.peak_rss_bytes,
-        }
-        click.echo(json.dumps(versioned(shown), indent=1))
-        return
+    values = {
+        "dump": str(out),
+        "seconds": report.seconds,
+        "peak_rss_bytes": report.peak_rss_bytes,
+    }
+    mesh = "" if step.mesh is None else f" (mesh {step.mesh})"
     took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items())
-    click.echo(
-        f"{step.function} as rank {', '.join(map(str, ranks))} of {step.world}"
-        f"{f' (mesh {step.mesh})' if step.mesh is not None else ''}: {took}; "
-        f"{report.peak_rss_bytes / 2**30:.1f} GiB"
+    lines = (
+        f"{step.function} as rank {', '.join(map(str, ranks))} of {step.world}{mesh}: {took}; "
+        f"{report.peak_rss_bytes / 2**30:.1f} GiB",
+        _how_to_inspect(out),
     )
-    click.echo(_how_to_inspect(out))
+    print_view(View("", (Text(lines),), values), as_json)

@@ -10,6 +10,7 @@ from pathlib import Path
 from zpasses.errors import ZpassesError
 from zpasses.probe import MeasureRequest, all_reported, read_reports
 from zpasses.runtime.measuring import trace_name
+from zpasses.tools.new_folder import check_new
 from zpasses.tools.programs import run_probed
 
 
@@ -38,15 +39,11 @@ def run_measure(run: MeasureRun, progress: Callable[[str], object]) -> list[Path
         progress: called with a line before the run.
 
     Raises:
-        MeasureError: if the folder is not empty, or the program fails, writes no dump or ends
-            before enough optimizer steps.
+        MeasureError: if the program fails, writes no dump or ends before enough optimizer steps.
+        FolderError: if the folder is not empty.
     """
     output = run.output.absolute()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise MeasureError(
-            f"{run.output} exists and is no empty folder; name a new one with --output, because a "
-            "dump holds one run."
-        )
+    check_new(output)
     with tempfile.TemporaryDirectory(prefix="zpasses-measure-") as name:
         folder = Path(name)
         request = MeasureRequest(str(output), run.warmup, run.steps)
