@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
-from tests.zpasses.backend.cache.test_warm_start import said_by_cache, words
+from tests.zpasses.backend.cache.starts import said_by_cache, words
 from tests.zpasses.cost.memory.allocations import allocated
 from zpasses.testing import world_mesh
 

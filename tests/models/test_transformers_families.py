@@ -6,25 +6,24 @@ import pytest
 import torch
 
 from tests.models.families import Family, cases, of_transformers, train
+from tests.models.sizes import (
+    ENCODER_DECODER,
+    LAYERS,
+    NO_DROPOUT,
+    TOKENS,
+    VOCABULARY,
+    WIDTHS,
+)
 from tests.on_ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
 
-VOCABULARY = 61  # prime, so not divisible by the number of ranks
-LAYERS = {"hidden_size": 16, "num_hidden_layers": 1}
-WIDTHS = {**LAYERS, "intermediate_size": 24, "num_attention_heads": 2}
-TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 PIXELS = {**WIDTHS, "image_size": 8, "patch_size": 4}
 DETECTED = {"image_size": [8, 8], "patch_size": 4, "num_detection_tokens": 3}
 PLACES = {**NO_DROPOUT, "max_position_embeddings": 16, "max_image_length": 8}
 STAGES = {"hidden_sizes": [8, 12], "depths": [1, 1]}
-CODERS = {f"{each}_layers": 1 for each in ("encoder", "decoder")}
-HEADS = {f"{each}_attention_heads": 2 for each in ("encoder", "decoder")}
-FEED_FORWARD = {f"{each}_ffn_dim": 24 for each in ("encoder", "decoder")}
 RELATIVE = {"relative_attention": True, "max_relative_positions": 8, "pos_att_type": ["p2c", "c2p"]}
-ENCODER_DECODER = {"d_model": 16, "dropout": 0.0, **CODERS, **HEADS, **FEED_FORWARD}
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2}
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}

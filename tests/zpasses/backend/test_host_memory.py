@@ -17,10 +17,10 @@ import zpasses
 from tests.cases import some_quick
 from tests.frozen_training import assert_same
 from tests.on_ranks import on_ranks
-from tests.zpasses.backend.test_memory_budget import Blocks, peak
-from tests.zpasses.backend.test_step_trials import within_compile
+from tests.zpasses.backend.budgets import peak, within_compile
 from tests.zpasses.cost.memory.allocations import allocated
 from tests.zpasses.dumps.test_dump import only_compile
+from tests.zpasses.models import Blocks
 from zpasses import AgreementError, MemoryBudgetError, OptionError, compat
 from zpasses.cost.memory import device_memory
 from zpasses.cost.memory.liveness import liveness

@@ -20,7 +20,7 @@ from tests.frozen_training import assert_same
 from tests.host_stream import HostStream
 from tests.on_ranks import on_ranks
 from tests.zpasses.backend import test_per_block
-from tests.zpasses.backend.cache.test_warm_start import COLD, on_fresh_ranks, said_by_cache, words
+from tests.zpasses.backend.cache.starts import COLD, on_fresh_ranks, said_by_cache, words
 from tests.zpasses.backend.test_host_memory_combined import WIDTH, Block, batch, steps_of
 from tests.zpasses.cost.memory.allocations import allocated
 from tests.zpasses.layered_models import Checkpointed

@@ -11,10 +11,10 @@ from torch import nn
 
 import zpasses
 from tests.on_ranks import on_ranks
+from tests.zpasses.backend.budgets import SCHEDULED, X, peak
 from tests.zpasses.models import Blocks
 from zpasses import MemoryBudgetError, OptionError
 from zpasses.cost.memory import device_memory
-from zpasses.cost.memory.liveness import liveness
 from zpasses.graph.queries import collectives
 from zpasses.graph.tags import tagged
 from zpasses.pipeline.events import observe_graphs
@@ -23,16 +23,11 @@ from zpasses.runtime.free_memory import agreed_free_bytes
 from zpasses.runtime.gloo import STARTED
 from zpasses.testing import (
     capture_graphs,
-    fake_world,
     run_in_fresh_ranks,
     world_mesh,
 )
 
-SCHEDULED = "zero3"
 TARGET = {"target": "h100"}
-
-
-X = torch.linspace(-1, 1, 48 * 32).reshape(48, 32)
 
 
 @cache
@@ -40,12 +35,6 @@ def captured(budget):
     """Tests share captures and do not change them."""
     options = {**TARGET, "memory_budget": budget}
     return capture_graphs(Blocks(), (X,), world_size=2, pipeline=SCHEDULED, options=options)
-
-
-def peak(capture):
-    graphs = capture.after.forward.graph, capture.after.backward.graph
-    with fake_world(2):
-        return max(liveness(graph).peak_bytes for graph in graphs)
 
 
 def regathered(capture):

@@ -1,43 +1,20 @@
 """Trial partitions: a plan's graphs save, keep and recompute what its trial and its choice say."""
 
 import contextlib
-import copy
 import itertools
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-import zpasses
-from tests.zpasses.backend.test_memory_budget import SCHEDULED, Blocks, X
-from zpasses import compat
+from tests.zpasses.backend.budgets import SCHEDULED, X, within_compile
+from tests.zpasses.models import Blocks
 from zpasses.backend.step_trials import Choice, StepTrials
 from zpasses.cost.plan.kept_params import StepProblem, keepable_params
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.time.target import current_target
 from zpasses.pipeline.events import listen
-from zpasses.testing import capture_graphs, fake_world
-from zpasses.testing.step_graphs import capture_step
-
-
-def within_compile(check, model=None, *, world_size=2, shard=None, x=X, fake=False, **options):
-    """Runs `check` with the trials of a step, while the backend compiles it. On fake tensors, it
-    goes the way of generated code, and generates none.
-    """
-    done = []
-
-    def observe(trials):
-        check(trials)
-        done.append(trials)
-
-    on_fakes = compat.FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
-    codegen = "inductor" if fake else "eager"
-    with fake_world(world_size) as mesh, listen(StepTrials, observe), on_fakes:
-        net = zpasses.shard(copy.deepcopy(model or Blocks()), mesh=mesh, **(shard or {}))
-        about = {"pipeline": SCHEDULED, "target": "h100", "codegen": codegen, **options}
-        capture_step(net, x, options=about, fullgraph=True, dynamic=False)
-    assert len(done) == 1
+from zpasses.testing import capture_graphs
 
 
 def names(graph):

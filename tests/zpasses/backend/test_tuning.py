@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import zpasses
-from tests.zpasses.backend.test_memory_budget import Blocks, X
+from tests.zpasses.backend.budgets import X
+from tests.zpasses.models import Blocks
 from zpasses.backend import tuning
 from zpasses.backend.tuning import step_reports
 from zpasses.graph.tags import tagged

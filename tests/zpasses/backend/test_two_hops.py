@@ -13,7 +13,7 @@ from torch import nn
 
 import zpasses
 from tests.on_ranks import on_ranks
-from tests.zpasses.backend.cache.test_warm_start import COLD, starts, words
+from tests.zpasses.backend.cache.starts import COLD, starts, words
 from zpasses import AgreementError, compat
 from zpasses.graph.encoding import Encoding, decode, encode
 from zpasses.graph.queries import collectives

@@ -16,7 +16,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from sentence_transformers.sentence_transformer import losses, modules  # noqa: E402
 
 from tests.models.families import of_transformers  # noqa: E402
-from tests.models.test_transformers_families import NO_DROPOUT, WIDTHS  # noqa: E402
+from tests.models.sizes import NO_DROPOUT, WIDTHS  # noqa: E402
 from tests.zpasses.integrations import training  # noqa: E402
 from zpasses.integrations.transformers import prepare  # noqa: E402
 

@@ -16,7 +16,7 @@ accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from tests.models.families import of_transformers  # noqa: E402
-from tests.models.test_transformers_families import ENCODER_DECODER  # noqa: E402
+from tests.models.sizes import ENCODER_DECODER  # noqa: E402
 from tests.zpasses.integrations import snapshots, training  # noqa: E402
 from zpasses.integrations.transformers import last_checkpoint, prepare  # noqa: E402
 

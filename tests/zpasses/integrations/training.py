@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import Dataset
 
 from tests.models.families import of_transformers
-from tests.models.test_transformers_families import TOKENS, VOCABULARY, WIDTHS
+from tests.models.sizes import TOKENS, VOCABULARY, WIDTHS
 from zpasses import compat
 
 OPTIONS = {"codegen": "eager"}

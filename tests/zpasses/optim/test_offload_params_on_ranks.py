@@ -27,7 +27,7 @@ from tests.frozen_training import (
     train,
 )
 from tests.on_ranks import on_ranks
-from tests.zpasses.backend.cache.test_warm_start import COLD, on_fresh_ranks
+from tests.zpasses.backend.cache.starts import COLD, on_fresh_ranks
 from zpasses.cost.memory import device_memory
 from zpasses.errors import AgreementError, MemoryBudgetError, ZpassesError
 from zpasses.graph.host_copies import RELOAD

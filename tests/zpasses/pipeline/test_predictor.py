@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zpasses.backend.test_memory_budget import Blocks, X
+from tests.zpasses.backend.budgets import X
+from tests.zpasses.models import Blocks
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.time.step_time import step_time

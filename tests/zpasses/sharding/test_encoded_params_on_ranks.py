@@ -24,7 +24,7 @@ from tests.frozen_training import (
     train,
 )
 from tests.on_ranks import needs, on_ranks
-from tests.zpasses.backend.cache.test_warm_start import COLD, on_fresh_ranks
+from tests.zpasses.backend.cache.starts import COLD, on_fresh_ranks
 from zpasses.graph.encoding import ENCODED_DTYPES, Encoding, decode, encode
 from zpasses.optim import parameter_plan
 from zpasses.testing import world_mesh

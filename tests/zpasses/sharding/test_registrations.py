@@ -331,7 +331,7 @@ def test_tied_weights_need_equal_layouts():
 @needs("transformers")
 @on_ranks(2)
 def test_tie_weights_of_transformers():
-    from tests.models.test_transformers_families import TOKENS, WIDTHS
+    from tests.models.sizes import TOKENS, WIDTHS
 
     for tied_before in (True, False):
         sizes = {**TOKENS, **WIDTHS, "vocab_size": 33}
