@@ -20,6 +20,14 @@ from tests.frozen_training import assert_same
 from tests.host_stream import HostStream
 from tests.on_ranks import on_ranks
 from tests.zpasses.backend import test_per_block
+from tests.zpasses.backend.blocks_on_host import (
+    EAGER,
+    TARGET,
+    plan,
+    plans,
+    train,
+)
+from tests.zpasses.backend.blocks_on_host import build as build_model
 from tests.zpasses.backend.cache.starts import COLD, on_fresh_ranks, said_by_cache, words
 from tests.zpasses.backend.test_host_memory_combined import WIDTH, Block, batch, steps_of
 from tests.zpasses.cost.memory.allocations import allocated
@@ -38,8 +46,6 @@ from zpasses.runtime.started_gathers import Starter
 from zpasses.testing import world_mesh
 
 ROWS, LAYERS = 1024, 6
-TARGET = "h100,tflops=0.001,host_out_gb_s=2000,host_in_gb_s=2000"
-"""Copies to the host are faster than matmuls there."""
 ONE = ROWS * 4 * WIDTH * 4
 """Bytes of the largest value that a block saves."""
 INPUT = ONE // 4
@@ -68,59 +74,21 @@ class Net(nn.Module):
         return self.head(x).square().mean()
 
 
-def build(mesh, budget=None, host_memory="1GiB", **options):
-    """A model whose blocks are compiled."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Net()
-    zpasses.shard(model, mesh=mesh)
-    if budget is not None:
-        options |= {"memory_budget": budget, "host_memory": host_memory}
-    zpasses.compile_blocks(model, "layers.*", target=TARGET, cache=False, **options)
-    return model
-
-
-def plan():
-    """The plan of the only step so far."""
-    (found,) = block_schedule().plans._plans.values()
-    return found.cost
-
-
-def train(model, steps=3):
-    """Returns losses and gradients, and the bytes on the host between forward and backward."""
-    results, held = [], []
-    for number in range(steps):
-        loss = model(batch(number))
-        held.append(host.live)
-        loss.backward()
-        results.append(loss.detach())
-    return results + [
-        p.grad.to_local().clone() for p in model.parameters() if p.requires_grad
-    ], held
-
-
-EAGER = {"codegen": "eager"}
+build = functools.partial(build_model, Net)
 
 
 @pytest.fixture(scope="module")
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield world_mesh()
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def blocks(mesh):
+def blocks(one_rank_of_module):
     """A model, the results and the bytes on the host of its first steps, the results of steps that
     keep everything on the device, and the step that was planned.
     """
     steps = []
     with own_block_schedule(), events.listen(BlockStep, steps.append):
-        model = build(mesh, "6.5MiB", **EAGER)
-        first = train(model)
+        model = build("6.5MiB", **EAGER)
+        first = train(model, batch)
         model.zero_grad()
         with mock.patch.object(saved_values, "values_may_move", return_value=False):
-            expected, held = train(model)
+            expected, held = train(model, batch)
         assert held == [0] * 3
         yield SimpleNamespace(
             expected=expected, model=model, first=first, step=steps[0], checkpointed=[]
@@ -194,7 +162,7 @@ def test_copies_run_beside_the_next_block_and_end_where_they_are_needed(lean, sa
         x.register_hook(lambda grad: said.append(f"backward {number + 1}"))
 
     model = lean.model
-    train(model, 2)
+    train(model, batch, 2)
     said.clear()
     model.between = between
     model(batch(2)).backward()
@@ -226,7 +194,7 @@ def stop(grad=None):
 @pytest.mark.slow(quick="test_copies_run_beside_the_next_block_and_end_where_they_are_needed")
 def test_a_step_that_failed_leaves_nothing_behind(lean, said):
     model = lean.model
-    train(model, 1)  # compiles
+    train(model, batch, 1)  # compiles
     for where in (0, 2, 4):
         for ahead in (True, False):
 
@@ -241,7 +209,7 @@ def test_a_step_that_failed_leaves_nothing_behind(lean, said):
             assert host.live == 0
     model.zero_grad()
     model.between = lambda number, x: None
-    results, held = train(model)
+    results, held = train(model, batch)
     assert held == [MOVED] * 3
     assert_same(results, lean.expected)
     gc.collect()
@@ -274,7 +242,7 @@ def test_forwards_whose_backward_never_runs_are_no_part_of_the_next_plan(lean):
 def test_what_checkpoints_save_stays_and_what_they_compute_again_too(lean):
     lean.model.checkpointed = (1, 2)
     with events.listen(BlockStep, lambda step: lean.checkpointed.append(step.runs)):
-        results, held = train(lean.model)
+        results, held = train(lean.model, batch)
     assert_same(results, lean.expected)
     assert held[1:] == [ONE + INPUT] * 2  # so there is more room
     (runs,) = lean.checkpointed
@@ -320,26 +288,26 @@ def said_by_zpasses(caplog):
     ]
 
 
-def test_each_length_that_a_graph_runs_with_is_planned(mesh):
+def test_each_length_that_a_graph_runs_with_is_planned(one_rank_of_module):
     """The second length is compiled with dynamic sizes, and the third run takes that code."""
     with own_block_schedule():
-        model, held = build(mesh, "6.5MiB", **EAGER), []
+        model, held = build("6.5MiB", **EAGER), []
         for number, rows in enumerate((ROWS, ROWS // 2, ROWS, ROWS // 2)):
             loss = model(batch(number, rows))
             held.append(host.live)
             loss.backward()
-        peaks = {each.cost.peak_bytes for each in block_schedule().plans._plans.values()}
+        peaks = {each.peak_bytes for each in plans()}
     everything = LAYERS * (ONE + INPUT)
     assert held == [everything, everything // 2, MOVED, 0]
     assert max(peaks) <= 6.5 * (1 << 20)
 
 
 @pytest.mark.slow(quick="test_host_memory_bounds_what_a_plan_moves")
-def test_forwards_for_which_the_host_has_no_room_keep_their_values(mesh, lean, caplog):
+def test_forwards_for_which_the_host_has_no_room_keep_their_values(lean, caplog):
     saved_values._warn_of_full.cache_clear()
     with own_block_schedule():
-        model = build(mesh, "6.5MiB", f"{5 * ONE}B", **EAGER)
-        results, held = train(model)
+        model = build("6.5MiB", f"{5 * ONE}B", **EAGER)
+        results, held = train(model, batch)
         assert held == [5 * ONE, MOVED, MOVED]
         assert_same(results, lean.expected)
         assert not said_by_zpasses(caplog)
@@ -383,21 +351,13 @@ def trained(case, budget=None):
     """Trains four steps. Returns losses, gradients and parameters, the bytes on the host between
     forward and backward, and the plan of the last step.
     """
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Net(rank=case.rank)
-    zpasses.shard(model, mesh=world_mesh())
-    options = {"target": TARGET, "cache": False, **case.options}
-    if budget is not None:
-        options |= {"memory_budget": f"{budget}B", "host_memory": "1GiB"}
-    zpasses.compile_blocks(model, "layers.*", **options)
+    text = None if budget is None else f"{budget}B"
+    model = build_model(functools.partial(Net, rank=case.rank), text, **case.options)
     params = [each for each in model.parameters() if each.requires_grad]
     with own_block_schedule():
-        results, held = steps_of(
-            model, torch.optim.AdamW(params, 0.01), case, evaluates=case.evaluates
-        )
-        plans = [each.cost for each in block_schedule().plans._plans.values()]
-    return results, held, plans
+        optimizer = torch.optim.AdamW(params, 0.01)
+        results, held = steps_of(model, optimizer, case, evaluates=case.evaluates)
+        return results, held, plans()
 
 
 @pytest.mark.slow(quick="test_what_the_plan_says_rests_on_the_host_and_the_bits_are_the_same")
@@ -406,16 +366,16 @@ def trained(case, budget=None):
 @on_ranks(2, timeout_s=600)
 def test_trainings_of_all_kinds_have_the_same_bits(name):
     case = CASES[name]
-    expected, held, plans = trained(case)
+    expected, held, costs = trained(case)
     assert not any(held)
-    peak = max(each.peak_bytes for each in plans)
-    results, held, plans = trained(case, int(case.share * peak))
+    peak = max(each.peak_bytes for each in costs)
+    results, held, costs = trained(case, int(case.share * peak))
     assert_same(results, expected)
     assert all(held)
     assert max(held[case.options.get("backwards_per_step", 1) :]) < held[0]
-    assert all(any(each.moved) for each in plans)
+    assert all(any(each.moved) for each in costs)
     if len(case.lengths) == 1:
-        assert held[-1] == plans[-1].host_bytes
+        assert held[-1] == costs[-1].host_bytes
 
 
 @pytest.mark.parametrize(
@@ -445,7 +405,7 @@ def test_in_stage_2_values_move_as_planned_although_a_forward_gathers_nothing(ev
             events.listen(BlockStep, steps.append),
             mock.patch.object(Starter, "start", start),
         ):
-            model = build(world_mesh(), budget, **options)
+            model = build(budget, **options)
             optimizer = torch.optim.SGD(model.parameters(), 0.01)
             for number in range(3):
                 for micro in range(window):
@@ -458,31 +418,31 @@ def test_in_stage_2_values_move_as_planned_although_a_forward_gathers_nothing(ev
                     results.append(loss.detach())
                 optimizer.step()
                 optimizer.zero_grad()
-            plans = [each.cost for each in block_schedule().plans._plans.values()]
+            costs = plans()
         assert len(gathers) == 3 * LAYERS  # once per step
-        return results + [p.to_local() for p in model.parameters()], held, plans, steps
+        return results + [p.to_local() for p in model.parameters()], held, costs, steps
 
-    expected, held, plans, steps = run()
+    expected, held, costs, steps = run()
     assert not any(held)
     size = sum(each.numel() * 4 for each in Block(WIDTH, 0).parameters())
     for step in steps:
         forwards = [each for each in step.runs if each.name.startswith("forward")]
         assert [each.cached_bytes for each in forwards] == [size] * LAYERS
-    peak = max(each.peak_bytes for each in plans)
-    results, held, plans, _ = run(f"{int(0.75 * peak)}B")
+    peak = max(each.peak_bytes for each in costs)
+    results, held, costs, _ = run(f"{int(0.75 * peak)}B")
     assert_same(results, expected)
     assert held[0] == LAYERS * (2 * ONE + INPUT)  # full parameters stay
-    assert set(held[window:]) == {each.host_bytes for each in plans}
+    assert set(held[window:]) == {each.host_bytes for each in costs}
     assert 0 < max(held[window:]) < held[0]
-    assert len(plans) == window
+    assert len(costs) == window
 
 
 def measured(budget=None, **options):
     """Trains. Returns the results, the plan, and the peak of a step that a profiler sees."""
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with profiler, own_block_schedule():
-        model = build(world_mesh(), budget, **options)
-        results, held = train(model)
+        model = build(budget, **options)
+        results, held = train(model, batch)
         for param in model.parameters():
             param.grad = None
         gc.collect()
@@ -517,7 +477,7 @@ def test_steps_of_each_length_hold_what_their_plan_says():
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         results, plans = [], []
         with profiler, own_block_schedule():
-            model = build(world_mesh(), budget)
+            model = build(budget)
             for number in range(4):
                 with torch.no_grad():
                     results.append(model(batch(8, lengths[number % 2])))
@@ -553,7 +513,7 @@ def _started(folder):
     zpasses.shard(model, mesh=world_mesh())
     options = {"memory_budget": "9MiB", "host_memory": "1GiB", "target": TARGET}
     zpasses.compile_blocks(model, "layers.*", **options)
-    results, held = train(model, 2)
+    results, held = train(model, batch, 2)
     return [each.tolist() for each in results], held, said
 
 
@@ -612,7 +572,7 @@ def test_ranks_with_other_batches_move_what_they_need():
 
     def run(budget=None):
         with own_block_schedule():
-            model = build(world_mesh(), budget, **EAGER)
+            model = build(budget, **EAGER)
             results = []
             for number in range(3):
                 loss = model(batch(number, ROWS // (2 - rank)))

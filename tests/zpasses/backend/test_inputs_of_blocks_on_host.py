@@ -2,21 +2,20 @@
 
 import contextlib
 import gc
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
-import zpasses
 from tests.frozen_training import assert_same
 from tests.on_ranks import on_ranks
-from tests.zpasses.backend.test_host_memory_of_blocks import EAGER, TARGET, plan
+from tests.zpasses.backend.blocks_on_host import EAGER, build, plan, train
 from tests.zpasses.cost.memory.allocations import allocated
 from zpasses.backend.block_runs import BlockStep
 from zpasses.cost.plan.prefetch import step_cost
@@ -26,7 +25,6 @@ from zpasses.host.locked_memory import LockedMemory
 from zpasses.host.saved_arenas import SavedArenas, host
 from zpasses.pipeline import events
 from zpasses.runtime.block_schedule import own_block_schedule
-from zpasses.testing import world_mesh
 
 ROWS, WIDTH, LAYERS = 8192, 64, 8
 ONE = ROWS * WIDTH * 4
@@ -95,47 +93,18 @@ def batch(number):
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
-def build(kind="direct", budget=None, host_memory="1GiB", **options):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Net(kind)
-    zpasses.shard(model, mesh=world_mesh())
-    if budget is not None:
-        options |= {"memory_budget": f"{budget}B", "host_memory": host_memory}
-    zpasses.compile_blocks(model, "layers.*", target=TARGET, cache=False, **options)
-    return model
-
-
-def train(model, steps=3):
-    """Returns losses and gradients, and the bytes on the host between forward and backward."""
-    results, held = [], []
-    for number in range(steps):
-        loss = model(batch(number))
-        held.append(host.live)
-        loss.backward()
-        results.append(loss.detach())
-    return results + [p.grad.to_local().clone() for p in model.parameters()], held
-
-
 @pytest.fixture(scope="module")
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield world_mesh()
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def trained(mesh):
+def trained(one_rank_of_module):
     """A model, the results of its first steps, those of steps that keep everything, what rested on
     the host, and the step that was planned.
     """
     steps = []
     with own_block_schedule(), events.listen(BlockStep, steps.append):
-        model = build(budget=17 << 20, **EAGER)
-        results, held = train(model)
+        model = build(Net, "17MiB", **EAGER)
+        results, held = train(model, batch)
         model.zero_grad()
         with mock.patch.object(saved_values, "values_may_move", return_value=False):
-            expected, _ = train(model)
+            expected, _ = train(model, batch)
         yield SimpleNamespace(
             model=model, results=results, held=held, expected=expected, runs=steps[0].runs
         )
@@ -176,7 +145,7 @@ def test_an_input_that_is_changed_while_it_leaves_is_an_error_as_without_moves(l
 def test_a_step_that_holds_what_it_did_not_hold_before_says_so_once(lean, caplog):
     saved_values._warn_once_of_held.cache_clear()
     lean.model.kind = "holds"
-    results, held = train(lean.model)
+    results, held = train(lean.model, batch)
     assert held == [3 * ONE] * 3
     assert_same(results, lean.expected)
     (said,) = [each.getMessage() for each in caplog.records if "was not freed" in each.message]
@@ -184,10 +153,10 @@ def test_a_step_that_holds_what_it_did_not_hold_before_says_so_once(lean, caplog
 
 
 @pytest.mark.slow(quick="test_what_blocks_get_rests_on_the_host_and_the_bits_are_the_same")
-def test_what_something_else_holds_does_not_move_and_the_error_says_so(mesh):
+def test_what_something_else_holds_does_not_move_and_the_error_says_so(one_rank_of_module):
     for kind, stay in (("holds", LAYERS - 1), ("twice", LAYERS)):
         with own_block_schedule():
-            model = build(kind, 8 << 20, **EAGER)
+            model = build(partial(Net, kind), "8MiB", **EAGER)
             loss = model(batch(0))
             with pytest.raises(MemoryBudgetError, match="something else holds them") as error:
                 loss.backward()
@@ -197,9 +166,9 @@ def test_what_something_else_holds_does_not_move_and_the_error_says_so(mesh):
 
 
 @pytest.mark.slow(quick="test_what_blocks_get_rests_on_the_host_and_the_bits_are_the_same")
-def test_inputs_that_found_no_room_in_the_first_step_are_as_those_of_equal_graphs(mesh, lean):
+def test_inputs_that_found_no_room_in_the_first_step_are_as_those_of_equal_graphs(lean):
     with own_block_schedule():
-        results, held = train(build(budget=17 << 20, host_memory=f"{3 * ONE}B", **EAGER))
+        results, held = train(build(Net, "17MiB", f"{3 * ONE}B", **EAGER), batch)
         assert held == [3 * ONE] * 3
         assert plan().moved[:LAYERS] == (0, 1, 1, 1, 0, 0, 0, 0)
     assert_same(results, lean.expected)
@@ -212,8 +181,8 @@ def measured(kind, budget=None, **options):
     """
     profiler, steps = profile(activities=[ProfilerActivity.CPU], profile_memory=True), []
     with profiler, own_block_schedule(), events.listen(BlockStep, steps.append):
-        model = build(kind, budget, **options)
-        results, held = train(model)
+        model = build(partial(Net, kind), budget, **options)
+        results, held = train(model, batch)
         model.zero_grad()
         gc.collect()
         x = batch(3)
@@ -236,7 +205,7 @@ def measured(kind, budget=None, **options):
 def test_measured_bytes_of_the_device_fall_by_what_the_plan_says(kind, options):
     expected, _, _, most = measured(kind, **options)
     for share in (0.9, 0.8, 0.7):
-        results, found, runs, peak = measured(kind, int(share * most), **options)
+        results, found, runs, peak = measured(kind, f"{int(share * most)}B", **options)
         assert_same(results, expected)
         whole = step_cost(runs, 0).peak_bytes
         assert most - peak == pytest.approx(whole - found.peak_bytes, rel=0.02)
@@ -250,7 +219,7 @@ def test_measured_bytes_of_the_device_fall_by_what_the_plan_says(kind, options):
 def test_bytes_that_something_else_holds_are_not_planned_to_fall():
     for kind in ("holds", "twice"):
         expected, _, _, most = measured(kind, **EAGER)
-        results, found, runs, peak = measured(kind, int(1.1 * most), **EAGER)
+        results, found, runs, peak = measured(kind, f"{int(1.1 * most)}B", **EAGER)
         assert_same(results, expected)
         assert (found.host_bytes, found.peak_bytes) == (0, step_cost(runs, 0).peak_bytes)
         assert peak == most
