@@ -89,7 +89,7 @@ def full_gradients(model):
     }
 
 
-def assert_same(actual, expected):
+def assert_same_values(actual, expected):
     """Assert equal names in equal order, and bit-identical tensors."""
     assert list(actual) == list(expected)
     for name, value in expected.items():

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zpasses
 from tests.on_ranks import on_ranks, rank_0_before_rank_1
 from tests.zpasses.checkpoint.checkpoint_models import Several, changed, sharded
-from tests.zpasses.models import Tied, assert_same
+from tests.zpasses.models import Tied, assert_same_values
 from zpasses.testing import run_on_ranks
 
 pytestmark = pytest.mark.processes
@@ -19,17 +19,17 @@ def _full_state():
     plain = Several()
     model = sharded(plain)
     state = zpasses.full_state_dict(model)
-    assert_same(state, dict(plain.state_dict()))
-    assert_same(zpasses.full_state_dict(torch.compile(model)), state)
+    assert_same_values(state, dict(plain.state_dict()))
+    assert_same_values(zpasses.full_state_dict(torch.compile(model)), state)
     assert state["tied.embed.weight"] is state["tied.head.weight"]
     for name, value in state.items():
         assert type(value) is torch.Tensor, name
         assert value.untyped_storage().nbytes() == value.nbytes, f"{name} drags padding along"
         value.copy_(torch.zeros_like(value))
-    assert_same(zpasses.full_state_dict(model), dict(plain.state_dict()))  # they were copies
+    assert_same_values(zpasses.full_state_dict(model), dict(plain.state_dict()))  # they were copies
     model.load_state_dict(dict(changed(plain).state_dict()))
     plain.load_state_dict(zpasses.full_state_dict(model))
-    assert_same(dict(plain.state_dict()), dict(changed(Several()).state_dict()))
+    assert_same_values(dict(plain.state_dict()), dict(changed(Several()).state_dict()))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -59,10 +59,10 @@ def test_other_states_and_ranks_with_different_models():
     assert zpasses.full_state_dict(sharded(Extra(2, 2)))["_extra_state"] == {"step": 3}
     plain = Several()
     state = zpasses.full_state_dict(sharded(plain), rank0_only=True, cpu_offload=True)
-    assert_same(state, {} if dist.get_rank() else dict(plain.state_dict()))
+    assert_same_values(state, {} if dist.get_rank() else dict(plain.state_dict()))
     plain = Tied()  # without shards
     state = zpasses.full_state_dict(plain)
-    assert_same(state, dict(plain.state_dict()))
+    assert_same_values(state, dict(plain.state_dict()))
     assert state["head.weight"].data_ptr() != plain.head.weight.data_ptr()
     model = sharded(nn.Linear(4, 4 + dist.get_rank()))
     with pytest.raises(zpasses.AgreementError, match="ranks differ in the model; rank 1"):

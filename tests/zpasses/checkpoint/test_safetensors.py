@@ -14,7 +14,7 @@ from torch import nn
 import zpasses
 from tests.on_ranks import on_ranks, rank_0_before_rank_1
 from tests.zpasses.checkpoint.checkpoint_models import Several, changed, sharded
-from tests.zpasses.models import Tied, assert_same
+from tests.zpasses.models import Tied, assert_same_values
 from zpasses.checkpoint import model_tensors, safetensors_reader, safetensors_writer
 from zpasses.testing import run_on_ranks
 
@@ -49,7 +49,7 @@ def test_files_are_those_of_save_pretrained_and_load_on_any_number_of_ranks(tmp_
     names, expected = run_on_ranks(_saves, str(tmp_path), 300)[0]
     for ranks in (1, 2, 3):
         for state in run_on_ranks(_loads, str(tmp_path), ranks=ranks):
-            assert_same(state, expected)
+            assert_same_values(state, expected)
     files = {path.name for path in tmp_path.iterdir()}
     assert files == {*names, "model.safetensors.index.json"}
     assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
@@ -66,14 +66,14 @@ def test_files_are_those_of_save_pretrained_and_load_on_any_number_of_ranks(tmp_
         read |= part
     assert index["metadata"]["total_size"] == sum(each.nbytes for each in read.values())
     assert set(read) == set(expected) - {"tied.head.weight"}
-    assert_same(dict(sorted(read.items())), {name: expected[name] for name in sorted(read)})
+    assert_same_values(dict(sorted(read.items())), {name: expected[name] for name in sorted(read)})
 
 
 def test_plain_model_loads_the_file(tmp_path):
     _, expected = run_on_ranks(_saves, str(tmp_path / "net.safetensors"), "1GiB")[0]
     plain = changed(Several())
     safetensors.torch.load_model(plain, tmp_path / "net.safetensors")
-    assert_same(dict(plain.state_dict()), expected)
+    assert_same_values(dict(plain.state_dict()), expected)
     assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]
 
 
@@ -92,7 +92,7 @@ def test_later_save_replaces_all_files_of_the_earlier_one(folder):
         assert (len(names) == 1) == (size == "5GB")
         loaded = sharded(Several())
         zpasses.load_safetensors(loaded, folder)
-        assert_same(full(loaded), full(model))
+        assert_same_values(full(loaded), full(model))
 
 
 @on_ranks(2)
@@ -136,7 +136,7 @@ def test_values_are_converted_to_the_dtype_of_the_model(folder):
     zpasses.save_safetensors(sharded(plain), folder)
     model = sharded(changed(plain).bfloat16())
     zpasses.load_safetensors(model, folder)
-    assert_same(full(model), dict(plain.bfloat16().state_dict()))
+    assert_same_values(full(model), dict(plain.bfloat16().state_dict()))
 
 
 @on_ranks(2)
@@ -151,7 +151,7 @@ def test_model_built_on_meta_is_loaded_after_to_empty(folder):
         zpasses.save_safetensors(model, folder)
     model.to_empty(device="cpu")
     zpasses.load_safetensors(model, folder)
-    assert_same(full(model), dict(plain.state_dict()))
+    assert_same_values(full(model), dict(plain.state_dict()))
 
 
 @on_ranks(2)
@@ -190,12 +190,12 @@ def test_save_pretrained_and_from_pretrained(folder):
     dist.barrier()
     model = sharded(_llama(seed=1))
     zpasses.load_safetensors(model, folder / "theirs")
-    assert_same(full(model), dict(plain.state_dict()))
+    assert_same_values(full(model), dict(plain.state_dict()))
     zpasses.save_safetensors(model, folder / "ours", max_shard_size="4KB")
     model.config.save_pretrained(folder / "ours")
     dist.barrier()
     back = type(plain).from_pretrained(folder / "ours")
-    assert_same(dict(back.state_dict()), dict(plain.state_dict()))
+    assert_same_values(dict(back.state_dict()), dict(plain.state_dict()))
     assert back.lm_head.weight is back.model.embed_tokens.weight
     assert {path.name for path in (folder / "ours").glob("model*")} == {
         path.name for path in (folder / "theirs").glob("model*")
@@ -221,7 +221,7 @@ def test_names_that_differ_are_listed_and_nothing_is_changed(folder):
         "strict=False",
     ):
         zpasses.load_safetensors(model, folder)
-    assert_same(full(model), before)
+    assert_same_values(full(model), before)
     result = zpasses.load_safetensors(model, folder, strict=False)
     assert result == (["b.weight", "b.bias"], ["a.bias"])
     assert torch.equal(full(model)["b.weight"], before["b.weight"])
@@ -329,7 +329,7 @@ def test_disk_that_fails_is_an_error_on_all_ranks_and_leaves_the_old_checkpoint(
     dist.barrier()
     assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
     zpasses.load_safetensors(model, folder)
-    assert_same(full(model), before)
+    assert_same_values(full(model), before)
 
 
 @on_ranks(2)
@@ -363,7 +363,7 @@ def test_a_rank_without_memory_for_a_full_tensor_takes_part_in_all_gathers(folde
     zpasses.save_safetensors(model, folder)
     loaded = sharded(changed(nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))))
     zpasses.load_safetensors(loaded, folder)
-    assert_same(full(loaded), full(model))
+    assert_same_values(full(loaded), full(model))
 
 
 @pytest.mark.parametrize("metadata", [{"epoch": 3}, {3: "epoch"}, {"net": nn.Linear}])
@@ -399,4 +399,4 @@ def test_model_without_ranks(tmp_path):
     plain, other = Tied(), Tied()
     zpasses.save_safetensors(plain, tmp_path)
     zpasses.load_safetensors(other, tmp_path)
-    assert_same(dict(other.state_dict()), dict(plain.state_dict()))
+    assert_same_values(dict(other.state_dict()), dict(plain.state_dict()))

@@ -11,7 +11,16 @@ import zpasses
 from zpasses import compat
 from zpasses.simulate.equality import bits
 
-__all__ = ["ONE", "OPTIMIZERS", "SMALL", "Large", "Lion", "Net", "assert_bits", "assert_same"]
+__all__ = [
+    "ONE",
+    "OPTIMIZERS",
+    "SMALL",
+    "Large",
+    "Lion",
+    "Net",
+    "assert_bits",
+    "assert_same_training",
+]
 __all__ += ["backward", "measured", "optimizer_of", "train"]
 
 
@@ -117,7 +126,7 @@ def train(model, optimizer, numbers):
         optimizer.zero_grad()
 
 
-def assert_same(model, optimizer, other, plain):
+def assert_same_training(model, optimizer, other, plain):
     assert_bits(dict(model.state_dict()), dict(other.state_dict()))
     ours, theirs = optimizer.state_dict(), plain.state_dict()
     assert ours["param_groups"] == theirs["param_groups"]

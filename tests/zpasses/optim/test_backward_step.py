@@ -93,7 +93,7 @@ def train(kind, options, *, early, steps=3, window=1, **how):
     return losses, tensors, freed
 
 
-def assert_same(kind, options, **how):
+def compare(kind, options, **how):
     expected, found = (train(kind, options, early=early, **how) for early in (False, True))
     assert expected[0] == found[0]
     for one, other in zip(expected[1], found[1], strict=True):
@@ -123,7 +123,7 @@ CASES = {
 @on_ranks(2)
 def test_steps_in_backward_have_the_same_bits(case):
     kind, options = CASES[case]
-    assert assert_same(kind, {**EAGER, **options}) > 0
+    assert compare(kind, {**EAGER, **options}) > 0
 
 
 WHOLE_CASES = {
@@ -147,7 +147,7 @@ WHOLE_CASES = {
 @on_ranks(2)
 def test_parameters_of_one_graph_step_in_it(case):
     kind, options = WHOLE_CASES[case]
-    freed = assert_same(kind, {**EAGER, **options}, whole=True)
+    freed = compare(kind, {**EAGER, **options}, whole=True)
     trained = sum(param.requires_grad for param in kind().parameters())
     assert freed == 3 * trained, "each parameter, in each step"
 
@@ -156,7 +156,7 @@ def test_parameters_of_one_graph_step_in_it(case):
 @pytest.mark.slow(quick="test_steps_in_backward_have_the_same_bits")
 @on_ranks(2)
 def test_optimizers_that_step_by_element_have_the_same_states(optimizer):
-    assert assert_same(Net, EAGER, optimizer=optimizer, steps=3) > 0
+    assert compare(Net, EAGER, optimizer=optimizer, steps=3) > 0
 
 
 class Twice(Net):
@@ -180,13 +180,13 @@ class Regularized(Net):
 @pytest.mark.parametrize("kind", some_quick([Repeated, Shared, Twice], [Twice]))
 @on_ranks(2)
 def test_gradients_in_several_parts_are_complete_before_a_step(kind):
-    assert_same(kind, EAGER)
+    compare(kind, EAGER)
 
 
 @pytest.mark.parametrize("kind", some_quick([Shared, Twice, Regularized], [Regularized]))
 @on_ranks(2)
 def test_gradients_of_several_graphs_are_complete_before_a_step(kind):
-    freed = assert_same(kind, EAGER, whole=True)
+    freed = compare(kind, EAGER, whole=True)
     count = len(list(kind().parameters()))
     assert freed == 3 * (count - len(kind().layers) if kind is Regularized else count)
 
@@ -194,21 +194,21 @@ def test_gradients_of_several_graphs_are_complete_before_a_step(kind):
 @pytest.mark.parametrize("whole", [False, True])
 @on_ranks(2)
 def test_windows_step_in_their_last_backward(whole):
-    assert assert_same(Net, EAGER, steps=3, window=2, whole=whole) > 0
+    assert compare(Net, EAGER, steps=3, window=2, whole=whole) > 0
 
 
 @pytest.mark.inductor
 @pytest.mark.slow(quick="test_steps_in_backward_have_the_same_bits")
 @on_ranks(2)
 def test_defaults_have_the_same_bits():
-    assert assert_same(Net, {}) > 0
+    assert compare(Net, {}) > 0
 
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("stage", some_quick([1, 2, 3], [3]))
 @on_ranks(2)
 def test_defaults_have_the_same_bits_with_one_graph(stage):
-    assert assert_same(partial(Net, Attention), {"zero_stage": stage}, whole=True) > 0
+    assert compare(partial(Net, Attention), {"zero_stage": stage}, whole=True) > 0
 
 
 @contextlib.contextmanager

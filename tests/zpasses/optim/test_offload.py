@@ -24,7 +24,7 @@ from tests.zpasses.optim.offloading import (
     Lion,
     Net,
     assert_bits,
-    assert_same,
+    assert_same_training,
     backward,
     measured,
     optimizer_of,
@@ -50,7 +50,7 @@ def test_every_optimizer_has_the_bits_of_its_states_on_the_device(which, options
     for number in range(5):
         train(model, optimizer, [number])
         train(other, plain, [number])
-        assert_same(model, optimizer, other, plain)
+        assert_same_training(model, optimizer, other, plain)
 
 
 def test_states_that_exist_move_to_the_host():
@@ -59,10 +59,10 @@ def test_states_that_exist_move_to_the_host():
     train(model, optimizer, range(3))
     train(other, plain, range(3))
     zpasses.offload_optimizer(optimizer, **SMALL)
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
     train(model, optimizer, range(3, 6))
     train(other, plain, range(3, 6))
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
 
 
 def test_a_parameter_without_gradient_gets_no_state():
@@ -84,7 +84,7 @@ def test_parameter_groups_that_are_added_are_offloaded_too():
         for number in range(2, 5):
             net.added.sum().backward()
             train(net, each, [number])
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
     assert state_plan(optimizer).host_bytes == before.host_bytes + 2 * 32 * 32 * 4
 
 
@@ -96,7 +96,7 @@ def test_a_setting_that_adds_states_later_is_followed():
         for group in each.param_groups:
             group["momentum"] = 0.9
         train(net, each, range(2, 5))
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
     assert state_plan(optimizer).host_bytes > 0
 
 
@@ -118,7 +118,7 @@ def test_a_closure_runs_once_and_its_loss_is_returned():
         optimizer.step(closure=lambda: closure(model)), plain.step(lambda: closure(other))
     )
     assert calls[model] == calls[other] == 4
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
     assert optimizer.step() is None
 
 
@@ -131,7 +131,7 @@ def test_a_compiled_step_has_the_same_bits():
         step()
         optimizer.zero_grad()
         train(other, plain, [number])
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_added_parameters_that_exceed_the_budget_are_refused_before_anything_ste
     optimizer.param_groups.pop()
     optimizer.step()
     train(other, plain, [2])
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
 
 
 # --- what surrounds a step ------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_hooks_run_once_around_the_whole_step_whenever_they_were_registered():
     for _ in range(2):
         plain.register_step_pre_hook(before)
     train(other, plain, [1, 2])
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
 
 
 @pytest.mark.parametrize("first", ["scheduler", "offload"])
@@ -299,7 +299,7 @@ def test_schedulers_see_one_step(first):
             for net, each in ((model, optimizer), (other, plain)):
                 train(net, each, [number])
                 schedule[each].step()
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
 
 
 @pytest.mark.parametrize("which", ["AdamW", "AdamW fused"])
@@ -318,7 +318,7 @@ def test_scaled_gradients_and_clipping(which):
             scaler.update()
             each.zero_grad()
         assert scaler.get_scale() == 4.0
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
 
 
 # --- copies of the state --------------------------------------------------------------------------
@@ -327,21 +327,21 @@ def test_state_is_loaded_before_and_after_steps_and_from_plain_optimizers():
     train(other, plain, range(3))
     model.load_state_dict(copy.deepcopy(other.state_dict()))
     optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))  # before the first step
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     for net, each in ((model, optimizer), (other, plain)):
         train(net, each, range(3, 5))
         net.load_state_dict(saved[0])
         each.load_state_dict(copy.deepcopy(saved[1]))
         train(net, each, range(5, 7))
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
     last, fresh = Net(), Net()
     last.load_state_dict(model.state_dict())
     back = optimizer_of(last, "AdamW")
     back.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # into a plain one
     train(last, back, [7])
     train(other, plain, [7])
-    assert_same(last, back, other, plain)
+    assert_same_training(last, back, other, plain)
     assert not any(
         torch.equal(a, b)
         for a, b in zip(fresh.layers[0].weight, last.layers[0].weight, strict=True)
@@ -360,7 +360,7 @@ def test_loaded_values_get_the_dtype_of_the_parameter():
     model.load_state_dict(other.state_dict())
     train(model, optimizer, [2])
     train(other, plain, [2])
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
 
 
 def test_hooks_of_load_state_dict_see_and_change_what_is_loaded():
@@ -387,7 +387,7 @@ def test_a_state_that_a_program_replaces_is_brought_to_rest():
         each.state[net.layers[0].bias]["exp_avg"].fill_(0.25)
         del each.state[net.layers[1].weight]
         train(net, each, range(2, 4))
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
@@ -402,9 +402,9 @@ def test_copies_of_the_optimizer_are_plain_optimizers(how):
     assert type(copied.state) is defaultdict
     train(net, copied, range(2, 4))
     train(other, plain, range(2, 4))
-    assert_same(net, copied, other, plain)
+    assert_same_training(net, copied, other, plain)
     train(model, optimizer, range(2, 4))
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
     with pytest.raises(ZpassesError, match="not offloaded"):
         state_plan(copied)
 
@@ -460,7 +460,7 @@ def test_a_step_that_raises_says_how_far_it_came_and_leaves_states_that_can_be_u
     optimizer.fails_at = None
     optimizer.step()
     plain.step()
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
 
 
 def test_an_optimizer_of_all_parameters_together_is_refused_in_its_first_steps():
@@ -485,7 +485,7 @@ def test_a_second_call_moves_the_states_and_a_refused_one_does_not():
     assert state_plan(optimizer) == moved
     train(model, optimizer, [3])
     train(other, plain, range(4))
-    assert_same(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
 
 
 def test_wrong_calls_are_refused():

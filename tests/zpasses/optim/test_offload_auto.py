@@ -17,7 +17,7 @@ from tests.zpasses.optim.offloading import (
     Large,
     Net,
     assert_bits,
-    assert_same,
+    assert_same_training,
     measured,
     optimizer_of,
     train,
@@ -119,7 +119,7 @@ def test_states_that_exist_or_are_loaded_count_as_free_and_move_in_the_next_step
     assert 0 < plan.device_bytes < 0.9 * (held + 64 * len(values))  # which are aligned
     assert plan.host_bytes > 0
     train(models[1], plain, [2])
-    assert_same(models[0], optimizer, models[1], plain)
+    assert_same_training(models[0], optimizer, models[1], plain)
 
 
 def test_a_larger_graph_is_a_warning_and_a_second_call_decides_again(monkeypatch, caplog):
@@ -146,7 +146,7 @@ def test_a_larger_graph_is_a_warning_and_a_second_call_decides_again(monkeypatch
     assert after.device_bytes + after.in_flight_bytes <= 0.9 * 20000 - 16000
     assert after.device_bytes < before.device_bytes
     train(models[1], plain, range(5))
-    assert_same(models[0], optimizer, models[1], plain)
+    assert_same_training(models[0], optimizer, models[1], plain)
 
 
 def test_a_first_step_that_the_host_cannot_hold_is_refused_before_anything_steps(monkeypatch):

@@ -11,7 +11,7 @@ from torch import nn
 
 import zpasses
 from tests.host_stream import HostStream
-from tests.zpasses.optim.offloading import Net, assert_same, backward, optimizer_of, train
+from tests.zpasses.optim.offloading import Net, assert_same_training, backward, optimizer_of, train
 from zpasses.optim import offload
 from zpasses.runtime.platform import register_platform
 from zpasses.testing import SimulatedDevice
@@ -223,8 +223,8 @@ def test_late_copies_of_threads_change_no_bit(which, seed):
         train(model, optimizer, [number])
         train(other, plain, [number])
         if number == seed:
-            assert_same(model, optimizer, other, plain)
-    assert_same(model, optimizer, other, plain)
+            assert_same_training(model, optimizer, other, plain)
+    assert_same_training(model, optimizer, other, plain)
 
 
 def test_the_host_waits_only_where_it_reads_a_state():

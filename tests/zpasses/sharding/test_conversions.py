@@ -9,7 +9,7 @@ from torch import nn
 import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
-from tests.zpasses.models import Odd, Tied, assert_same, full_gradients, integers
+from tests.zpasses.models import Odd, Tied, assert_same_values, full_gradients, integers
 from zpasses.testing import world_mesh
 
 pytestmark = pytest.mark.processes
@@ -101,7 +101,7 @@ def test_models_on_meta_get_memory_in_place():
         param.requires_grad for param in whole.parameters()
     ]
     actual = {name: param.full_tensor() for name, param in model.named_parameters()}
-    assert_same(actual, {name: param.detach() for name, param in whole.named_parameters()})
+    assert_same_values(actual, {name: param.detach() for name, param in whole.named_parameters()})
 
 
 class Keeps(nn.Module):

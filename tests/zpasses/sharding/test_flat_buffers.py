@@ -23,7 +23,7 @@ from tests.programs import start_python
 from tests.zpasses.models import (
     Odd,
     Tied,
-    assert_same,
+    assert_same_values,
     full_gradients,
     integers,
     reference_gradients,
@@ -158,7 +158,7 @@ def test_packed_shards_lie_in_one_buffer_identically_on_every_rank(rank):
     # rank holds the parameter with one row.
     offsets = [0, 16, 32, 40, 44, 56] if rank == 0 else [0, 16, 40, 44, 56]
     for each in (packed, later):
-        assert_same(locals_of(each), locals_of(plain))
+        assert_same_values(locals_of(each), locals_of(plain))
         assert places(each) == [4 * first for first in offsets] != places(plain)
 
 
@@ -212,7 +212,7 @@ def test_meta_model_is_packed_once_it_has_memory():
             name: local.fill_(i) for i, (name, local) in enumerate(locals_of(model).items())
         }
         zpasses.pack_shards(model, 1)
-        assert_same(locals_of(model), with_integer_shards)
+        assert_same_values(locals_of(model), with_integer_shards)
         assert places(model) == [0, 48, 64, 144]
 
 
@@ -271,19 +271,19 @@ def test_packed_models_checkpoint_like_others(tmp_path):
     state = {"model": get_model_state_dict(loaded)}
     dcp.load(state, checkpoint_id=tmp_path)
     set_model_state_dict(loaded, state["model"])
-    assert_same(locals_of(loaded), locals_of(packed))
+    assert_same_values(locals_of(loaded), locals_of(packed))
     assert {name: local.data_ptr() for name, local in locals_of(loaded).items()} == memory
 
     memo = {id(group): group for group in compat.process_groups()}
     twin, state = copy.deepcopy(packed, memo), copy.deepcopy(packed.state_dict(), dict(memo))
-    assert_same(
+    assert_same_values(
         {name: compat.local_of(state[name]) for name in locals_of(packed)}, locals_of(packed)
     )
     loaded.load_state_dict(Odd().state_dict())
     for other in (twin, loaded.to(torch.float64).to(torch.float32)):
         other(x).sum().backward()
-    assert_same(locals_of(twin), locals_of(packed))
-    assert_same(locals_of(loaded), locals_of(zpasses.shard(Odd(), mesh=mesh)))
+    assert_same_values(locals_of(twin), locals_of(packed))
+    assert_same_values(locals_of(loaded), locals_of(zpasses.shard(Odd(), mesh=mesh)))
 
     # Packing again drops the cached parameters of stage 2.
     run = torch.compile(packed, backend="zpasses", options={"zero_stage": 2, "codegen": "eager"})
@@ -300,7 +300,7 @@ def test_inductor_takes_shards_of_one_buffer():
     model = zpasses.shard(plain, mesh=world_mesh(), pack_mb=1)
     step = torch.compile(model, backend="zpasses", options={"zero_stage": 2})
     step(batches[dist.get_rank()]).sum().backward()
-    assert_same(full_gradients(model), expected)
+    assert_same_values(full_gradients(model), expected)
 
 
 # --- memory of the host ---------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_model_on_the_host_is_sharded_onto_a_gpu(tmp_path):
     try:
         model = zpasses.shard(Odd(), mesh=init_device_mesh("cuda", (1,)), pack_mb=1)
         assert all(local.is_cuda for local in locals_of(model).values())
-        assert_same(
+        assert_same_values(
             {name: local.cpu() for name, local in locals_of(model).items()},
             {n: p.detach() for n, p in Odd().named_parameters()},
         )

@@ -16,7 +16,7 @@ from tests.cases import some_quick
 from tests.on_ranks import on_ranks
 from tests.zpasses.models import (
     Odd,
-    assert_same,
+    assert_same_values,
     full_gradients,
     integers,
     reference_gradients,
@@ -38,7 +38,7 @@ def test_read_gives_the_full_parameter():
     model = Odd()
     expected = {name: param.detach().clone() for name, param in model.named_parameters()}
     zpasses.shard(model, mesh=world_mesh())
-    assert_same({name: getattr(model, name).detach().clone() for name in expected}, expected)
+    assert_same_values({name: getattr(model, name).detach().clone() for name in expected}, expected)
     low = _linear(param_dtype=torch.bfloat16)
     assert (low.weight.dtype, low.weight.shape) == (torch.bfloat16, (5, 4))
     assert low._parameters["weight"].dtype == torch.float32
@@ -236,7 +236,7 @@ def test_gradients_equal_the_unsharded_ones(kind, how):
     run(batches[dist.get_rank()]).sum().backward()
     actual = full_gradients(model)
     if kind != "Attends":
-        assert_same(actual, expected)
+        assert_same_values(actual, expected)
     else:
         torch.testing.assert_close(actual, expected)
 
@@ -283,7 +283,7 @@ def test_modules_that_differ_in_rows_share_no_code():
         model.zero_grad()
         run = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
         run(x).sum().backward()
-        assert_same(full_gradients(model), expected)
+        assert_same_values(full_gradients(model), expected)
 
     plain = [with_integer_weights(nn.Sequential(nn.Linear(4, rows))) for rows in (5, 6)]
     expected = [reference_gradients(each, [x, x]) for each in plain]
@@ -415,7 +415,7 @@ def test_meta_model_is_initialised_on_the_shards_as_an_unsharded_one():
         for each in (plain, model):
             torch.manual_seed(2)
             init(each)
-        assert_same(zpasses.full_state_dict(model), dict(plain.state_dict()))
+        assert_same_values(zpasses.full_state_dict(model), dict(plain.state_dict()))
         assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
@@ -476,7 +476,7 @@ def test_state_dict_loads_into_the_shards(kind):
         now = dict(model.named_parameters())
         assert all((old is new) != assign for old, new in zip(before, now.values(), strict=True))
         assert all(isinstance(each, nn.Parameter) for each in now.values())
-        assert_same({name: param.full_tensor() for name, param in now.items()}, expected)
+        assert_same_values({name: param.full_tensor() for name, param in now.items()}, expected)
         assert not now["frozen"].requires_grad
         assert torch.equal(model(x), source(x))
 

@@ -24,7 +24,7 @@ from tests.training_programs import act, check, program
 from tests.zpasses.models import (
     Odd,
     Tied,
-    assert_same,
+    assert_same_values,
     full_gradients,
     integers,
     reference_gradients,
@@ -384,7 +384,7 @@ def test_submodules_may_differ_in_mesh_and_dtype(stage):
     model[0].register_forward_pre_hook(lambda module, args: args[0].double())
     model[0].register_forward_hook(lambda module, args, out: out.float())
     _run(model, stage)(batches[dist.get_rank()]).sum().backward()
-    assert_same(full_gradients(model), expected)
+    assert_same_values(full_gradients(model), expected)
 
 
 # --- mixed precision ------------------------------------------------------------------------------
@@ -471,7 +471,7 @@ def test_state_dict_holds_the_shards_under_the_old_names():
     for name, param in model.named_parameters():
         assert isinstance(state[name], DTensor), name
         assert state[name].to_local().data_ptr() == param.to_local().data_ptr(), name
-    assert_same(zpasses.full_state_dict(model), plain.state_dict())
+    assert_same_values(zpasses.full_state_dict(model), plain.state_dict())
 
 
 @on_ranks(2)
@@ -480,7 +480,7 @@ def test_full_state_dict_of_torch_equals_the_unsharded_one():
         model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
         with CountCollectives() as counted:
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        assert_same(dict(state), dict(plain.state_dict()))
+        assert_same_values(dict(state), dict(plain.state_dict()))
         assert counted.reads == 0
         cut = [value for value in model.state_dict().values() if isinstance(value, DTensor)]
         assert len(counted.calls) <= sum(value.dim() > 0 for value in cut)

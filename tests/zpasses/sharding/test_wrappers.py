@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zpasses
 from tests.on_ranks import on_ranks
 from tests.zpasses.checkpoint.checkpoint_models import changed, sharded
-from tests.zpasses.models import assert_same
+from tests.zpasses.models import assert_same_values
 from zpasses.testing import world_mesh
 
 pytestmark = pytest.mark.processes
@@ -73,9 +73,9 @@ def test_state_dict_loads_with_and_without_the_names_of_the_wrapper(target):
         model, again = TARGETS[target](), TARGETS[target]()
         named = {prefix + name: value for name, value in expected.items()}
         assert model.load_state_dict(named) == ([], [])
-        assert_same(zpasses.full_state_dict(model), expected)
+        assert_same_values(zpasses.full_state_dict(model), expected)
         again.load_state_dict(model.state_dict())
-        assert_same(zpasses.full_state_dict(again), expected)
+        assert_same_values(zpasses.full_state_dict(again), expected)
     state = dict(_model().state_dict())
     state["other.weight"] = torch.ones(2)
     with pytest.raises(RuntimeError, match=r"Unexpected key.*other\.weight"):
@@ -91,7 +91,7 @@ def test_compiled_submodule_loads_the_names_of_the_plain_model():
     model[1] = _compiled(model[1])
     expected = dict(changed(_model()).state_dict())
     model.load_state_dict(expected)
-    assert_same(zpasses.full_state_dict(model), expected)
+    assert_same_values(zpasses.full_state_dict(model), expected)
 
 
 @on_ranks(2)
