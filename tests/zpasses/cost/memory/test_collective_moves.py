@@ -15,14 +15,6 @@ from zpasses.testing import fake_world
 LOWER = (GatherParams(), ReduceGrads("reduce_scatter"))
 
 
-@pytest.fixture(autouse=True)
-def backend_is_not_gloo(monkeypatch):
-    """Graphs outlive the fake world that made them, but gloo's scratch memory depends on their
-    group.
-    """
-    monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: False)
-
-
 def lowered(*params, world_size=3, rank=2, passes=LOWER):
     with fake_world(world_size, rank):
         return rewritten(joint(params, rank, world_size), *passes).graph

@@ -31,14 +31,6 @@ UNIT = 4096
 """Bytes of the tensors below, which have 1024 floats."""
 
 
-@pytest.fixture(autouse=True)
-def backend_is_not_gloo(monkeypatch):
-    """Graphs outlive the fake world that made them, but gloo's scratch memory depends on their
-    group.
-    """
-    monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: False)
-
-
 def built(*names):
     """Returns a builder of a graph whose inputs have 1024 floats each."""
     return GraphBuilder(**dict.fromkeys(names, (1024,)))

@@ -22,15 +22,6 @@ from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import fake_world
 from zpasses.tools.bench.model import ModelSize, batches, build_model
 
-
-@pytest.fixture(autouse=True)
-def backend_is_not_gloo(monkeypatch):
-    """Graphs outlive the fake world that made them, but gloo's scratch memory depends on their
-    group.
-    """
-    monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: False)
-
-
 SIZE = ModelSize(width=128, layers=2, heads=4, vocab=256, seq=64, batch=4)
 
 
