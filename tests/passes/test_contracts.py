@@ -33,6 +33,8 @@ from zpasses.testing import (
 )
 from zpasses.testing.strategies import param_lists
 
+pytestmark = pytest.mark.usefixtures("mi300x")
+
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 LOWER = [f"gather-params,reduce-grads{{form={form}}}" for form in ("reduce_scatter", "all_reduce")]
 SDMA = "sdma{gathers=all}"
@@ -70,11 +72,6 @@ ODD = [
     Param((6, 2, 2), reads=2),
     Param((6, 3)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def mi300x(monkeypatch):
-    monkeypatch.setenv("ZPASSES_TARGET", "mi300x")
 
 
 def assert_pipelines_keep_the_bits(world_size, params, interleaved):

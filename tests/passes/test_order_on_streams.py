@@ -24,6 +24,8 @@ from zpasses.testing import capture_graphs, capture_ranks, copy_graph, fake_worl
 from zpasses.testing.steps import groups_of_captures
 from zpasses.testing.stream_graphs import record_streams
 
+pytestmark = pytest.mark.usefixtures("mi300x")
+
 aten, F = torch.ops.aten, torch.ops._c10d_functional
 WAIT = F.wait_tensor.default
 STREAMS = (own_stream, group_stream)
@@ -57,11 +59,6 @@ class Model(nn.Module):
 
 
 X = torch.zeros(2, 6)
-
-
-@pytest.fixture(autouse=True)
-def mi300x(monkeypatch):
-    monkeypatch.setenv("ZPASSES_TARGET", "mi300x")
 
 
 def test_pipelines_hold_every_pass_of_the_catalogue():

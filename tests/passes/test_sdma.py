@@ -25,16 +25,13 @@ from zpasses.testing import (
 )
 from zpasses.testing.strategies import param_lists
 
+pytestmark = pytest.mark.usefixtures("mi300x")
+
 ALL = Sdma("all")
 UNMERGED = Schedule("one-ahead", cap_mb=0, copy_engines="off")
 LOWER = (GatherParams(), ReduceGrads("reduce_scatter"))
 fewer = settings(few_examples, max_examples=drawn_examples(4))
 PARAMS = [Param((4, 2)), Param((6, 2)), Param((8, 2))]
-
-
-@pytest.fixture(autouse=True)
-def mi300x(monkeypatch):
-    monkeypatch.setenv("ZPASSES_TARGET", "mi300x")
 
 
 def replicated(model, mesh):

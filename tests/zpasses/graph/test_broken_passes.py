@@ -16,7 +16,8 @@ from zpasses.graph.queries import Editor, calls, replace_node, value_of
 from zpasses.graph.tags import Tag, add_tag, retag, tag_of, tagged
 from zpasses.passes import GatherParams, ReduceGrads, Schedule
 from zpasses.pipeline.runner import run_passes
-from zpasses.testing import fake_world
+
+pytestmark = pytest.mark.usefixtures("two_ranks")
 
 aten, F = torch.ops.aten, torch.ops._c10d_functional
 ADD, MUL, MUL_, NEG = aten.add.Tensor, aten.mul.Tensor, aten.mul_.Tensor, aten.neg.default
@@ -592,12 +593,6 @@ BEYOND_STATIC = {
 }
 # fmt: on
 """Broken passes that only running them shows, and why."""
-
-
-@pytest.fixture(autouse=True)
-def world():
-    with fake_world(2):
-        yield
 
 
 @pytest.mark.parametrize("fault", STATIC)

@@ -14,7 +14,8 @@ from zpasses import PassError
 from zpasses.graph.queries import Editor
 from zpasses.graph.verifier.operators import is_launch
 from zpasses.pipeline.runner import run_passes
-from zpasses.testing import fake_world
+
+pytestmark = pytest.mark.usefixtures("two_ranks")
 
 aten, F, sdma = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zpasses
 GATHER, GATHER_OUT = F.all_gather_into_tensor.default, F.all_gather_into_tensor_out.default
@@ -115,12 +116,6 @@ def output_freed_in_flight():
 
 NOT_RETURNED = {source_overwritten_by_the_next_micro_batch}
 """Races that spoil the memory of the caller, and nothing that the graph returns."""
-
-
-@pytest.fixture(autouse=True)
-def world():
-    with fake_world(2):
-        yield
 
 
 for_each_race = pytest.mark.parametrize("race", RACES, ids=lambda each: each.__name__)

@@ -13,7 +13,8 @@ from tests.graphs import drawn_examples
 from tests.streams import GraphBuilder, races_and_difference
 from zpasses.graph.queries import value_of
 from zpasses.graph.verifier.order import group_stream, own_stream
-from zpasses.testing import fake_world
+
+pytestmark = pytest.mark.usefixtures("two_ranks")
 
 aten, F, sdma = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zpasses
 WAIT = F.wait_tensor.default
@@ -105,12 +106,6 @@ class Draw:
                 self.wait()
         known = [each for several in self.values.values() for each in several]
         return self.build.returns(*self.random.sample(known, 2))
-
-
-@pytest.fixture(autouse=True)
-def world():
-    with fake_world(2):
-        yield
 
 
 @pytest.mark.parametrize("stream_of", [own_stream, group_stream])

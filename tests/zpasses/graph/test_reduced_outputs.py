@@ -11,16 +11,12 @@ from zpasses.graph.queries import Editor, calls, erase_dead, replace_node
 from zpasses.graph.tags import Tag, add_tag, tag_of, tagged
 from zpasses.passes import GatherParams, MergeReads, ReduceGrads, Schedule
 from zpasses.pipeline.runner import run_passes
-from zpasses.testing import fake_world, trace_joint
+from zpasses.testing import trace_joint
+
+pytestmark = pytest.mark.usefixtures("two_ranks")
 
 aten, F = torch.ops.aten, torch.ops._c10d_functional
 WAIT, SCATTER = F.wait_tensor.default, F.reduce_scatter_tensor.default
-
-
-@pytest.fixture(autouse=True)
-def world():
-    with fake_world(2):
-        yield
 
 
 def read(shard):
