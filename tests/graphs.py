@@ -5,6 +5,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from zpasses import Pipeline
+from zpasses.graph.queries import collective_of, is_wait
+from zpasses.graph.tags import tag_of
 from zpasses.ranks.agree import simulated_answers
 from zpasses.testing import (
     ParamSpec,
@@ -15,8 +17,6 @@ from zpasses.testing import (
 from zpasses.testing.steps import number_of_outputs
 
 Param, joint = ParamSpec, joint_graph
-
-WORLD_SIZES = (1, 2, 3, 4, 7)
 
 
 def drawn_examples(count):
@@ -70,6 +70,24 @@ def rewritten(gm, *passes):
         each(copied.graph)
     copied.recompile()
     return copied
+
+
+def steps(gm):
+    """Returns what happens, in order: starts and waits of collectives by parameter, and kernels."""
+    found = []
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or "getitem" in node.name:
+            continue
+        collective = collective_of(node)
+        if is_wait(node):
+            tag = tag_of(node.all_input_nodes[0])
+            verb = "gather" if tag.role in ("gather", "gathered") else "reduce"
+            found.append(f"await {verb} {','.join(tag.params)}")
+        elif collective is not None:
+            found.append(f"start {tag_of(node).role} {','.join(tag_of(node).params)}")
+        else:
+            found.append(node.name)
+    return found
 
 
 def expect_listing(actual, expected):

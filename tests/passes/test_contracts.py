@@ -11,7 +11,6 @@ from torch import nn
 from tests.cases import some_quick
 from tests.foreign import captured_ranks
 from tests.graphs import (
-    WORLD_SIZES,
     Param,
     few_examples,
     joint,
@@ -31,6 +30,7 @@ from zpasses.testing import (
     random_inputs,
     trace_joint,
 )
+from zpasses.testing.drawing import WORLD_SIZES
 from zpasses.testing.strategies import param_lists
 
 pytestmark = pytest.mark.usefixtures("mi300x")

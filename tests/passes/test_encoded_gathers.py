@@ -11,7 +11,6 @@ from torch import nn
 
 from tests.cases import some_quick
 from tests.graphs import (
-    WORLD_SIZES,
     Param,
     before_and_after,
     declared_and_encoded,
@@ -34,6 +33,7 @@ from zpasses.testing import (
     listing,
     random_inputs,
 )
+from zpasses.testing.drawing import WORLD_SIZES
 from zpasses.testing.strategies import joint_recipes
 
 BF16 = torch.bfloat16

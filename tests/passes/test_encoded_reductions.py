@@ -10,7 +10,6 @@ from torch import nn
 
 from tests.cases import some_quick
 from tests.graphs import (
-    WORLD_SIZES,
     Param,
     before_and_after,
     declared_and_encoded,
@@ -35,6 +34,7 @@ from zpasses.testing import (
     listing,
     random_inputs,
 )
+from zpasses.testing.drawing import WORLD_SIZES
 from zpasses.testing.strategies import joint_recipes
 
 BF16, F32 = torch.bfloat16, torch.float32

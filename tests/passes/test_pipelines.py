@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.cases import some_quick
-from tests.graphs import WORLD_SIZES, saved_for_backward
+from tests.graphs import saved_for_backward
 from tests.passes.test_contracts import Model
 from zpasses import Pipeline
 from zpasses.graph.queries import collectives, nbytes, value_of
@@ -20,6 +20,7 @@ from zpasses.testing import (
     fake_world,
     trace_joint,
 )
+from zpasses.testing.drawing import WORLD_SIZES
 
 X = torch.zeros(2, 6)
 

@@ -14,6 +14,7 @@ from tests.graphs import (
     few_examples,
     joint,
     rewritten,
+    steps,
     votes_of_the_first,
 )
 from zpasses.cost.memory.collective_moves import equal_liveness
@@ -23,7 +24,7 @@ from zpasses.cost.plan.simple_plans import one_ahead_plan, single_plan
 from zpasses.cost.time.step_time import Timeline, step_time
 from zpasses.cost.time.target import TARGETS, Target, current_target, use_target
 from zpasses.graph.host_copies import split_shard_copies
-from zpasses.graph.queries import collective_of, collectives, is_wait
+from zpasses.graph.queries import collectives
 from zpasses.graph.tags import tag_of
 from zpasses.option_values import format_size, parse_budget
 from zpasses.passes import GatherParams, ReduceGrads, Schedule
@@ -59,24 +60,6 @@ def scheduled(*params, world_size=2, rank=0, form="reduce_scatter", target=H100,
     with fake_world(world_size, rank), use_target(target):
         plain = rewritten(joint(params, rank, world_size), *lower(form))
         return plain, rewritten(plain, Schedule(**options))
-
-
-def steps(gm):
-    """Returns what happens, in order: starts and waits of collectives by parameter, and kernels."""
-    found = []
-    for node in gm.graph.nodes:
-        if node.op != "call_function" or "getitem" in node.name:
-            continue
-        collective = collective_of(node)
-        if is_wait(node):
-            tag = tag_of(node.all_input_nodes[0])
-            verb = "gather" if tag.role in ("gather", "gathered") else "reduce"
-            found.append(f"await {verb} {','.join(tag.params)}")
-        elif collective is not None:
-            found.append(f"start {tag_of(node).role} {','.join(tag_of(node).params)}")
-        else:
-            found.append(node.name)
-    return found
 
 
 def kept(gm):

@@ -8,12 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.graphs import Param, few_examples, joint, rewritten
+from tests.graphs import Param, few_examples, joint, rewritten, steps
 from zpasses.cost.memory.collective_moves import equal_liveness
 from zpasses.cost.plan.schedule_planner import memory_limit
 from zpasses.cost.time.target import TARGETS, Target, use_target
 from zpasses.graph.queries import collective_of, collectives, is_wait
-from zpasses.graph.tags import tag_of
 from zpasses.option_values import parse_budget
 from zpasses.passes import CacheParams, GatherParams, ReduceGrads, Schedule
 from zpasses.runtime.forward_variants import gather_ids, param_slots
@@ -286,23 +285,6 @@ def overlapped(*params, world_size=2, rank=0, form="reduce_scatter", **options):
     with fake_world(world_size, rank):
         plain = rewritten(joint(params, rank, world_size), *lower(form))
         return plain, rewritten(plain, option)
-
-
-def steps(gm):
-    """Returns what happens, in order: starts and waits of collectives by parameter, and
-    computation.
-    """
-    found = []
-    for node in gm.graph.nodes:
-        if node.op != "call_function":
-            continue
-        source = node.all_input_nodes[0] if is_wait(node) else node
-        if is_wait(node) or collective_of(node) is not None:
-            tag, verb = tag_of(source), "await" if is_wait(node) else "start"
-            found.append(f"{verb} {tag.role} {','.join(tag.params)}")
-        else:
-            found.append(node.name)
-    return found
 
 
 def test_gathers_start_after_the_one_before_and_reductions_are_awaited_after_the_next():
