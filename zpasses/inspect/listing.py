@@ -100,9 +100,13 @@ def listing(
         where: selects nodes, such as a `NodeFilter`; None is all.
         most: items of a list to show before the rest is counted; None shows all.
     """
-    found = lines(snapshot, where, most)
+    return "\n".join(aligned(lines(snapshot, where, most)))
+
+
+def aligned(found: Sequence[Line]) -> list[str]:
+    """Lines as text, with their notes in one column."""
     width = min(max((len(line.code) for line in found if line.note), default=0), 88)
-    return "\n".join(line.text(width) for line in found)
+    return [line.text(width) for line in found]
 
 
 def op_text(target: str) -> str:

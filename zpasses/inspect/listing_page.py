@@ -8,7 +8,7 @@ from typing import Any
 from zpasses.dumps.nodes import Node, Snapshot
 from zpasses.errors import some_of
 from zpasses.inspect.find import SelectedGraph, failure_text, snapshot_of, step_title, steps_after
-from zpasses.inspect.listing import MAX_ITEMS, NodeFilter, lines
+from zpasses.inspect.listing import MAX_ITEMS, NodeFilter, aligned, lines
 from zpasses.inspect.page_parts import about_step, to_json_value
 from zpasses.inspect.units import bytes_text
 from zpasses.inspect.view import Code, View
@@ -26,13 +26,12 @@ def show_view(
     for each, step in steps_after(picked, after):
         snapshot = snapshot_of(each, step)
         found = lines(snapshot, where or NodeFilter(), most)
-        width = min(max((len(line.code) for line in found if line.note), default=0), 88)
         some = f", {len(found):,} of them shown" if len(found) < len(snapshot.nodes) else ""
         peak = bytes_text(snapshot.peak_bytes)
         shown = f"{len(snapshot.nodes):,} nodes{some}; peak {peak}"
         head = f"# {each.title}, {step_title(step)}: {shown}"
         warning = [f"# {line}" for line in failure_text(step).splitlines()]
-        parts.append(Code((head, *warning, *(line.text(width) for line in found))))
+        parts.append(Code((head, *warning, *aligned(found))))
         if where is not None and where.params and not found:
             parts.append(_known_parameters(snapshot))
         live = dict(zip((node.id for node in snapshot.nodes), snapshot.live_bytes, strict=True))
