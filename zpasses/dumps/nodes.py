@@ -155,9 +155,7 @@ class Buffer(Record, frozen=True):
     last: Count
     """Id of the last node that needs it."""
     kind: str
-    """ "parameter" (full or partial), "gradient", "bucket", "activation", "saved", "scratch" or
-    "other".
-    """
+    """ "parameter" (full or partial), "gradient", "bucket", "activation", "scratch" or "other"."""
     params: tuple[str, ...] = ()
     """Names of the parameters that it holds data of."""
 

@@ -39,24 +39,23 @@ def create_rank_folder(root: str | Path, rank: int, world: int) -> Path:
         DumpVersionError: if `root` contains a dump of another format version.
     """
     root = Path(root).absolute()  # the program may change its working directory later
-    how = _HOW
     try:
         root.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise DumpPathError(
-            f"dump: {root} is a file or is below a file; expected a folder. {how}"
+            f"dump: {root} is a file or is below a file; expected a folder. {_HOW}"
         ) from error
     except OSError as error:
-        raise DumpPathError(f"dump: {root} cannot be created: {error.strerror}. {how}") from error
+        raise DumpPathError(f"dump: {root} cannot be created: {error.strerror}. {_HOW}") from error
     try:
         folder = root / f"rank{rank}"
         if folder.is_symlink():
-            raise DumpPathError(f"dump: {folder} is a symbolic link; expected a folder. {how}")
-        _write_header(root, world, how)
-        _claim(folder, root, how)
+            raise DumpPathError(f"dump: {folder} is a symbolic link; expected a folder. {_HOW}")
+        _write_header(root, world)
+        _claim(folder, root)
     except OSError as error:
         raise DumpPathError(
-            f"dump: {root} cannot be written to: {error.strerror}. {how}"
+            f"dump: {root} cannot be written to: {error.strerror}. {_HOW}"
         ) from error
     return folder
 
@@ -66,7 +65,7 @@ _claimed: set[Path] = set()
 dump, and may act as several ranks."""
 
 
-def _claim(folder: Path, root: Path, how: str) -> None:
+def _claim(folder: Path, root: Path) -> None:
     """Create the folder of a rank, unless another process has created it: that was another run."""
     key = folder.resolve()
     if key in _claimed and folder.exists():
@@ -77,7 +76,7 @@ def _claim(folder: Path, root: Path, how: str) -> None:
         raise OtherRunError(
             f"dump: {root} contains the dump of another run, which wrote {folder.name}; expected "
             f"an empty folder, because two runs in one dump cannot be told apart. Remove it, or "
-            f"n{how[1:]}"
+            f"n{_HOW[1:]}"
         ) from error
     _claimed.add(key)
 
@@ -117,16 +116,16 @@ def _create(path: Path, line: bytes) -> bool:
     return True
 
 
-def _write_header(root: Path, world: int, how: str) -> None:
+def _write_header(root: Path, world: int) -> None:
     header, run = root / HEADER, _run_of(root)
     if header.is_symlink():
-        raise DumpPathError(f"dump: {header} is a symbolic link; expected a file. {how}")
+        raise DumpPathError(f"dump: {header} is a symbolic link; expected a file. {_HOW}")
     if not header.exists():
         others = [each.name for each in root.iterdir() if not each.name.startswith(_TEMPORARY)]
         if others and not header.exists():  # another rank may have written it in the meantime
             raise NotADumpError(
                 f"dump: {root} contains {others[0]!r} and no dump; expected an empty folder or "
-                f"a dump. {how}"
+                f"a dump. {_HOW}"
             )
         meta = {"format": data.FORMAT, "version": data.VERSION, "zpasses": __version__}
         meta |= {"torch": str(torch.__version__), "created": now(), "world": world, "run": run}
@@ -137,26 +136,26 @@ def _write_header(root: Path, world: int, how: str) -> None:
         version = found["version"] if found["format"] == data.FORMAT else None
     except (ValueError, KeyError, TypeError) as error:
         raise NotADumpError(
-            f"dump: {header} is damaged ({error}); expected an empty folder or a dump. {how}"
+            f"dump: {header} is damaged ({error}); expected an empty folder or a dump. {_HOW}"
         ) from error
     if not isinstance(version, int):
-        raise NotADumpError(f"dump: {header} is not the header of a dump. {how}")
+        raise NotADumpError(f"dump: {header} is not the header of a dump. {_HOW}")
     if version == data.VERSION and found.get("world", world) != world:
         raise OtherRunError(
             f"dump: {root} contains the dump of another run on {found.get('world')} ranks; this "
-            f"run has {world}. {how}"
+            f"run has {world}. {_HOW}"
         )
     if version == data.VERSION and found.get("run") != run:
         created = found.get("created", "an unknown time")
         raise OtherRunError(
             f"dump: {root} contains the dump of another run, of {created}; expected an "
             f"empty folder, because two runs in one dump cannot be told apart. Remove it, or "
-            f"n{how[1:]}"
+            f"n{_HOW[1:]}"
         )
     if version != data.VERSION:
         raise DumpVersionError(
             f"dump: {root} contains a dump of version {version}; this zpasses writes version "
-            f"{data.VERSION}. {how}"
+            f"{data.VERSION}. {_HOW}"
         )
 
 

@@ -13,7 +13,7 @@ from zpasses.dumps.format import Compile, Graph
 from zpasses.dumps.nodes import Buffer, Node, Snapshot
 from zpasses.inspect.modules import module_of
 
-KINDS = ("parameter", "bucket", "gradient", "activation", "saved", "scratch", "other")
+KINDS = ("parameter", "bucket", "gradient", "activation", "scratch", "other")
 """Kinds of buffers, in display order."""
 
 

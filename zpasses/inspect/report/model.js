@@ -1,6 +1,6 @@
 // The dump as `payload.py` writes it. Graphs and nodes are built on first use.
 
-const KINDS = ["parameter", "bucket", "gradient", "activation", "saved", "scratch", "other"];
+const KINDS = ["parameter", "bucket", "gradient", "activation", "scratch", "other"];
 const SIGNS = {
   inserted: "+",
   removed: "−",
