@@ -10,7 +10,7 @@ from zpasses.errors import some_of
 from zpasses.inspect.comparison import Comparison, Figures
 from zpasses.inspect.difference import KINDS, Change, Difference, compare
 from zpasses.inspect.find import (
-    EXECUTED,
+    MAIN,
     NotInDumpError,
     SelectedGraph,
     failure_text,
@@ -238,7 +238,7 @@ _SIDES = ("before", "after")
 
 def _interest(graph: str) -> int:
     """Graphs that run come first, and the joint graph, which is split before it runs, last."""
-    return 0 if graph in EXECUTED else 2 if graph == "joint" else 1
+    return 0 if graph in MAIN else 2 if graph == "joint" else 1
 
 
 def _step_rows(compared: Sequence[tuple[TitledDifference, Comparison]]) -> list[Row]:
@@ -246,7 +246,7 @@ def _step_rows(compared: Sequence[tuple[TitledDifference, Comparison]]) -> list[
     rows: list[Row] = []
     for name in dict.fromkeys(each.compile for each, _ in compared):
         of_compile = [pair for pair in compared if pair[0].compile == name]
-        run = [(each.graph, one) for each, one in of_compile if each.graph in EXECUTED]
+        run = [(each.graph, one) for each, one in of_compile if each.graph in MAIN]
         if len(run) > 1:
             graphs = " + ".join(graph for graph, _ in run)
             before, after = (_sum_of([getattr(one, side) for _, one in run]) for side in _SIDES)

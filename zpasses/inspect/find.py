@@ -92,24 +92,31 @@ def select_graphs(
     return found
 
 
-EXECUTED = ("forward", "inference", "backward")
-"""Graphs that run in every step, unless a variant of them does."""
+def is_executed(name: str) -> bool:
+    """Whether a graph of this name runs. The joint graph is split into forward and backward, and
+    what Dynamo captured becomes the joint graph.
+    """
+    return name.partition(".")[0] not in ("captured", "joint")
 
 
-def select_executed(
+MAIN = ("forward", "inference", "backward")
+"""The graphs that run in every step, unless a variant of them does, which is executed, too."""
+
+
+def select_main(
     dump: Dump,
     graph: str | None = None,
     *,
     rank: int | None = None,
     compile_name: str | None = None,
 ) -> list[SelectedGraph]:
-    """As `select_graphs`, but without a name only graphs that are executed: forward, backward and
-    inference, or all graphs if none of these exists.
+    """As `select_graphs`, but without a name only forward, backward and inference, or all graphs if
+    none of these exists.
     """
     found = select_graphs(dump, graph, rank=rank, compile_name=compile_name)
     if graph is not None:
         return found
-    return [each for each in found if each.graph.name in EXECUTED] or found
+    return [each for each in found if each.graph.name in MAIN] or found
 
 
 def step_after(picked: SelectedGraph, after: str | int | None) -> Step:

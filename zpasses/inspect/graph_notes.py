@@ -5,18 +5,12 @@ which need more memory than the device has.
 from __future__ import annotations
 
 from zpasses.dumps.format import Compile, Graph
+from zpasses.inspect.find import is_executed
 from zpasses.inspect.units import bytes_text, count
 
 NEVER_RUNS = (
     "This graph never runs: it is split into forward and backward, so this peak never occurs."
 )
-
-
-def is_executed(name: str) -> bool:
-    """Whether a graph of this name runs. The joint graph is split into forward and backward, and
-    what Dynamo captured becomes the joint graph.
-    """
-    return name.partition(".")[0] not in ("captured", "joint")
 
 
 def variant_text(graph: Graph) -> str:

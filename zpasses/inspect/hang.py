@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 from zpasses.dumps.format import Dump
 from zpasses.dumps.nodes import Node, Snapshot
-from zpasses.inspect.find import SelectedGraph, select_graphs
+from zpasses.inspect.find import SelectedGraph, is_executed, select_graphs
 from zpasses.inspect.flight_recorder import GroupState, LastCollective, RankState
-from zpasses.inspect.graph_notes import is_executed
 from zpasses.inspect.launches import kind_of
 
 _COMPARED = 64

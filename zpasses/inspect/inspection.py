@@ -14,8 +14,8 @@ from zpasses.inspect.difference_page import comparison_view, differences_view, p
 from zpasses.inspect.find import (
     SelectedGraph,
     node_named,
-    select_executed,
     select_graphs,
+    select_main,
     snapshot_of,
     step_after,
     steps_after,
@@ -253,4 +253,4 @@ class Inspection:
         return select_graphs(self.dump, graph, **self._where)
 
     def _to_run(self, graph: str | None) -> list[SelectedGraph]:
-        return select_executed(self.dump, graph, **self._where)
+        return select_main(self.dump, graph, **self._where)

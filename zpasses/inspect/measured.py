@@ -16,8 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zpasses.dumps.nodes import Node, Snapshot
-from zpasses.inspect.find import SelectedGraph
-from zpasses.inspect.graph_notes import is_executed
+from zpasses.inspect.find import SelectedGraph, is_executed
 from zpasses.inspect.launches import (
     Interval,
     Run,

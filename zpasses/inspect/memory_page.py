@@ -7,11 +7,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from zpasses.errors import some_of
-from zpasses.inspect.find import SelectedGraph, node_named, snapshot_of, step_title, steps_after
+from zpasses.inspect.find import (
+    SelectedGraph,
+    is_executed,
+    node_named,
+    snapshot_of,
+    step_title,
+    steps_after,
+)
 from zpasses.inspect.graph_notes import (
     NEVER_RUNS,
     capacity_warning,
-    is_executed,
     variant_text,
 )
 from zpasses.inspect.memory import Memory, memory, parameter_sizes, peaks

@@ -11,7 +11,7 @@ from zpasses.dumps.dump_errors import DumpError
 from zpasses.dumps.format import Dump, Graph
 from zpasses.dumps.nodes import Node, Snapshot
 from zpasses.errors import some_of
-from zpasses.inspect.graph_notes import is_executed
+from zpasses.inspect.find import is_executed
 from zpasses.inspect.listing import op_text, value_text
 from zpasses.inspect.modules import modules_of, modules_text
 
