@@ -7,8 +7,9 @@ import dataclasses
 import torch
 
 from zpasses.testing import run_on_ranks
+from zpasses.tools.stress.compared_programs import run_program
 from zpasses.tools.stress.drawn_models import ModelChoice
-from zpasses.tools.stress.drawn_programs import Action, Program, run_program
+from zpasses.tools.stress.drawn_programs import Action, Program
 
 ARGUMENTS = {
     "average_model": {"rows": (2, 2), "grad": True, "compiled": True},

@@ -13,14 +13,13 @@ from tests.tools.stressing import stress
 from zpasses.option_values import field_types
 from zpasses.pipeline.options import Options
 from zpasses.testing.ranks import Outcome
-from zpasses.tools.stress import drawn_programs
+from zpasses.tools.stress import compared_programs
+from zpasses.tools.stress.compared_programs import RankReport, run_program
 from zpasses.tools.stress.drawn_models import BLOCKS
 from zpasses.tools.stress.drawn_programs import (
     OPTIMIZERS,
     OPTIONS_NOT_DRAWN,
-    RankReport,
     draw,
-    run_program,
 )
 from zpasses.tools.stress.training_actions import ACTIONS, EDITS
 
@@ -101,13 +100,13 @@ def test_outcome_of_two_ranks(reports, expected):
         Outcome(rank) if each is None else Outcome(rank, result=each, reported=True)
         for rank, each in enumerate(reports)
     ]
-    assert drawn_programs._judge(outcomes)[0] == expected
+    assert compared_programs._judge(outcomes)[0] == expected
 
 
 def test_kinds_of_refusals_are_listed(monkeypatch):
     outcomes = [Outcome(rank, result=REFUSED, reported=True) for rank in range(2)]
-    monkeypatch.setattr(drawn_programs, "call_on_ranks", lambda *_, **__: outcomes)
-    monkeypatch.setattr(drawn_programs, "close_pools", lambda: None)
+    monkeypatch.setattr(compared_programs, "call_on_ranks", lambda *_, **__: outcomes)
+    monkeypatch.setattr(compared_programs, "close_pools", lambda: None)
     done = stress("programs", "--count", "3", "--seed", "5")
     assert done.exit_code == 0
     assert "3 refused by programs: ShardingError: * has * rows *. Do b" in done.stdout
@@ -116,7 +115,7 @@ def test_kinds_of_refusals_are_listed(monkeypatch):
 
 def test_drawn_options_that_are_not_valid_are_a_failure(monkeypatch):
     invalid = dataclasses.replace(draw(3), options={"prefetch": -1})
-    monkeypatch.setattr(drawn_programs, "draw", lambda *_: invalid)
+    monkeypatch.setattr(compared_programs, "draw", lambda *_: invalid)
     done = stress("--only", "programs:3")
     assert done.exit_code == 1
     assert "the drawn options are not valid: prefetch=-1" in done.stdout
@@ -155,7 +154,7 @@ def _without_averages(program):
 @pytest.mark.processes
 @pytest.mark.slow(quick="test_a_wrong_pass_is_found_with_the_command_that_repeats_it")
 def test_a_wrong_average_is_found_and_its_listing_runs_again(monkeypatch):
-    monkeypatch.setattr(drawn_programs, "run_program", _without_averages)
+    monkeypatch.setattr(compared_programs, "run_program", _without_averages)
     seed = next(
         seed
         for seed in range(100)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
-from zpasses.tools.stress import caches, drawn_graphs, drawn_programs, faults
+from zpasses.tools.stress import caches, compared_programs, drawn_graphs, faults
 from zpasses.tools.stress.cases import OUTCOMES, CaseResult, StressConfig, Suite
 
 SUITES: Mapping[str, Suite] = {
     "graphs": drawn_graphs.run,
     "faults": faults.run,
     "caches": caches.run,
-    "programs": drawn_programs.run,
+    "programs": compared_programs.run,
 }
 """Name -> suite, in the order in which they run."""
 
