@@ -275,6 +275,34 @@ def _versions(routes: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _calibrate(settings: Settings, out: Path) -> None:
+    """Measure on this rank. Rank 0 writes and prints what all have measured."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        sizes = [
+            SMALLEST << shift
+            for shift in range(0, 32, 2)
+            if SMALLEST << shift <= settings.largest_mib << 20
+        ]
+        samples = measure(
+            compat.group_name(dist.group.WORLD), device, sizes, settings.repeat, settings.matrix
+        )
+        if dist.get_rank() == 0:
+            platform = platform_of(device.type)
+            architecture = platform.architecture() if platform is not None else "cpu"
+            machine = write(
+                out, samples, architecture, _versions([sample.route for sample in samples])
+            )
+            print(json.dumps(machine["routes"], indent=1))
+        sdma.shutdown()
+    finally:
+        dist.destroy_process_group()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -322,30 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "start the command on all devices of a node: torchrun --nproc-per-node 8 -m "
             "zpasses.tools.calibrate"
         )
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        sizes = [
-            SMALLEST << shift
-            for shift in range(0, 32, 2)
-            if SMALLEST << shift <= settings.largest_mib << 20
-        ]
-        samples = measure(
-            compat.group_name(dist.group.WORLD), device, sizes, settings.repeat, settings.matrix
-        )
-        if dist.get_rank() == 0:
-            platform = platform_of(device.type)
-            architecture = platform.architecture() if platform is not None else "cpu"
-            machine = write(
-                options.out, samples, architecture, _versions([sample.route for sample in samples])
-            )
-            print(json.dumps(machine["routes"], indent=1))
-        sdma.shutdown()
-    finally:
-        dist.destroy_process_group()
+    _calibrate(settings, options.out)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,49 @@ class StepOptions:
     """Device mesh of the ranks. None is one dimension, over which the model is sharded."""
 
 
+_STEP_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    click.option(
+        "--mesh",
+        metavar="NAME=SIZE,...",
+        callback=_mesh,
+        help="Device mesh of the ranks: dp=64,tp=8 or replicate=8,shard=64. The model is "
+        "sharded over dp or shard. The function gets the mesh as argument `mesh`. In `zpasses "
+        "plan`, auto or auto,tp=8 tries all shapes of hybrid sharding.",
+    ),
+    click.option(
+        "--reduce-dtype", metavar="DTYPE", help="Reduce gradients in this dtype: float32."
+    ),
+    click.option(
+        "--param-dtype", metavar="DTYPE", help="Gather parameters in this dtype: bfloat16."
+    ),
+    click.option(
+        "--reshard-after-forward",
+        "reshard_size",
+        metavar="RANKS",
+        type=click.IntRange(min=2),
+        help="In stage 3, gather again in backward from this many consecutive ranks.",
+    ),
+    click.option(
+        "--arg",
+        "arguments",
+        metavar="NAME=VALUE",
+        multiple=True,
+        callback=_arguments,
+        help="Keyword argument of the function. Can be repeated.",
+    ),
+    click.option(
+        "--target",
+        help='Hardware to plan for: "mi300x", "h100,ranks_per_node=4". Default: this machine.',
+    ),
+    click.option(
+        "--world",
+        type=click.IntRange(min=1),
+        help="Ranks of the fake process group. Default: those of --mesh, or 8.",
+    ),
+    click.argument("function", metavar="MODULE:FUNCTION"),
+)
+
+
 def step_options(command: Command) -> Command:
     """Decorator: add MODULE:FUNCTION, and the options that say how to capture its step. The command
     gets them as the argument `step`.
@@ -115,47 +158,7 @@ def step_options(command: Command) -> Command:
             given["auto"] = mesh  # of `zpasses plan`
         return command(step, **given)
 
-    for option in (
-        click.option(
-            "--mesh",
-            metavar="NAME=SIZE,...",
-            callback=_mesh,
-            help="Device mesh of the ranks: dp=64,tp=8 or replicate=8,shard=64. The model is "
-            "sharded over dp or shard. The function gets the mesh as argument `mesh`. In `zpasses "
-            "plan`, auto or auto,tp=8 tries all shapes of hybrid sharding.",
-        ),
-        click.option(
-            "--reduce-dtype", metavar="DTYPE", help="Reduce gradients in this dtype: float32."
-        ),
-        click.option(
-            "--param-dtype", metavar="DTYPE", help="Gather parameters in this dtype: bfloat16."
-        ),
-        click.option(
-            "--reshard-after-forward",
-            "reshard_size",
-            metavar="RANKS",
-            type=click.IntRange(min=2),
-            help="In stage 3, gather again in backward from this many consecutive ranks.",
-        ),
-        click.option(
-            "--arg",
-            "arguments",
-            metavar="NAME=VALUE",
-            multiple=True,
-            callback=_arguments,
-            help="Keyword argument of the function. Can be repeated.",
-        ),
-        click.option(
-            "--target",
-            help='Hardware to plan for: "mi300x", "h100,ranks_per_node=4". Default: this machine.',
-        ),
-        click.option(
-            "--world",
-            type=click.IntRange(min=1),
-            help="Ranks of the fake process group. Default: those of --mesh, or 8.",
-        ),
-        click.argument("function", metavar="MODULE:FUNCTION"),
-    ):
+    for option in _STEP_OPTIONS:
         run = option(run)
     return run  # type: ignore[return-value]
 
