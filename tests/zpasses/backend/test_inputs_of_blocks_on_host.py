@@ -18,7 +18,7 @@ from tests.frozen_training import assert_same
 from tests.on_ranks import on_ranks
 from tests.zpasses.backend.test_host_memory_of_blocks import EAGER, TARGET, plan
 from tests.zpasses.cost.memory.allocations import allocated
-from zpasses.backend.block_runs import BlockStep
+from zpasses.backend.block_steps import BlockStep
 from zpasses.cost.plan.prefetch import step_cost
 from zpasses.errors import MemoryBudgetError, ZpassesError
 from zpasses.host import saved_values

@@ -38,7 +38,7 @@ from tests.zpasses.layered_models import (
     trained,
 )
 from zpasses import compat
-from zpasses.backend import block_runs as planning
+from zpasses.backend import block_steps as planning
 from zpasses.dumps import read
 from zpasses.errors import AgreementError, MemoryBudgetError, OptionError
 from zpasses.runtime import block_schedule
