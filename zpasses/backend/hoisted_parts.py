@@ -37,7 +37,7 @@ from zpasses.runtime.grad_slots import returned_gradients
 from zpasses.runtime.hoisted import HoistedCode, Surroundings
 from zpasses.runtime.overflows import EncodedGrad
 from zpasses.runtime.profiling import collective_names, with_part_range
-from zpasses.runtime.run_checks import limited_run
+from zpasses.runtime.run_checks import limited_collectives
 
 
 def hoisted_graph(
@@ -105,11 +105,10 @@ def hoisted_code(
         None if options.prefetch == "auto" else options.prefetch,
         lambda runs, ahead: _plan_prefetch(job, runs, ahead, sorted(events)),
         functools.partial(
-            limited_run,
-            events,
+            limited_collectives,
+            events if options.agreement else (),
             f"graph {job.name} {kind}",
             options.agreement_timeout_s,
-            checked=bool(options.agreement),
         ),
         lambda gm: _part(job, gm, kind, facts.collectives, _ended(hoisted, gm, facts)),
         described,
