@@ -2,6 +2,20 @@
 
 A graph whose calls differ (cached parameters, deferred reductions) becomes a dispatcher, which
 compiles a variant when it first runs. A graph or variant that the compile cache has is loaded.
+
+What a call goes through, from the outside (f: of a forward only, b: of a backward only):
+
+- `compiler.py`: checks of outputs, plain inputs; f: local shards of the parameters of the call
+  (`runtime/forward.py`); then torch's autograd function
+- b: a warning about reductions that cannot wait, a check that parameters have not changed
+- arenas of what rests on the host
+- the dispatcher, if calls differ: `ForwardDispatch`, `BackwardDispatch`
+- residuals of error feedback
+- the check that all ranks run this graph, and the time limit of its collectives
+- the range of profilers
+- `HoistedCode`, of blocks
+- b: a look at gradients of encoded reductions
+- Inductor's code
 """
 
 from __future__ import annotations
