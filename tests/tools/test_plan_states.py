@@ -24,7 +24,7 @@ from zpasses.tools.capture.captured_step import run_capture
 from zpasses.tools.cli.main import cli
 from zpasses.tools.plan import resting_bytes
 from zpasses.tools.plan.plan_picture import plan_figure
-from zpasses.tools.plan.plan_request import PlanRequest, optimizer_class
+from zpasses.tools.plan.plan_request import PlanRequest, optimizer_class, optimizer_of
 from zpasses.tools.plan.plan_table import Resting, plan_view
 from zpasses.tools.plan.resting_bytes import RestingBytes, _state_sizes
 from zpasses.tools.plan.step_plans import plan_step
@@ -140,11 +140,26 @@ def test_states_on_meta_are_those_of_real_parameters(name):
     real = [nn.Parameter(torch.ones(shape)) for shape in ((6, 5), (7,), (), (0, 3))]
     wanted = expected_layouts(optimizer_class(name)(real))
     meta = [each.detach().to("meta") for each in real]
-    assert _state_sizes(optimizer_class(name), meta) == tuple(map(nbytes_of, wanted.values()))
+    assert _state_sizes(optimizer_of(name), meta) == tuple(map(nbytes_of, wanted.values()))
     assert optimizer_class("adafactor") is zpasses.optim.Adafactor
 
 
-@pytest.mark.parametrize(("name", "per_byte"), [("sgd", 3), ("adamw", 7)])
+@pytest.mark.parametrize(
+    ("text", "per_value"),
+    [
+        ("SGD", 0),
+        ("sgd,momentum=0.9", 4),
+        ("sgd, momentum = 0.9, nesterov=True, dampening=0", 4),
+        ("adamw,betas=(0.9, 0.95),amsgrad=True", 12),
+        ("rmsprop,momentum=0.9,centered=True", 12),
+    ],
+)
+def test_settings_of_an_optimizer_say_what_it_holds(text, per_value):
+    meta = [torch.empty(6, 500, device="meta")]
+    assert sum(_state_sizes(optimizer_of(text), meta)) // 3000 == per_value
+
+
+@pytest.mark.parametrize(("name", "per_byte"), [("sgd", 3), ("sgd,momentum=0.9", 5), ("adamw", 7)])
 def test_the_step_of_the_optimizer_takes_the_time_of_its_memory_traffic(name, per_byte):
     target = replace(TARGETS["h100"], memory_gb_s=1.0)
     asked = replace(request(backwards_per_step=2), optimizer=name, target="h100,memory_gb_s=1")
@@ -187,6 +202,9 @@ def test_the_call_that_is_printed_puts_the_states_where_the_plan_has_them():
     ("given", "said"),
     [
         (["--optimizer", "adamx"], "got 'adamx'. Did you mean \"Adamax\""),
+        (["--optimizer", "sgd,momentun=0.9"], "SGD has no setting 'momentun'. Did you mean"),
+        (["--optimizer", "sgd,momentum=-1"], "--optimizer 'sgd,momentum=-1': Invalid momentum"),
+        (["--optimizer", "sgd,momentum"], "cannot read 'momentum'; expected setting=value"),
         (["--device-memory", "1GiB"], "the states of --optimizer NAME, which must be given"),
         (["--optimizer", "sgd", "--device-memory", "1GiB", "--memory", "1GiB"], "must not"),
         (["--optimizer", "sgd", "--device-memory", "much"], "--device-memory: got 'much'"),

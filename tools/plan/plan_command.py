@@ -36,9 +36,15 @@ from zpasses.tools.plan.shape_table import shape_view
     help='What a plan may take of the host on each rank, such as "40GiB", as in the option.',
 )
 @click.option(
+    "--offload-parameters",
+    metavar="WHICH",
+    help="Shards of these parameters rest on the host: frozen, or all with the gradients of "
+    "trained ones, as with zpasses.offload_parameters.",
+)
+@click.option(
     "--optimizer",
     metavar="NAME",
-    help="Also plan the states of this optimizer of torch or zpasses, such as adamw.",
+    help='Also plan the states of this optimizer of torch or zpasses: adamw, "sgd,momentum=0.9".',
 )
 @click.option(
     "--device-memory",

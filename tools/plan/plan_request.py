@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+import zpasses
 import zpasses.optim
 from zpasses.cost.time.target import Target, current_target
 from zpasses.errors import MemoryBudgetError, OptionError, suggestion
@@ -41,6 +46,42 @@ def optimizer_class(name: str) -> type[Optimizer]:
     return known[name.lower()]
 
 
+def optimizer_of(text: str) -> functools.partial[Optimizer]:
+    """Returns what makes an optimizer of parameters, from its name and settings:
+    "sgd,momentum=0.9".
+
+    Raises:
+        OptionError: for an unknown name, and settings that it does not take.
+    """
+    name, *given = re.split(r",(?=\s*\w+\s*=)", text)
+    name, comma, odd = name.partition(",")
+    if comma:
+        raise OptionError(
+            f"--optimizer {text!r}: cannot read {odd!r}; expected setting=value, such as "
+            "'sgd,momentum=0.9'."
+        )
+    cls: Any = optimizer_class(name.strip())
+    settings = dict[str, Any]()
+    known = [*inspect.signature(cls).parameters][1:]
+    for each in given:
+        key, _, value = (part.strip() for part in each.partition("="))
+        if key not in known:
+            raise OptionError(
+                f"--optimizer {text!r}: {cls.__name__} has no setting {key!r}."
+                f"{suggestion(key, known)}"
+            )
+        try:
+            settings[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            settings[key] = value
+    made = functools.partial(cls, **settings)
+    try:
+        made([nn.Parameter(torch.empty(2, 2, device="meta"))])
+    except Exception as error:  # whatever it says about a setting
+        raise OptionError(f"--optimizer {text!r}: {error}") from error
+    return made
+
+
 @dataclass(frozen=True)
 class PlanRequest(StepOptions):
     """Which step to plan, and for which ranks and hardware."""
@@ -57,6 +98,9 @@ class PlanRequest(StepOptions):
     one graph."""
     host_memory: str | None = None
     """What a plan may take of the host on each rank, such as "40GiB"; None is nothing."""
+    offload_parameters: str | None = None
+    """Which parameters have their shards on the host: "frozen", or "all" with the gradients of
+    trained ones. None keeps all on the device."""
     pipeline: str | None = None
     """Passes that gather parameters again in backward and have a schedule, as text; None is
     "zero3"."""
@@ -66,8 +110,8 @@ class PlanRequest(StepOptions):
     stages: bool = True
     """Whether to plan stages 2 and 3 without a budget, too; or the pipeline, if there is one."""
     optimizer: str | None = None
-    """Class of the optimizer whose states the device holds as well, such as "AdamW"; None plans
-    without states."""
+    """Class and settings of the optimizer whose states the device holds as well, such as "AdamW" or
+    "sgd,momentum=0.9"; None plans without states."""
     device_memory: str | None = None
     """What shards, gradients, states and step may take together, such as "80GiB". The states that
     do not fit rest on the host, and the fastest plan is chosen; None has no such limit."""
@@ -101,8 +145,19 @@ class PlanRequest(StepOptions):
                     "size such as '70GiB'."
                 )
             parse_budget(self.memory, where)
+        if self.offload_parameters not in (None, "frozen", "all"):
+            raise OptionError(
+                f"--offload-parameters: got {self.offload_parameters!r}; expected 'frozen', or "
+                "'all' for trained parameters, too."
+            )
+        if self.offload_parameters is not None and self.repeat is not None:
+            raise OptionError(
+                "--offload-parameters does not go together with --repeat-layers, which does not "
+                "know when gradients go to the host; leave out one of the two, or plan blocks "
+                "with --compile-blocks."
+            )
         if self.optimizer is not None:
-            optimizer_class(self.optimizer)
+            optimizer_of(self.optimizer)
         if self.device_memory is not None:
             parse_size(self.device_memory, "--device-memory")
             if self.optimizer is None or self.memory is not None:
@@ -115,6 +170,11 @@ class PlanRequest(StepOptions):
                 raise OptionError(
                     "--step-in-backward plans parameters of blocks that step in backward; give "
                     "--compile-blocks NAMES and --optimizer NAME, too."
+                )
+            if self.offload_parameters == "all":
+                raise OptionError(
+                    "--step-in-backward does not go together with --offload-parameters all: "
+                    "gradients of parameters on the host go there. Leave out one of the two."
                 )
             if self.device_memory is not None:
                 raise OptionError(
@@ -194,14 +254,22 @@ class PlanRequest(StepOptions):
             "backwards_per_step": self.backwards_per_step,
             "blocks": self.compile_blocks,
             "step_in_backward": self.step_in_backward,
+            "offload_parameters": self.offload_parameters,
         }
 
     def capture(self, on_sharded: Callable[[nn.Module], object], **options: Any) -> CaptureRequest:
         """Returns the capture of the step, with these options of the backend.
 
         Args:
-            on_sharded: called with the sharded model, before its step.
+            on_sharded: called with the sharded model, before its step. Its parameters are where
+                they rest.
         """
+
+        def placed(model: nn.Module) -> None:
+            if self.offload_parameters is not None:
+                zpasses.offload_parameters(model, trained=self.offload_parameters == "all")
+            on_sharded(model)
+
         options |= {"target": self.target} if self.target is not None else {}
         few = {} if self.repeat is None else {self.repeat: FEWEST_LAYERS}
         return CaptureRequest(
@@ -213,5 +281,5 @@ class PlanRequest(StepOptions):
             options=options,
             compile_blocks=self.compile_blocks,
             mesh=self.mesh,
-            on_sharded=on_sharded,
+            on_sharded=placed,
         )

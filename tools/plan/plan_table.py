@@ -29,16 +29,19 @@ class GraphFigures:
 
 @dataclass(frozen=True)
 class Resting:
-    """What a rank holds beside the step, in bytes."""
+    """What a rank holds beside the step, in bytes of the device."""
 
     shard_bytes: int = 0
     gradient_bytes: int = 0
     """That are there at a time."""
     state_bytes: int = 0
+    """Of all states, wherever they rest."""
     optimizer: str | None = None
     """Whose states these are; None if they are not known."""
     optimizer_us: float = 0.0
     """Duration of its step, by micro-batch, if all states stay."""
+    params_on_host: int = 0
+    """Bytes of the shards that rest on the host, and of their gradients, which go there."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,8 @@ class StepTable:
     step_in_backward: bool = field(default=False, kw_only=True)
     """Whether parameters of blocks step in backward, so that gradients of two blocks are there at a
     time."""
+    offload_parameters: str | None = field(default=None, kw_only=True)
+    """Which parameters have their shards on the host, "frozen" or "all"; None: none."""
     repeated: int | None = field(default=None, kw_only=True)
     """How many layers were captured, of which the others are copies; None if all were."""
 
@@ -201,9 +206,17 @@ class StepTable:
         """The call with which parameters step in backward; None if they do not."""
         return "zpasses.step_in_backward(optimizer)" if self.step_in_backward else None
 
+    @property
+    def params_call(self) -> str | None:
+        """The call that brings parameters to the host; None if all stay on the device."""
+        if self.offload_parameters is None:
+            return None
+        trained = ", trained=True" if self.offload_parameters == "all" else ""
+        return f"zpasses.offload_parameters(model{trained})"
+
     def calls_of(self, point: PlanPoint) -> Text:
         """All that a program gives and calls for a plan."""
-        calls = self.call_of(point), point.offload_call, self.early_call
+        calls = self.call_of(point), self.params_call, point.offload_call, self.early_call
         return Text(tuple(filter(None, calls)))
 
     def view(self, shown: Table, result: Iterable[str | Text], legend: Sequence[str]) -> View:
@@ -304,6 +317,8 @@ class PlanTable(StepTable):
 
     def _device_reason(self, chosen: PlanPoint) -> str:
         rests, why = self.resting, f"It is the fastest that fits in {self.device_memory}, with"
+        if self.offload_parameters == "all":  # states of parameters on the host do not stay
+            return f"{why} the copies of states and parameters."
         why += " the copies of states." if self.offload_call else " all states."
         most = NOTABLY * chosen.with_optimizer_us - rests.optimizer_us
         faster = [each for each in self.plans if each.total_us < most]
@@ -338,9 +353,16 @@ class PlanTable(StepTable):
             **({} if self.blocks is None else {"uncompiled": dict(self.uncompiled)}),
             "options": self.options,
             **self._device_json(),
+            **self._params_json(),
             "reason": self.reason,
             "seconds": round(self.seconds, 1),
         }
+
+    def _params_json(self) -> dict[str, Any]:
+        if self.offload_parameters is None:
+            return {}
+        on_host = self.resting.params_on_host
+        return {"offload_parameters": self.params_call, "params_on_host": on_host}
 
     def _device_json(self) -> dict[str, Any]:
         if self.resting.optimizer is None:
@@ -413,17 +435,19 @@ _LEGEND = (
 
 def plan_view(found: PlanTable) -> View:
     """The table as a page."""
+    there = found.resting.params_on_host
     rows = [
-        _row(f"{number}{' chosen' if each is found.chosen else ''}", each)
+        _row(f"{number}{' chosen' if each is found.chosen else ''}", each, there)
         for number, each in enumerate(found.plans, 1)
     ]
-    rows += [_row(f"{each.name}, no budget", each) for each in found.stages]
+    rows += [_row(f"{each.name}, no budget", each, there) for each in found.stages]
     left_out = (
         ["ahead", *(["cached"] if found.repeated else [])]
         if found.blocks is None
         else ["cached", "activations"]
     )
-    left_out += [] if any(each.host_bytes for each in found.plans) else ["host"]
+    moved = any(each.host_bytes for each in found.plans)
+    left_out += [] if moved or there else ["host"]
     left_out += [] if any(each.chunks > 1 for each in found.plans) else ["chunks"]
     left_out += DEVICE_COLUMNS if found.resting.optimizer is None else []
     left_out += [] if any(each.least_us is not None for each in found.plans) else ["least"]
@@ -447,10 +471,11 @@ def plan_view(found: PlanTable) -> View:
     if found.blocks is not None:
         blocks = _blocks_legend(found.blocks, found.uncompiled)
         if "host" in columns:
-            blocks = (*blocks, "host: bytes of what blocks save, inputs included, that rest there.")
+            what = ["what blocks save, inputs included"] if moved else []
+            blocks = (*blocks, _host_legend(what, found))
         return found.view(shown, result, (*blocks, *device))
     kept = "kept: full parameters that stay until backward. cached: those that stay longer."
-    more = " host: bytes of them that rest there." if "host" in columns else ""
+    more = f" {_host_legend(['them'] if moved else [], found)}" if "host" in columns else ""
     more += " chunks: those of the loss." if "chunks" in columns else ""
     legend = [kept, f"activations: share that forward saves.{more}"]
     if "least" in columns:
@@ -461,6 +486,13 @@ def plan_view(found: PlanTable) -> View:
     elif found.repeated is None:
         legend.append('For the least time of each budget: pip install "zpasses[plan]"')
     return found.view(shown, result, [*legend, *device])
+
+
+def _host_legend(what: list[str], found: PlanTable) -> str:
+    if there := found.resting.params_on_host:
+        grads = " and their gradients" if found.offload_parameters == "all" else ""
+        what.append(f"shards{grads} ({bytes_text(there)})")
+    return f"host: bytes of {' and of '.join(what)} that rest there."
 
 
 DEVICE_LEGEND = (
@@ -516,7 +548,7 @@ def _routes_text(routes: Sequence[str]) -> Text:
     return Text((f"copy engines run {taken} of {len(routes)} gathers", *shown))
 
 
-def _row(mark: str, point: PlanPoint) -> dict[str, str]:
+def _row(mark: str, point: PlanPoint, params_on_host: int) -> dict[str, str]:
     cells = (
         mark,
         point.budget or "",
@@ -530,7 +562,7 @@ def _row(mark: str, point: PlanPoint) -> dict[str, str]:
         bytes_text(point.kept_bytes),
         bytes_text(point.cached_bytes),
         f"{point.activations:.0%}",
-        bytes_text(point.host_bytes),
+        bytes_text(point.host_bytes + params_on_host),
         str(point.chunks),
         *device_cells(point),
     )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zpasses import compat
 from zpasses.backend.per_block import find_blocks
 from zpasses.cost.time.target import Target
-from zpasses.errors import OptionError
+from zpasses.errors import MemoryBudgetError, OptionError
 from zpasses.graph.queries import nbytes
 from zpasses.inspect.units import bytes_text
 from zpasses.optim.expected_states import expected_layouts
@@ -26,7 +27,8 @@ from zpasses.optim.state_buckets import (
     plan_states_beside,
 )
 from zpasses.option_values import parse_size
-from zpasses.tools.plan.plan_request import PlanRequest, optimizer_class
+from zpasses.runtime.offloaded import device_of_shard
+from zpasses.tools.plan.plan_request import PlanRequest, optimizer_of
 from zpasses.tools.plan.plan_table import DeviceUse, PlanPoint, PlanTable, Resting, budget_text
 from zpasses.tools.plan.repeated_layers import FEWEST_LAYERS, layer_starts
 
@@ -40,6 +42,9 @@ class RestingBytes:
 
     resting: Resting
     state_sizes: tuple[int, ...]
+    riding: tuple[int, ...] = ()
+    """What comes to the device with the states of each, because it rests on the host: the shard and
+    its gradient."""
 
     @classmethod
     def of(cls, model: nn.Module, request: PlanRequest) -> RestingBytes:
@@ -47,6 +52,7 @@ class RestingBytes:
 
         Raises:
             OptionError: for an optimizer that does not take the parameters.
+            MemoryBudgetError: if the target has less memory on the host than parameters take there.
             ZpassesError: for one whose states cannot be offloaded.
         """
         params = list(model.named_parameters())
@@ -54,21 +60,34 @@ class RestingBytes:
             starts = sorted(layer_starts(enumerate([name] for name, _ in params)).values())
             layer = params[starts[2] : starts[3]] if len(starts) == FEWEST_LAYERS else []
             params += layer * (request.arguments[request.repeat] - FEWEST_LAYERS)
-        local = [compat.local_part(e) for _, e in params]
-        trained = [own for own, (_, e) in zip(local, params, strict=True) if e.requires_grad]
+        target = request.parsed_target()
+        trained = [compat.local_part(each) for _, each in params if each.requires_grad]
+        shards = [nbytes(compat.local_part(each)) for _, each in params]
+        out = [device_of_shard(each) is not None for _, each in params]
+        of_grads = [
+            size * each.requires_grad for size, (_, each) in zip(shards, params, strict=True)
+        ]
+        riding = tuple(
+            size * 2 * is_out
+            for size, is_out, (_, each) in zip(shards, out, params, strict=True)
+            if each.requires_grad
+        )
+        on_host = sum(itertools.compress(shards, out)) + sum(itertools.compress(of_grads, out))
+        _check_host(on_host, request, target)
         name: str | None = None
         sizes: tuple[int, ...] = ()
         if request.optimizer is not None:
-            chosen = optimizer_class(request.optimizer)
-            name, sizes = chosen.__name__, _state_sizes(chosen, trained)
-        shards, gradients = sum(map(nbytes, local)), sum(map(nbytes, trained))
+            chosen = optimizer_of(request.optimizer)
+            name, sizes = chosen.func.__name__, _state_sizes(chosen, trained)
         # A shard has the bytes of its gradient.
-        kernels = optimizer_kernels_us(gradients, gradients, sum(sizes), request.parsed_target())
+        kernels = optimizer_kernels_us(sum(of_grads), sum(of_grads), sum(sizes), target)
+        gradients = sum(of_grads) - sum(itertools.compress(of_grads, out))
         each = kernels / request.backwards_per_step if name is not None else 0.0
         if request.step_in_backward:
             assert request.compile_blocks is not None
             gradients = _most_gradient_bytes(model, request.compile_blocks)
-        return cls(Resting(shards, gradients, sum(sizes), name, each), sizes)
+        held = sum(shards) - sum(itertools.compress(shards, out))
+        return cls(Resting(held, gradients, sum(sizes), name, each, on_host), sizes, riding)
 
     def limits(self, request: PlanRequest, device_bytes: int | None = None) -> list[int]:
         """Returns the peaks up to which all states stay, and up to which a step fits at all.
@@ -86,8 +105,8 @@ class RestingBytes:
         if request.device_memory is None:
             return []
         room = self._room(request.device_memory)
-        lean = plan_states(self.state_sizes, 0, BUCKET_BYTES)
-        ends = (room - self.resting.state_bytes, room - lean.in_flight_bytes)
+        rich, lean = self._all_stay(), self._placed(0)
+        ends = (room - rich.device_bytes - rich.in_flight_bytes, room - lean.in_flight_bytes)
         return [int(each / _ROUNDING) for each in ends]
 
     def _room(self, device_memory: str) -> int:
@@ -127,29 +146,35 @@ class RestingBytes:
         fits = True
         if request.device_memory is not None:
             room = self._room(request.device_memory)
-            beside = plan_states_beside(self.state_sizes, room - peak, room, BUCKET_BYTES)
-            plan = beside or plan_states(self.state_sizes, 0, BUCKET_BYTES)
-            on_host = plan.host_bytes + point.host_bytes
+            beside = plan_states_beside(
+                self.state_sizes, room - peak, room, BUCKET_BYTES, self.riding
+            )
+            plan = beside or self._placed(0)
+            on_host = plan.host_bytes + point.host_bytes + self.resting.params_on_host
             fits = beside is not None and on_host <= target.host_memory_bytes
         held = plan.device_bytes + plan.in_flight_bytes + max(peak, plan.in_flight_bytes)
         resting = self.resting.shard_bytes + self.resting.gradient_bytes
-        travel = streamed_states_us(plan.host_bytes, plan.in_flight_bytes, target)
+        travel = streamed_states_us(plan.host_bytes, plan.in_flight_bytes, target, sum(self.riding))
         return DeviceUse(
             resting + plan.device_bytes,
             resting + held,
             plan.host_bytes,
             max(self.resting.optimizer_us, travel / request.backwards_per_step),
             fits,
-            self._option(plan) if plan.host_bytes else None,
+            self._option(plan) if plan.buckets else None,
         )
 
     def _all_stay(self) -> StatePlan:
-        return plan_states(self.state_sizes, self.resting.state_bytes, BUCKET_BYTES)
+        """All states stay, but those of parameters on the host."""
+        return self._placed(self.resting.state_bytes)
+
+    def _placed(self, device_bytes: int) -> StatePlan:
+        return plan_states(self.state_sizes, device_bytes, BUCKET_BYTES, self.riding)
 
     def _option(self, plan: StatePlan) -> str:
         """Returns the shortest text of `device_bytes` that leads to a plan."""
         text = budget_text(plan.device_bytes) if plan.device_bytes else "0B"
-        same = plan_states(self.state_sizes, parse_size(text, "device_bytes"), BUCKET_BYTES) == plan
+        same = self._placed(parse_size(text, "device_bytes")) == plan
         return text if same else f"{plan.device_bytes}B"
 
     def _missing(self, leanest: PlanPoint, request: PlanRequest) -> str:
@@ -159,6 +184,19 @@ class RestingBytes:
             f"{bytes_text(leanest.device.total_bytes)} of the device, and puts "
             f"{bytes_text(leanest.device.states_on_host)} of states on the host. Train on more "
             "ranks or with smaller batches, or give --host-memory."
+        )
+
+
+def _check_host(params_bytes: int, request: PlanRequest, target: Target) -> None:
+    needed = params_bytes + request.host_bytes(target)
+    if needed > target.host_memory_bytes:
+        also = "" if request.host_memory is None else f" and --host-memory {request.host_memory}"
+        raise MemoryBudgetError(
+            f"--offload-parameters: {bytes_text(params_bytes)} of "
+            f"shards and gradients{also} are {bytes_text(needed)} of the host on each rank, and a "
+            f"node of {target.name} has {bytes_text(target.host_memory_bytes)} for each of its "
+            f"{target.ranks_per_node} ranks. Train on more ranks, or change the figure: --target "
+            f"{target.name},host_memory_bytes=..."
         )
 
 
@@ -185,7 +223,7 @@ _ROUNDING = 1.001
 """By how much `budget_text` may exceed a size."""
 
 
-def _state_sizes(cls: Any, trained: Sequence[Tensor]) -> tuple[int, ...]:
+def _state_sizes(made: functools.partial[Optimizer], trained: Sequence[Tensor]) -> tuple[int, ...]:
     """Returns the bytes of the states of these parameters, which may be fake."""
     with compat.no_dispatch_modes():
         params = [
@@ -195,11 +233,11 @@ def _state_sizes(cls: Any, trained: Sequence[Tensor]) -> tuple[int, ...]:
             for each in trained
         ]
         try:
-            optimizer = cls(params)
+            optimizer = made(params)
         except (TypeError, ValueError) as error:
             raise OptionError(
-                f"--optimizer {cls.__name__} does not take all parameters of the model ({error}). "
-                "Name the optimizer that has most of them."
+                f"--optimizer {made.func.__name__} does not take all parameters of the model "
+                f"({error}). Name the optimizer that has most of them."
             ) from error
         return tuple(map(nbytes_of, expected_layouts(optimizer).values()))
 
@@ -220,7 +258,9 @@ def optimizer_kernels_us(
     return target.kernel_us + moved / (target.memory_gb_s * 1e3)
 
 
-def streamed_states_us(host_bytes: int, in_flight_bytes: int, target: Target) -> float:
+def streamed_states_us(
+    host_bytes: int, in_flight_bytes: int, target: Target, riding_bytes: int = 0
+) -> float:
     """Returns how much longer a step of an optimizer takes because its states rest on the host.
 
     They come and go in buckets, two of which are on the device at a time: while one comes in, the
@@ -230,7 +270,11 @@ def streamed_states_us(host_bytes: int, in_flight_bytes: int, target: Target) ->
     Args:
         host_bytes: of the states on the host.
         in_flight_bytes: of two buckets.
+        riding_bytes: of parameters on the host and their gradients. Both come, and the parameters
+            go. The CPU waits for these, so the last buckets count.
     """
     inward, outward = target.host_in_gb_s * 1e3, target.host_out_gb_s * 1e3
-    last = min(in_flight_bytes, host_bytes)
-    return max(host_bytes / inward, (host_bytes - last) / outward + last / inward)
+    comes = host_bytes + riding_bytes
+    last = min(in_flight_bytes, comes)
+    goes = host_bytes + riding_bytes // 2 if riding_bytes else host_bytes - last
+    return max(comes / inward, goes / outward + last / inward)

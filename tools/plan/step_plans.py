@@ -28,6 +28,7 @@ from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import KeptParam
 from zpasses.cost.time.route_figures import planned_route
 from zpasses.cost.time.target import Target, use_target
+from zpasses.errors import OptionError
 from zpasses.graph.tags import tagged
 from zpasses.option_values import parse_size
 from zpasses.passes.defer_reduction import DeferReduction
@@ -143,10 +144,15 @@ def plan_shapes(
         progress: called with each shape that was planned.
 
     Raises:
-        OptionError: if the ranks cannot be divided, and as `plan_step`.
+        OptionError: if the ranks cannot be divided, for parameters on the host, and as `plan_step`.
         CaptureError, ShardingError: as `plan_step`.
     """
     request.check()
+    if request.offload_parameters is not None:
+        raise OptionError(
+            "--offload-parameters does not go together with --mesh auto, whose shards are on the "
+            "device; plan one mesh at a time, such as --mesh replicate=2,shard=4."
+        )
     target, given = request.parsed_target(), request.device_memory
     device_bytes = parse_size(given, "--device-memory") if given else target.memory_bytes
     points, partitions, repeated = [], EqualPartitions(), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -262,13 +263,25 @@ class BlockStep:
         moved = f" and {format_size(cost.host_bytes)} rest on the host" if cost.moved else ""
         held = _held_text(self.runs)
         held = f" {held[0].upper()}{held[1:]}." if held else ""
+        forwards = itertools.takewhile(lambda run: not run.is_backward, self.runs)
+        ways = "Checkpoint the blocks, use" if any(map(_may_recompute, forwards)) else "Use"
         what = f"{format_size(missing)} are missing" if missing > 0 else "another rank needs more"
         return (
             f"memory_budget={budget!r}: the graphs of this step hold at least "
             f"{format_size(least)} on this rank, even if nothing is gathered ahead{moved}, and "
-            f"{format_size(limit_bytes)} are allowed: {what}.{held} Checkpoint the blocks, use "
+            f"{format_size(limit_bytes)} are allowed: {what}.{held} {ways} "
             "more ranks, smaller batches or a larger budget."
         )
+
+
+def _may_recompute(forward: GraphRun) -> bool:
+    """Whether a forward saves more than what it returns first, which the next one takes."""
+    saved = sum(size for at, size in forward.returned if at)
+    return saved > _NOTABLE * forward.saved_bytes > 0
+
+
+_NOTABLE = 0.01
+"""Part of what a forward saves that is worth naming. Random states are less."""
 
 
 def agreed_prefetch(

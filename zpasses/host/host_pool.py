@@ -63,10 +63,13 @@ def agreed_host_bytes(groups: Sequence[str], text: str | None, pool: HostPool) -
     if given > pool.promised:  # what was free at the vote may be taken by now
         usable = _least([usable, available])
     if usable is not None and given > usable:
+        ranks, own = local_ranks(), available or 0
         raise MemoryBudgetError(
             f"host_memory={text!r} is for each rank, and one of them has {format_size(usable)} "
-            f"available: this machine, with {local_ranks()} ranks, has "
-            f"{format_size(available or 0)} for each. Give less, or run fewer ranks on a machine."
+            f"available. The {ranks} ranks of this machine need {format_size(ranks * given)} "
+            f"together, and {format_size(ranks * own)} are available, {format_size(own)} for each. "
+            "Give less, or run fewer ranks on a machine. How much of it a step takes is not known "
+            "before its plan; `zpasses plan --host-memory SIZE` shows it."
         )
     return given
 

@@ -27,6 +27,12 @@ def expected_layouts(optimizer: Optimizer) -> dict[Tensor, tuple[ValueLayout, ..
     Raises:
         ZpassesError: if it cannot step a parameter by itself, or lacks memory for it.
     """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ZpassesError(
+            f"{type(optimizer).__name__} steps all parameters as one vector, so it holds nothing "
+            "for each of them that could rest on the host. Leave its states on the device, or use "
+            "an optimizer that steps each parameter by itself, such as AdamW."
+        )
     found: dict[Tensor, tuple[ValueLayout, ...]] = {}
     tried: dict[Any, tuple[ValueLayout, ...]] = {}
     for number, group in enumerate(optimizer.param_groups):

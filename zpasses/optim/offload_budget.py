@@ -160,13 +160,16 @@ def _merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**first, **most, **least}
 
 
-def check_host_memory(options: OffloadOptions, needed: int, available: int) -> None:
+def check_host_memory(
+    options: OffloadOptions, needed: int, available: int, of_grads: int = 0
+) -> None:
     """Raise MemoryBudgetError if a rank lacks host memory, or the budget is beyond what it has. All
     arguments are equal on all ranks, so all of them raise it.
 
     Args:
         needed: bytes on the host.
         available: the least share of a rank in what its machine has free.
+        of_grads: the part of what is needed that gradients take.
     """
     given = options.host_bytes
     least = available if given is None else min(given, available)
@@ -176,12 +179,21 @@ def check_host_memory(options: OffloadOptions, needed: int, available: int) -> N
         def text(size: int) -> str:
             return f"{size:,} bytes" if close else format_size(size)
 
+        grads = f", of which {text(of_grads)} are for their gradients" if of_grads else ""
         raise MemoryBudgetError(
             f"{options.function}: the {options.things} that do not stay on the device need "
-            f"{text(needed)} of host memory on a rank. Given: host_bytes="
+            f"{text(needed)} of host memory on a rank{grads}. Given: host_bytes="
             f"{'None' if given is None else text(given)}. Available: {text(available)}, the "
             "least share of a rank in what its machine has free, without what host_memory and "
             "gradients of parameters on the host may still take. "
-            f"Let more {options.things} stay (device_bytes), shard over more ranks, or give a "
-            "budget that the machine has."
+            f"{_ways_out(options, needed, available)}"
         )
+
+
+def _ways_out(options: OffloadOptions, needed: int, available: int) -> str:
+    given = options.host_bytes
+    if needed > available:
+        return f"Let more {options.things} stay (device_bytes), or shard over more ranks."
+    if given is not None and given > available:
+        return "There is room for them: give host_bytes that the machine has, or leave it out."
+    return f"Raise host_bytes, let more {options.things} stay (device_bytes), or use more ranks."

@@ -14,7 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
@@ -104,22 +105,20 @@ def offload_parameters(
     chosen = _leaving(agreed.sizes[: len(movable)], options.device_bytes)
     there = range(len(movable), len(layouts))
     needed = sum(agreed.sizes[at] for at in chosen)
-    needed += sum(agreed.more[at] for at in (*chosen, *there))
-    check_host_memory(options, needed, agreed.available_bytes)
+    of_new_grads = sum(agreed.more[at] for at in (*chosen, *there))
+    needed += of_new_grads
     moved = {param: layouts[param] for param in (list(layouts)[at] for at in chosen)}
-    device = compat.local_of(next(iter(layouts))).device
-    try:
-        arena = HostArena(sum(each.nbytes for each in moved.values()), device)
-    except (OSError, RuntimeError) as raised:
-        report_failure(groups, raised, "offloading parameters")
-        raise
-    starts = itertools.accumulate((each.nbytes for each in moved.values()), initial=0)
-    for (param, layout), start in zip(moved.items(), starts, strict=False):
-        _move(param, layout, arena, start)
-    change_specs(model, moved, lambda spec: replace(spec, device=device))
     trains = {param for param in (*moved, *since) if param.requires_grad}
-    for param in trains:
-        gradients.promise(layouts[param].nbytes, param)
+    device = compat.local_of(next(iter(layouts))).device
+    if any(isinstance(compat.local_of(param), compat.FakeTensor) for param in layouts):
+        for param in moved:  # of a plan, which takes no memory
+            _rest(param, torch.empty_like(compat.local_of(param), device="cpu"))
+    else:
+        check_host_memory(options, needed, agreed.available_bytes, of_new_grads)
+        _move(moved, device, groups)
+        for param in trains:
+            gradients.promise(layouts[param].nbytes, param)
+    change_specs(model, moved, lambda spec: replace(spec, device=device))
     change_specs(model, trains, lambda spec: replace(spec, is_trained=True))
     plan = parameter_plan(model)
     log.info(
@@ -212,9 +211,27 @@ def _leaving(sizes: Sequence[int], device_bytes: int) -> list[int]:
     return sorted(leaving)
 
 
-def _move(param: DTensor, layout: ValueLayout, arena: HostArena, start: int) -> None:
-    host = arena.tensor(start, layout.dtype, layout.shape, layout.stride)
-    host.copy_(compat.local_of(param).detach())
+def _move(
+    moved: Mapping[DTensor, ValueLayout], device: torch.device, groups: Sequence[str]
+) -> None:
+    """Copies shards to the host.
+
+    Raises:
+        MemoryBudgetError: if the system or the driver refuses the memory.
+    """
+    try:
+        arena = HostArena(sum(each.nbytes for each in moved.values()), device)
+    except (OSError, RuntimeError) as raised:
+        report_failure(groups, raised, "offloading parameters")
+        raise
+    starts = itertools.accumulate((each.nbytes for each in moved.values()), initial=0)
+    for (param, layout), start in zip(moved.items(), starts, strict=False):
+        host = arena.tensor(start, layout.dtype, layout.shape, layout.stride)
+        host.copy_(compat.local_of(param).detach())
+        _rest(param, host)
+
+
+def _rest(param: DTensor, host: Tensor) -> None:
     device = compat.local_of(param).device
     replace_shard(param, layout_of(param).wrap(host, param.shape))
     setattr(param, DEVICE_ATTRIBUTE, device)

@@ -37,9 +37,9 @@ def layout_of_value(key: Any, value: Any) -> ValueLayout | None:
     lists, and tensors that have gaps or are of a subclass, such as quantized ones.
     """
     local = compat.local_part(value)
-    if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided:
+    if type(local) not in (Tensor, nn.Parameter, compat.FakeTensor):
         return None
-    if not local.dim():
+    if local.layout is not torch.strided or not local.dim():
         return None
     shape, stride = tuple(local.shape), tuple(local.stride())
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -22,7 +22,12 @@ from zpasses.errors import ShardingError
 from zpasses.runtime.backward_checks import ValuesUsed, prepare_backward
 from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot
 from zpasses.runtime.layout import rows_of_all
-from zpasses.runtime.param_conversion import CallParams, bound_call, to_local_shards
+from zpasses.runtime.param_conversion import (
+    CallParams,
+    await_backward,
+    bound_call,
+    to_local_shards,
+)
 from zpasses.runtime.param_value import (
     ParamValue,
     look_after,
@@ -225,6 +230,7 @@ def with_local_shards(
                 accumulation.apply(params)
                 shards: Sequence[Tensor] = to_local_shards(params)
                 values_used, first_node = ValuesUsed(params, names), compat.next_node_number()
+                await_backward(values_used)
             else:
                 shards = rows_of_all(params)
             for i, shard in zip(positions, shards, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ def read_of(identity: str) -> CallParams | None:
 class _Calls(threading.local):
     current: CallParams | None = None
     params: Sequence[Any] = ()
+    backward: weakref.ref[object] | None = None
 
 
 _calls = _Calls()
@@ -69,17 +71,29 @@ _calls = _Calls()
 @contextmanager
 def bound_call(call: CallParams | None, params: Sequence[Any] = ()) -> Iterator[None]:
     """Inside, compiled code runs with these parameters, and so does its backward later."""
-    before = _calls.current, _calls.params
-    _calls.current, _calls.params = call, params
+    before = _calls.current, _calls.params, _calls.backward
+    _calls.current, _calls.params, _calls.backward = call, params, None
     try:
         yield
     finally:
-        _calls.current, _calls.params = before
+        _calls.current, _calls.params, _calls.backward = before
 
 
 def current_params() -> Sequence[Any]:
     """Returns the sharded parameters of the call whose forward runs."""
     return _calls.params
+
+
+def await_backward(held: object) -> None:
+    """The forward of the call runs next, and its autograd node will hold this object."""
+    _calls.backward = weakref.ref(held)
+
+
+def current_backward() -> weakref.ref[object] | None:
+    """Returns what is alive as long as the backward of the call whose forward runs may run; None
+    if that is not known.
+    """
+    return _calls.backward
 
 
 def current_call() -> CallParams | None:

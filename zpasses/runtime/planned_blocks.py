@@ -3,22 +3,29 @@ which saved values rest on the host.
 
 A step is planned when its last backward ends. What is known of its graphs is kept per graph of this
 rank, because other ranks may run graphs for other lengths.
+
+The program may drop a forward without a backward, as after an error that it caught, or in an
+evaluation with gradients. What that one saved is freed, so it is no part of the step: when a
+backward begins, only forwards count whose backward may still run. Ranks may free it at different
+times, so what they agree on does not depend on that.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zpasses import compat
 from zpasses.cost.plan.prefetch import GraphRun, StepCost
+from zpasses.runtime.param_conversion import current_backward
 from zpasses.runtime.windows import EngineRun
 
 _MAX_STEP = 1 << 12
-"""Graphs of one step that are planned together."""
+"""Graphs of one step that are planned together: the last ones."""
 
 _MAX_PLANS = 64
 
@@ -90,8 +97,13 @@ class PlannedBlocks:
         self._silent: dict[RunKey, int] = {}
         """Numbers of the keys of silent graphs, which communicate nothing. Other ranks may not run
         them."""
-        self._step: list[_Ran] = []
-        """Graphs since the last step's backward."""
+        self._step = deque[_Ran](maxlen=_MAX_STEP)
+        """Graphs since the last step's backward, up to the last backward."""
+        self._awaiting = deque[tuple[_Ran, "weakref.ref[object] | None"]](maxlen=_MAX_STEP)
+        """Forwards after these, and what is alive as long as their backward may run."""
+        self._ran = deque[tuple[int, bool, bool]](maxlen=_MAX_STEP)
+        """What all ranks know of all graphs since the last step's backward, also of forwards
+        without a backward: `number`, `saves` and `moves` as in `_Ran`."""
         self._is_over = False
         """Whether the next forward begins another step."""
         self._agreed: dict[tuple[object, ...], int] = {}
@@ -184,13 +196,30 @@ class PlannedBlocks:
             self._keys[number] = key
             if self._graphs[graph].returned:
                 self._forwards[key.params] = Forward(key.params, graph)
-            if self._is_over and not compat.in_backward():
+            in_backward, moves = compat.in_backward(), values_may_move()
+            if self._is_over and not in_backward:
                 self._step.clear()
+                self._ran.clear()
                 self._is_over = False
             self._is_over |= key.is_backward
-            if len(self._step) < _MAX_STEP:
-                moves = values_may_move()
-                self._step.append(_Ran(number, moves or compat.in_backward(), moves, graph))
+            ran = _Ran(number, moves or in_backward, moves, graph)
+            if number >= 0:
+                self._ran.append((number, ran.saves, ran.moves))
+            if in_backward:
+                self._end_forwards()
+                self._step.append(ran)
+            else:
+                saves = bool(self._graphs[graph].returned)
+                self._awaiting.append((ran, current_backward() if saves else None))
+
+    def _end_forwards(self) -> None:
+        """A backward has begun. Forwards whose backward cannot run any more are no part of the
+        step.
+        """
+        for ran, backward in self._awaiting:
+            if backward is None or backward() is not None:
+                self._step.append(ran)
+        self._awaiting.clear()
 
     def plan_at_end(self, plan: PlanStep, *, asks: bool = True) -> None:
         """Called in a backward: plan the step when its backward ends, if its graphs are new.
@@ -211,7 +240,7 @@ class PlannedBlocks:
             return
         step = tuple(self._step)
         # Whether other ranks are asked depends only on what all of them know.
-        agreed = tuple((each.number, each.saves, each.moves) for each in step if each.number >= 0)
+        agreed = tuple(self._ran)
         ahead = self._agreed.get(agreed) if self._asks else self._ahead
         found = self._plans.get(step)
         if found is None or ahead != found.cost.ahead:

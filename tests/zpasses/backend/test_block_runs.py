@@ -120,3 +120,19 @@ def test_steps_of_which_nothing_fits_say_what_rests_on_the_host():
     step = BlockStep(runs, host_bytes=1 << 30)
     assert "gathered ahead and 1 MiB rest on the host, and" in step.too_little_memory("1KiB", 1)
     assert "rest on the host" not in BlockStep(runs).too_little_memory("1KiB", 1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "saved", "said"),
+    [
+        (((0, 100), (1, 900)), 1000, "are missing. Checkpoint the blocks, use more ranks"),
+        (((0, 1000), (1, 8)), 1008, "are missing. Use more ranks"),  # a checkpoint inside of it
+        (((0, 100), (1, 900)), 0, "are missing. Use more ranks"),  # around it
+    ],
+)
+def test_checkpoints_are_advised_only_where_they_save_memory(returned, saved, said):
+    block = GraphRun("f", False, 9.0, 0.0, 0.0, 0, 0, 9000, saved, returned=returned)
+    again = replace(block, saved_bytes=1000)
+    backward = replace(block, is_backward=True, saved_bytes=0, returned=())
+    runs = [block, block, backward, again, backward]  # the second one runs again in backward
+    assert said in BlockStep(runs).too_little_memory("1KiB", 1)

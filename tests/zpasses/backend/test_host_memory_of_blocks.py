@@ -1,5 +1,6 @@
 """Blocks that are compiled one by one, of which what they save rests on the host until backward."""
 
+import contextlib
 import functools
 import gc
 import time
@@ -246,6 +247,27 @@ def test_a_step_that_failed_leaves_nothing_behind(lean, said):
     gc.collect()
     assert host.live == 0
     assert saved_values._moves.leaving == []
+
+
+def test_forwards_whose_backward_never_runs_are_no_part_of_the_next_plan(lean):
+    model, steps, before = lean.model, [], plan()
+    for skipped in ("caught", "skipped", "evaluated"):
+        with contextlib.suppress(StopError):
+            loss = model(batch(6))
+            if skipped == "caught":
+                loss.register_hook(stop)
+                loss.backward()
+            elif skipped == "evaluated":
+                loss = loss.detach()
+        with events.listen(BlockStep, steps.append):
+            loss = model(batch(7))  # the one before is freed when this one has run
+            loss.backward()
+    # Ranks ask once for how many graphs ahead gathers start, as this is another sequence of runs.
+    assert [len(each.runs) for each in steps] == [2 * LAYERS]
+    assert plan() == before
+    del loss
+    gc.collect()
+    assert host.live == 0
 
 
 @pytest.mark.slow(quick="test_what_the_plan_says_rests_on_the_host_and_the_bits_are_the_same")

@@ -205,6 +205,9 @@ def test_a_host_budget_that_is_too_small_is_refused_with_three_figures(monkeypat
         zpasses.offload_optimizer(optimizer, host_bytes="1MiB")
     for text in ("need 1.5 MiB", "host_bytes=1 MiB", "Available: 8 MiB"):
         assert text in str(error.value)
+    assert str(error.value).endswith(
+        "Raise host_bytes, let more states stay (device_bytes), or use more ranks."
+    )
     with pytest.raises(ZpassesError, match="not offloaded"):
         state_plan(optimizer)
     zpasses.offload_optimizer(optimizer, host_bytes="1536KiB")
@@ -221,11 +224,14 @@ def test_a_budget_beyond_the_share_of_the_rank_is_refused_and_not_clamped(monkey
     with_free_host(monkeypatch, 8 << 20)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     optimizer = torch.optim.AdamW(Large().parameters())
-    with pytest.raises(MemoryBudgetError, match=r"host_bytes=4 MiB. Available: 2 MiB"):
+    with pytest.raises(MemoryBudgetError, match=r"host_bytes=4 MiB. Available: 2 MiB") as error:
         zpasses.offload_optimizer(optimizer, host_bytes="4MiB")
+    assert "There is room for them: give host_bytes that the machine has" in str(error.value)
+    assert "stay (device_bytes)" not in str(error.value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with pytest.raises(MemoryBudgetError, match=r"host_bytes=None. Available: 1 MiB"):
+    with pytest.raises(MemoryBudgetError, match=r"host_bytes=None. Available: 1 MiB") as error:
         zpasses.offload_optimizer(optimizer)
+    assert "Let more states stay (device_bytes), or shard" in str(error.value)
 
 
 def test_added_parameters_that_exceed_the_budget_are_refused_before_anything_steps():

@@ -83,8 +83,11 @@ def test_host_memory_of_gradients_is_part_of_the_need(monkeypatch):
     with fake_world(2) as mesh:
         net = Net(layers=2)
         zpasses.shard(net, mesh=mesh)
-        with pytest.raises(MemoryBudgetError, match=r"need 24\.38 KiB .* host_bytes=16 KiB"):
+        need = r"need 24\.38 KiB .*, of which 8\.125 KiB are for their gradients.*=16 KiB"
+        with pytest.raises(MemoryBudgetError, match=need):
             zpasses.offload_parameters(net, trained=True, host_bytes="16KiB")
+        with pytest.raises(MemoryBudgetError, match=r"need 8\.125 KiB of host memory on a rank\. "):
+            zpasses.offload_parameters(net, host_bytes="4KiB")
         zpasses.offload_parameters(net)
         net.requires_grad_(True)
         monkeypatch.setattr(device_memory, "free_bytes", lambda device: 48 << 10)

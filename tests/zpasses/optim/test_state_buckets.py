@@ -134,9 +134,17 @@ def test_frozen_parameters_need_nothing():
 
 
 def test_an_optimizer_that_cannot_step_one_parameter_is_refused():
-    optimizer = torch.optim.LBFGS([nn.Parameter(torch.ones(4))])
-    with pytest.raises(ZpassesError, match="LBFGS cannot step a parameter by itself"):
+    optimizer = torch.optim.SparseAdam([nn.Parameter(torch.ones(4))])
+    with pytest.raises(ZpassesError, match="SparseAdam cannot step a parameter by itself"):
         zpasses.offload_optimizer(optimizer)
+
+
+def test_an_optimizer_of_one_vector_is_refused_by_name():
+    optimizer = torch.optim.LBFGS([nn.Parameter(torch.ones(4))])
+    with pytest.raises(ZpassesError, match="LBFGS steps all parameters as one vector") as error:
+        zpasses.offload_optimizer(optimizer)
+    assert "Leave its states on the device, or use" in str(error.value)
+    assert "TypeError" not in str(error.value)
 
 
 # --- steps of a part ------------------------------------------------------------------------------

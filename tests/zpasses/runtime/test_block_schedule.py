@@ -1,4 +1,6 @@
-"""Plans of steps whose blocks run in graphs for several lengths: what each rank plans by itself."""
+"""Plans of steps whose blocks run in graphs for several lengths, or of which a forward is dropped:
+what each rank plans by itself.
+"""
 
 from dataclasses import replace
 
@@ -9,6 +11,7 @@ from zpasses.backend.block_steps import BlockStep, agreed_prefetch
 from zpasses.cost.plan.prefetch import GraphRun, MovableValue
 from zpasses.runtime import block_schedule, planned_blocks
 from zpasses.runtime.block_schedule import BlockSchedule
+from zpasses.runtime.param_conversion import await_backward, bound_call
 from zpasses.runtime.planned_blocks import Forward, RunKey
 
 BLOCKS, LIMIT = 6, 2500
@@ -27,6 +30,10 @@ def backward(size):
     return GraphRun("backward", True, 9.0, 1.0, 0.0, 0, 0, size, 0)
 
 
+class Node:
+    """An autograd node."""
+
+
 class Rank:
     """The schedule of a rank, and what it asked others."""
 
@@ -40,12 +47,24 @@ class Rank:
         Args:
             silent: "forward" and "backward", if they communicate nothing.
         """
-        plans = self.schedule.plans
-        self.run(False, forward(size), range(blocks), "forward" in silent)
-        self.run(True, backward(size), reversed(range(blocks)), "backward" in silent)
-        plans._asks = "backward" not in silent
-        plans._plan(self.plan)
-        return [plans.forward_of(block) for block in range(blocks)]
+        held = self.forward(size, blocks, "forward" in silent)
+        self.backward(size, blocks, "backward" in silent)
+        del held
+        return [self.schedule.plans.forward_of(block) for block in range(blocks)]
+
+    def forward(self, size, blocks=BLOCKS, silent=False):
+        """Runs forwards. Returns what keeps their autograd nodes."""
+        held = Node()
+        with bound_call(None):
+            await_backward(held)
+            self.run(False, forward(size), range(blocks), silent)
+        return held
+
+    def backward(self, size, blocks=BLOCKS, silent=False):
+        """Runs backwards, after which the step is planned."""
+        self.run(True, backward(size), reversed(range(blocks)), silent)
+        self.schedule.plans._asks = not silent
+        self.schedule.plans._plan(self.plan)
 
     def run(self, is_backward, graph, blocks, silent=False):
         self.monkeypatch.setattr(compat, "in_backward", lambda: is_backward)
@@ -141,3 +160,50 @@ def test_a_length_that_exceeds_the_budget_is_said_on_this_rank_only(caplog):
     assert chosen.ahead == 1
     (said,) = caplog.messages
     assert "memory_budget='1B': with the sizes of this step, its graphs hold" in said
+
+
+# --- forwards without a backward ------------------------------------------------------------------
+def kinds(runs):
+    return "".join(run.name[0] for run in runs)
+
+
+def test_a_forward_that_was_dropped_is_no_part_of_the_next_step(rank):
+    rank.step(100)
+    rank.forward(1000)  # its backward failed, or was skipped
+    rank.step(100)
+    assert [kinds(runs) for runs in rank.plans] == ["f" * BLOCKS + "b" * BLOCKS] * 2
+    assert rank.plans[0] == rank.plans[1]
+
+
+def test_forwards_whose_backward_comes_later_are_a_part_of_the_step(rank):
+    """Micro-batches that run forward, forward, backward, backward."""
+    first, second = rank.forward(100, 1), rank.forward(100, 1)
+    rank.backward(100, 1)
+    del second
+    rank.backward(100, 1)
+    del first
+    assert [kinds(runs) for runs in rank.plans] == ["ffb", "ffbb"]
+
+
+def test_evaluations_of_any_length_leave_the_step_that_follows_them(monkeypatch, rank):
+    monkeypatch.setattr(planned_blocks, "_MAX_STEP", 4)
+    for _ in range(3):
+        rank.forward(100, 3)
+    held = rank.forward(100, 2)
+    rank.backward(100, 2)
+    assert kinds(rank.plans[0]) == "ffbb"
+    del held
+
+
+def test_ranks_ask_at_the_same_steps_whenever_they_free_a_forward(monkeypatch, rank):
+    other, asked = Rank(monkeypatch), []
+    for dropped in (0, 1, 0, 1, 2, 0):
+        held = [other.forward(100) for _ in range(dropped)]  # as until the garbage is collected
+        other.step(100)
+        for _ in range(dropped):
+            rank.forward(100)
+        rank.step(100)
+        assert other.asked == rank.asked
+        asked.append(rank.asked)
+        del held
+    assert asked == [1, 2, 2, 2, 3, 3]
