@@ -96,11 +96,12 @@ class ReduceGrads(EncodingPass):
     """`on` adds what encoding has lost of a gradient to the parameter's next gradient. On each
     rank, this holds 4 bytes per value of the full parameters whose gradients are encoded. Needs
     `encode`. See docs/encoding.md."""
-    hops: Literal["auto", "one", "two"] = "auto"
+    hops: Literal["auto", "one", "two", "two-encoded"] = "auto"
     """How encoded gradients get to the ranks of other nodes. `one` exchanges codes between all
     ranks. `two` adds up exactly within each node first, and then exchanges codes between nodes,
-    which takes a group over several nodes with several ranks each. `auto` takes what the cost model
-    of the target predicts to be faster. Needs `encode`."""
+    which takes a group over several nodes with several ranks each. `two-encoded` exchanges codes
+    within nodes, too. `auto` takes `one` or `two`, whichever the cost model of the target predicts
+    to be faster. Needs `encode`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,11 +140,13 @@ class ReduceGrads(EncodingPass):
         node.args, node.kwargs = tuple(vars(given).values()), {}
         at = Nodes.of(given.group, current_target())
         if self._takes_two_hops(node, given, at):
-            write_two_hops(node.graph, node, at, self.name)
+            within = self.hops == "two-encoded"
+            write_two_hops(node.graph, node, at, self.name, encodes_within=within)
 
     def _takes_two_hops(self, node: fx.Node, given: ReduceArguments, at: Nodes) -> bool:
         has_replicas = _average_of(node) is not None
-        if self.hops == "two" and (has_replicas or not at.have_two_hops):
+        is_asked_for = self.hops in ("two", "two-encoded")
+        if is_asked_for and (has_replicas or not at.have_two_hops):
             target = current_target()
             found = (
                 "has replicas"
@@ -152,15 +155,15 @@ class ReduceGrads(EncodingPass):
                 f"{target.ranks_per_node} ranks per node)"
             )
             raise OptionError(
-                f"pass {self.name!r}, option 'hops': got two, but process group {given.group!r} "
-                f"{found}; expected several nodes that have the same number of ranks, more than "
-                "one, next to each other, and no replicas. Leave hops out, or set "
+                f"pass {self.name!r}, option 'hops': got {self.hops}, but process group "
+                f"{given.group!r} {found}; expected several nodes that have the same number of "
+                "ranks, more than one, next to each other, and no replicas. Leave hops out, or set "
                 "ranks_per_node in the option 'target'."
             )
         if self.hops == "one" or has_replicas or not at.have_two_hops:
             return False
         traffic = Traffic.of(given, str(given.encoding), at.ranks)
-        return self.hops == "two" or traffic.gains_by_two_hops(at, current_target())
+        return is_asked_for or traffic.gains_by_two_hops(at, current_target())
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of reductions lowered."""

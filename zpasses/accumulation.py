@@ -20,7 +20,7 @@ from zpasses.errors import AgreementError, OptionError, ZpassesError
 from zpasses.ranks.failures import is_reported, pass_on_failure, reported_failure
 from zpasses.ranks.vote import WINDOW_TIMEOUT, TimeLimit, store_barrier
 from zpasses.runtime.flush import flush, groups_of
-from zpasses.runtime.run_checks import barriers_enabled, timeout_of
+from zpasses.runtime.run_checks import timeout_of, voting_before_each_graph
 from zpasses.runtime.windows import (
     EngineRun,
     Window,
@@ -119,7 +119,7 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
         _check_not_nested(self._params)
         compat.call_when_gradients_are_scaled(scale_pending)
         window = GradientWindow(self._params, self._backwards, self._dtype, self._timeout_s)
-        self._barriers = barriers_enabled(groups_of(window), self._timeout_s)
+        self._barriers = voting_before_each_graph(groups_of(window), self._timeout_s)
         self._barriers.__enter__()
         for param in self._params:
             grad_state_of(param).explicit_window = window

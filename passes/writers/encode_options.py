@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from zpasses.graph.queries import calls, named_arguments
 from zpasses.pipeline.base_pass import Pass
 from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
+
+log = logging.getLogger("zpasses")
 
 EXACT_BELOW_KIB = 16.0
 """What `exact_below_kib` is if it is not given."""
@@ -90,6 +94,11 @@ class EncodeOptions:
         return self.encoding if smaller else None
 
 
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning("%s.", text)
+
+
 class EncodingPass(Pass):
     """A pass that lowers an operator of the dialect, and may encode what it communicates.
 
@@ -126,12 +135,16 @@ class EncodingPass(Pass):
             self.choose_encoding(node, options)
 
     def say_if_exact(self, graph: fx.Graph) -> None:
-        """Notes that a pass encodes nothing of a graph although it should."""
-        if self.encode is not None and not any(
-            named_arguments(node, self.encoded).get("encoding")
-            for node in calls(graph, self.encoded)
+        """Says that a pass encodes nothing of a graph although it should."""
+        found = calls(graph, self.encoded) if self.encode is not None else []
+        if self.encode is None or any(
+            named_arguments(node, self.encoded).get("encoding") for node in found
         ):
-            note(f"{self.name}: encode={self.encode} encodes nothing here. {self.exact_because}")
+            return
+        text = f"{self.name}: encode={self.encode} encodes nothing here. {self.exact_because}"
+        note(text)
+        if found:
+            _warn_once(text)
 
     @abstractmethod
     def choose_encoding(self, node: fx.Node, options: EncodeOptions) -> None:

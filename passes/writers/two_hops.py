@@ -12,11 +12,19 @@ The first hop adds up exactly within a node. Each of its L ranks keeps the rows 
 its place on each node, which the order of blocks makes neighbours. The second hop exchanges codes
 between the ranks with this place, one per node. So a rank sends 1/L of the codes over the network
 that it would send in one hop, and a value is rounded once per node and not once per rank.
+
+After, if the first hop exchanges codes, too
+  places = permute(blocks, [1, 0, 2, ..])
+  sums = view(zpasses.reduce_grad(places, 4, 1, f32, None, in_node, 'int8/128'), [4, ..])
+  mine = zpasses.average_grad(sums, f32, across_nodes, 'int8/128', 2)
+
+Codes are written in the order of places, so nothing copies the gradient before.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,7 +146,9 @@ class Traffic:
         return hops < self.one_hop_us(at, target) - one
 
 
-def write_two_hops(graph: fx.Graph, node: fx.Node, at: Nodes, origin: str) -> None:
+def write_two_hops(
+    graph: fx.Graph, node: fx.Node, at: Nodes, origin: str, *, encodes_within: bool
+) -> None:
     """Replaces an encoded `reduce_grad` by two hops.
 
     Args:
@@ -146,6 +156,7 @@ def write_two_hops(graph: fx.Graph, node: fx.Node, at: Nodes, origin: str) -> No
         node: the call. It is no part of an average over replicas.
         at: where the ranks of its group are, equally many neighbours on each node.
         origin: name of the pass, for tags.
+        encodes_within: whether the ranks of a node exchange codes, too.
 
     Raises:
         AgreementError: if a rank of the group does not come to make the groups of the hops.
@@ -154,11 +165,14 @@ def write_two_hops(graph: fx.Graph, node: fx.Node, at: Nodes, origin: str) -> No
     tag, groups = tag_of(node), node_groups(how.group, at.per_node)
     params = tag.params if tag is not None else (how.grad.name,)
     edit = Editor(graph, before=node)
-    ordered = _by_place(edit, how, at, params, origin)
-    rows, between = value_of(ordered).shape[0], how.between
-    inside = rows, rows // at.per_node, between, None, groups.inside
-    sums = edit.call(REDUCE_GRAD, ordered, *inside)
-    add_tag(sums, Tag("reduce", params, nbytes(value_of(ordered)), origin=origin))
+    if encodes_within:
+        sums = _exchanged_sums(edit, how, at, groups.inside, params, origin)
+    else:
+        ordered = _by_place(edit, how, at, params, origin)
+        rows, between = value_of(ordered).shape[0], how.between
+        inside = rows, rows // at.per_node, between, None, groups.inside
+        sums = edit.call(REDUCE_GRAD, ordered, *inside)
+        add_tag(sums, Tag("reduce", params, nbytes(value_of(ordered)), origin=origin))
     across = how.dtype, groups.across, how.encoding, how.shard_rows
     mine = edit.call(AVERAGE_GRAD, sums, *across)
     block = compat.planned_size(how.values_per_rank(at.ranks)) * how.dtype.itemsize
@@ -173,28 +187,62 @@ def is_second_hop(average: fx.Node) -> bool:
     return named_arguments(average, AVERAGE_GRAD).get("shard_rows") is not None
 
 
-def _by_place(
-    edit: Editor, how: ReduceArguments, at: Nodes, params: tuple[str, ...], origin: str
-) -> fx.Node:
-    """Returns the blocks of a gradient, those of ranks with equal places on their nodes together,
-    contiguous and in the dtype of communication.
-    """
+_Call = Callable[..., fx.Node]
 
+
+def _tagging(edit: Editor, params: tuple[str, ...], origin: str) -> _Call:
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = edit.call(target, *args, **kwargs)
         add_tag(made, Tag("reduce_input", params, origin=origin))
         return made
 
+    return call
+
+
+def _places(call: _Call, how: ReduceArguments, at: Nodes) -> fx.Node:
+    """Returns a view of the blocks of a gradient, padded, as [places, nodes, rows, ...]."""
     block, source = rows_per_rank(how.rows, at.ranks), how.grad
     inner = list(value_of(source).shape[1:])
     if block * at.ranks != how.rows:
         padding = [0, 0] * len(inner) + [0, block * at.ranks - how.rows]
         source = call(aten.constant_pad_nd.default, source, padding, 0.0)
     blocks = call(aten.view.default, source, [at.nodes, at.per_node, block, *inner])
-    turned = call(aten.permute.default, blocks, [1, 0, *range(2, 3 + len(inner))])
+    return call(aten.permute.default, blocks, [1, 0, *range(2, 3 + len(inner))])
+
+
+def _by_place(
+    edit: Editor, how: ReduceArguments, at: Nodes, params: tuple[str, ...], origin: str
+) -> fx.Node:
+    """Returns the blocks of a gradient, those of ranks with equal places on their nodes together,
+    contiguous and in the dtype of communication.
+    """
+    call = _tagging(edit, params, origin)
+    places = _places(call, how, at)
     contiguous = {"memory_format": torch.contiguous_format}
-    if value_of(source).dtype == how.between:
-        copied = call(aten.clone.default, turned, **contiguous)
+    if value_of(places).dtype == how.between:
+        copied = call(aten.clone.default, places, **contiguous)
     else:
-        copied = call(aten._to_copy.default, turned, dtype=how.between, **contiguous)
+        copied = call(aten._to_copy.default, places, dtype=how.between, **contiguous)
+    _, _, block, *inner = value_of(places).shape
     return call(aten.view.default, copied, [at.ranks * block, *inner])
+
+
+def _exchanged_sums(
+    edit: Editor,
+    how: ReduceArguments,
+    at: Nodes,
+    group: str,
+    params: tuple[str, ...],
+    origin: str,
+) -> fx.Node:
+    """Returns the mean of what the ranks of a node decode, for the ranks with this rank's place."""
+    call = _tagging(edit, params, origin)
+    places = _places(call, how, at)
+    _, nodes, block, *inner = value_of(places).shape
+    exact = replace(Encoding.parse(str(how.encoding)), feedback=False)
+    arguments = at.per_node, 1, torch.float32, None, group, str(exact)
+    sums = edit.call(REDUCE_GRAD, places, *arguments)
+    add_tag(sums, Tag("reduce", params, nbytes(value_of(places)), origin=origin))
+    as_rows = edit.call(aten.view.default, sums, [nodes * block, *inner])
+    add_tag(as_rows, Tag("reduced", params, origin=origin))
+    return as_rows

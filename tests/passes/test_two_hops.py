@@ -20,6 +20,7 @@ from zpasses.cost.time.roofline import ring_collective_us
 from zpasses.cost.time.step_time import collective_timing, step_time
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.dialect import AVERAGE_GRAD
+from zpasses.graph.encoding import ENCODE as ENCODE_OPERATOR
 from zpasses.graph.encoding import Encoding, decode, encode
 from zpasses.graph.error_feedback import residual_bytes, residuals_of
 from zpasses.graph.queries import calls, collective_of, collectives
@@ -46,6 +47,7 @@ from zpasses.testing.strategies import joint_recipes
 
 BF16, F32 = torch.bfloat16, torch.float32
 ENCODE = "reduce-grads{encode=int8,exact_below_kib=0}"
+ENCODED_TWICE = ENCODE.replace("}", ",hops=two-encoded}")
 TAILS = [
     "schedule{plan=single,mode=coalesced,memory_budget=1GiB}",
     "schedule{plan=single,mode=flat,memory_budget=1GiB}",
@@ -97,6 +99,7 @@ def world(nodes=2, per_node=2):
 
 TWO = [("reduce_scatter_tensor", ".in_node"), ("all_to_all_single", ".across_nodes")]
 ONE = [("all_to_all_single", "")]
+TWICE = [("all_to_all_single", ".in_node"), ("all_to_all_single", ".across_nodes")]
 
 
 def test_a_reduction_becomes_exact_sums_and_an_exchange_of_codes():
@@ -133,6 +136,27 @@ return [mul, decode_mean_default, None]
     )
 
 
+def test_codes_within_a_node_are_written_in_the_order_of_places():
+    _, after = lowered([Param((7, 20), param_dtype=BF16)], text=f"{ENCODED_TWICE},average-replicas")
+    expect_listing(
+        "\n".join(listing(after[0]).splitlines()[7:]),
+        """\
+view_default = view(constant_pad_nd_default, [2, 2, 2, 20])                                                  # bf16[2, 2, 2, 20]; reduce_input: p0
+permute_default = permute(view_default, [1, 0, 2, 3])                                                        # bf16[2, 2, 2, 20]; reduce_input: p0
+encode_default = zpasses.encode(permute_default, 80, 2, 'int8/128')                                          # u8[192]; reduce_input: p0
+all_to_all_single_default = all_to_all_single(encode_default, [96, 96], [96, 96], '0.in_node_0_1')           # u8[192]; reduce: p0
+wait_tensor_default = wait_tensor(all_to_all_single_default)                                                 # u8[192]; reduced: p0
+decode_mean_default = zpasses.decode_mean(wait_tensor_default, [1, 2, 2, 20], 80, 2, f32, 'int8/128')        # f32[1, 2, 2, 20]; shard_grad: p0
+view_default_1 = view(decode_mean_default, [4, 20])                                                          # f32[4, 20]; reduced: p0
+encode_default_1 = zpasses.encode(view_default_1, 40, 2, 'int8/128')                                         # u8[96]; reduce_input: p0
+all_to_all_single_default_1 = all_to_all_single(encode_default_1, [48, 48], [48, 48], '0.across_nodes_0_2')  # u8[96]; reduce: p0
+wait_tensor_default_1 = wait_tensor(all_to_all_single_default_1)                                             # u8[96]; reduced: p0
+decode_mean_default_1 = zpasses.decode_mean(wait_tensor_default_1, [2, 20], 40, 2, f32, 'int8/128')          # f32[2, 20]; shard_grad: p0
+return [mul, decode_mean_default_1, None]
+""",  # noqa: E501
+    )
+
+
 ODD = [
     Param((7, 20), param_dtype=BF16),
     Param((7, 20), reduce_dtype=F32, reads=2),
@@ -148,11 +172,12 @@ WORLDS = [(2, 2), (2, 4), (3, 2)]
 
 @pytest.mark.parametrize("tail", some_quick(TAILS, TAILS[1:2]))
 @pytest.mark.parametrize(("nodes", "per_node"), some_quick(WORLDS, WORLDS[2:]))
-def test_bits_of_odd_gradients_on_all_ranks(nodes, per_node, tail):
-    text = f"gather-params,{ENCODE},{tail},average-replicas,defer-reduction"
+@pytest.mark.parametrize(("encode", "expected"), [(ENCODE, TWO), (ENCODED_TWICE, TWICE)])
+def test_bits_of_odd_gradients_on_all_ranks(nodes, per_node, tail, encode, expected):
+    text = f"gather-params,{encode},{tail},average-replicas,defer-reduction"
     before, after = lowered(ODD, nodes, per_node, text)
     assert_equal_bits(before, after, random_inputs(before), groups_of(nodes, per_node))
-    assert set(TWO) <= set(used(after[0]))
+    assert set(expected) <= set(used(after[0]))
     assert not calls(after[0].graph, AVERAGE_GRAD)
     assert len({str(used(gm)) for gm in after}) == 1
 
@@ -163,9 +188,10 @@ def test_bits_of_odd_gradients_on_all_ranks(nodes, per_node, tail):
     st.sampled_from(["int8", "fp8"]),
     st.sampled_from([1, 3, 32]),
     st.sampled_from(["", "schedule,"]),
+    st.sampled_from(["two", "two-encoded"]),
 )
-def test_bits_of_drawn_graphs(recipe, name, block, schedule):
-    encode = f"reduce-grads{{encode={name},block={block},exact_below_kib=0,hops=two}}"
+def test_bits_of_drawn_graphs(recipe, name, block, schedule, hops):
+    encode = f"reduce-grads{{encode={name},block={block},exact_below_kib=0,hops={hops}}}"
     text = f"gather-params,{encode},{schedule}average-replicas,defer-reduction"
     with use_target(target(2)), simulated_answers():
         before, after = recipe.run_pipeline(text)
@@ -179,14 +205,15 @@ def test_bits_of_drawn_graphs(recipe, name, block, schedule):
     inner=st.lists(st.integers(1, 5), min_size=1, max_size=2),
     world=st.sampled_from(WORLDS),
     dtype=st.sampled_from([F32, BF16]),
+    hops=st.sampled_from(["two", "two-encoded"]),
     seed=st.integers(0, 100),
 )
-def test_values_are_means_of_the_codes_of_each_nodes_mean(rows, inner, world, dtype, seed):
+def test_values_are_means_of_the_codes_of_each_nodes_mean(rows, inner, world, dtype, hops, seed):
     """A formula of plain torch, that knows nothing of permutations or groups."""
     (nodes, per_node), shape = world, (rows, *inner)
     param = Param(shape, param_dtype=dtype, reduce_dtype=F32)
     how, size = Encoding("int8", 8), nodes * per_node
-    text = "reduce-grads{encode=int8,block=8,exact_below_kib=0,hops=two},average-replicas"
+    text = f"reduce-grads{{encode=int8,block=8,exact_below_kib=0,hops={hops}}},average-replicas"
     _, after = lowered([param], nodes, per_node, text)
     if not any("to_all" in op for op, _ in used(after[0])):
         return  # records would be larger than exact values
@@ -202,10 +229,24 @@ def test_values_are_means_of_the_codes_of_each_nodes_mean(rows, inner, world, dt
         wanted = torch.zeros(got.shape)
         for node in range(nodes):
             members = grads[node * per_node : (node + 1) * per_node]
+            if hops == "two-encoded":  # one record has the rows of all ranks with this place
+                members = [_decoded_rows(each, rank % per_node, world, how) for each in members]
             mine = (sum(members[1:], members[0]) / per_node)[rank * block : (rank + 1) * block]
             records = encode(mine, block * mine[0:0].new_empty(shape[1:]).numel(), 1, how)
             wanted += decode(records, [block, *inner], 1, F32, how)[: len(got)]
         torch.testing.assert_close(got, wanted / nodes, rtol=1e-6, atol=1e-7)
+
+
+def _decoded_rows(grad, place, world, how):
+    """What a rank sends to the one with a place on its node, as rows of the gradient."""
+    (nodes, per_node), (rows, *inner) = world, grad.shape
+    block = -(-rows // (nodes * per_node))
+    whole = torch.zeros(nodes, per_node, block, *inner)
+    whole.view(-1, *inner)[:rows] = grad
+    mine = whole[:, place].reshape(nodes * block, *inner)
+    records = encode(mine, mine.numel(), 1, how)
+    whole[:, place] = decode(records, mine.shape, 1, F32, how).view(nodes, block, *inner)
+    return whole.view(-1, *inner)[:rows]
 
 
 def test_scalars_vectors_and_small_gradients_stay_exact_and_take_one_hop():
@@ -251,8 +292,10 @@ def test_replicas_reduce_in_one_hop():
     with use_target(target(2)):
         gm = recipe.run_pipeline(f"{ENCODE},average-replicas")[1][0]
         assert used(gm) == [*ONE, ("all_reduce", "")]
-        with pytest.raises(OptionError, match=r"has replicas; expected .*no replicas"):
-            recipe.run_pipeline(ENCODE.replace("}", ",hops=two}"))
+        for hops in ("two", "two-encoded"):
+            said = rf"got {hops}, but .* has replicas; expected .*no replicas"
+            with pytest.raises(OptionError, match=said):
+                recipe.run_pipeline(ENCODE.replace("}", f",hops={hops}}}"))
 
 
 @pytest.mark.parametrize(
@@ -362,8 +405,23 @@ def test_memory_counts_full_blocks_on_all_ranks():
     assert sums.last >= records.first > copy.last
 
 
-def test_error_feedback_holds_what_the_second_hop_encodes():
-    text = f"{ENCODE[:-1]},feedback=on}}"
+def test_codes_within_a_node_need_no_copy_of_the_gradient():
+    gm = lowered([Param((64, 64))], text=f"{ENCODED_TWICE},average-replicas")[1][0]
+    assert {node.target for node, _ in tagged(gm.graph, "reduce_input")} <= {
+        torch.ops.aten.view.default,
+        torch.ops.aten.permute.default,
+        ENCODE_OPERATOR,
+    }
+    with world():
+        sizes = {each.node.name: each.nbytes for each in liveness(gm.graph).buffers}
+    record = Encoding("int8", 128).record_bytes(64 * 64 // 2)
+    assert sizes["encode_default"] == 2 * record
+    assert sizes["decode_mean_default"] == 64 * 64 * 4 // 2
+
+
+@pytest.mark.parametrize("encode", [ENCODE, ENCODED_TWICE])
+def test_error_feedback_holds_what_the_second_hop_encodes(encode):
+    text = f"{encode[:-1]},feedback=on}}"
     joint = lowered([Param((64, 64))], nodes=2, per_node=4, text=text)[1][0]
     gm = lowered([Param((64, 64))], nodes=2, per_node=4, text=f"{text},average-replicas")[1][0]
     (residual,) = residuals_of(gm.graph)
@@ -373,12 +431,13 @@ def test_error_feedback_holds_what_the_second_hop_encodes():
 
 
 @pytest.mark.parametrize("nodes", [2, 3])
-def test_simulation_checks_the_lowering(nodes):
+@pytest.mark.parametrize(("encode", "expected"), [(ENCODE, TWO), (ENCODED_TWICE, TWICE)])
+def test_simulation_checks_the_lowering(nodes, encode, expected):
     with fake_world(2 * nodes, 3), use_target(target(2)):
         gm = joint_graph([Param((7, 40)), Param((6, 40), param_dtype=BF16)])
-        passes = f"gather-params,{ENCODE},schedule,average-replicas"
+        passes = f"gather-params,{encode},schedule,average-replicas"
         run_passes(gm.graph, Pipeline.parse(passes), verify="simulate")
-        assert set(used(gm)) == set(TWO)
+        assert set(used(gm)) == set(expected)
 
 
 STEPS = [("reshard-after-forward", BF16), ("cache-params", None)]
@@ -430,6 +489,19 @@ def test_two_hops_are_predicted_to_take_less_time_than_one():
             run_passes(gm.graph, Pipeline.parse(text))
             times.append(step_time([gm.graph], target(8)).total_us)
     assert times[1] < 0.8 * times[0]
+
+
+def test_codes_within_a_node_take_half_the_time_of_exact_sums_in_bf16():
+    params, took = [Param((16384, 8192), param_dtype=BF16)], []
+    for text in (ENCODE, ENCODED_TWICE):
+        with fake_world(64), use_target(target(8)):
+            gm = joint_graph(params)
+            run_passes(gm.graph, Pipeline.parse(f"{text},average-replicas"))
+            timings = [
+                collective_timing(node, each, target(8)) for node, each in collectives(gm.graph)
+            ]
+        took.append(sum(each.duration_us for each in timings if each.channel.link == "node"))
+    assert 0.4 * took[0] < took[1] < 0.6 * took[0]
 
 
 @pytest.mark.slow(quick="test_replicas_reduce_in_one_hop")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from zpasses.backend.block_runs import BlockStep
+from zpasses.backend.block_steps import BlockStep
 from zpasses.cost.plan.prefetch import (
     MOST_AHEAD,
     GraphRun,

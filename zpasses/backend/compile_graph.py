@@ -11,15 +11,14 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.backend.compile_job import Codegen, Compiled, CompileJob
+from zpasses.backend.graph_facts import backward_facts, forward_facts
 from zpasses.backend.levels import run_level
 from zpasses.backend.partitioner import inductor_patches, partition_joint
 from zpasses.backend.variant_code import (
     Template,
     agree,
     backward_code,
-    backward_facts,
     forward_code,
-    forward_facts,
 )
 from zpasses.garbage import no_garbage_collection
 from zpasses.graph.host_copies import OFFLOAD_WAIT

@@ -112,7 +112,7 @@ class CompileJob:
             free_bytes = agreed_free_bytes(captured.groups, device)
             budget = f"{free_bytes}B"
         if options.prefetch:
-            budget = None  # it bounds the whole step, see zpasses.backend.block_runs
+            budget = None  # it bounds the whole step, see zpasses.backend.block_steps
         state = CompileState(pipeline if budget is None else pipeline.with_memory_budget(budget))
         return cls(
             compat.current_compile_id(),

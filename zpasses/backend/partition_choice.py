@@ -161,7 +161,7 @@ class _Partitioner:
         plan_trials = self._trials.in_chunks(choice.chunks)
         mine: list[Any] = [
             choice.chunks,
-            choice.activations,
+            choice.activation_budget,
             [
                 at
                 for at, each in enumerate(_in_order(plan_trials) if choice.recomputed else ())
@@ -172,7 +172,7 @@ class _Partitioner:
             [
                 at
                 for at, each in enumerate(
-                    plan_trials.saved_values(choice.activations, choice.recomputed)
+                    plan_trials.saved_values(choice.activation_budget, choice.recomputed)
                 )
                 if each.name in choice.offloaded
             ],
@@ -215,7 +215,7 @@ class _Partitioner:
         if choice.chunks > 1:
             how = ", ".join(self._trials.in_chunks(choice.chunks).chunk_notes)
             parts.append(f"computes the loss in {choice.chunks} chunks ({how})")
-        if choice.activations < 1.0 or choice.recomputed:
+        if choice.activation_budget < 1.0 or choice.recomputed:
             parts.append(f"saves {100 * plan.saved_share:.0f} % of the activations")
         if self._policy.budget is not None:
             parts.append(

@@ -91,7 +91,7 @@ class PartitionPolicy:
 class Choice:
     """What a partition saves and keeps."""
 
-    activations: float
+    activation_budget: float
     """Fraction of the activations that the partitioner is told to save."""
     kept: frozenset[str]
     cached: frozenset[str]
@@ -110,7 +110,7 @@ class Choice:
 class Trial:
     """A partition that keeps no full parameter."""
 
-    activations: float
+    activation_budget: float
     """Fraction of the activations that the partitioner was told to save."""
     graphs: Graphs
     step: StepProblem
@@ -162,7 +162,7 @@ class StepPlan:
     def choice(self) -> Choice:
         """What the partition depends on."""
         return Choice(
-            self.trial.activations,
+            self.trial.activation_budget,
             frozenset(each.name for each in self.kept),
             frozenset(each.name for each in self.cached),
             frozenset(each.name for each in self.trial.offloaded),
@@ -253,34 +253,38 @@ class StepTrials:
         regions = find_regions(self.gm.graph)[0] if self.chunks_loss else ()
         yield from (each for each in _CHUNKS if any(each <= one.rows for one in regions))
 
-    def trial(self, activations: float, recomputed: frozenset[str] = frozenset()) -> Trial:
+    def trial(self, activation_budget: float, recomputed: frozenset[str] = frozenset()) -> Trial:
         """Returns a trial with all values on the device.
 
         Args:
-            activations: fraction of the activations to save.
+            activation_budget: fraction of the activations to save.
             recomputed: names of values that backward computes again, of `recomputable`; without
                 a fraction.
         """
-        key = activations, recomputed, frozenset[str]()
+        key = activation_budget, recomputed, frozenset[str]()
         if key not in self._made:
-            graphs, share = self._partitioned(activations, recomputed)
+            graphs, share = self._partitioned(activation_budget, recomputed)
             step = self._step(graphs)
             self._made[key] = Trial(
-                activations, graphs, step, (), recomputed, self._chunks, saved_share=share
+                activation_budget, graphs, step, (), recomputed, self._chunks, saved_share=share
             )
         return self._made[key]
 
-    def trial_graphs(self, activations: float, recomputed: frozenset[str] = frozenset()) -> Graphs:
+    def trial_graphs(
+        self, activation_budget: float, recomputed: frozenset[str] = frozenset()
+    ) -> Graphs:
         """Returns only the graphs of a trial, which it does not keep."""
-        made = self._made.get((activations, recomputed, frozenset()))
-        return made.graphs if made else self._partitioned(activations, recomputed)[0]
+        made = self._made.get((activation_budget, recomputed, frozenset()))
+        return made.graphs if made else self._partitioned(activation_budget, recomputed)[0]
 
-    def _partitioned(self, activations: float, recomputed: frozenset[str]) -> tuple[Graphs, float]:
+    def _partitioned(
+        self, activation_budget: float, recomputed: frozenset[str]
+    ) -> tuple[Graphs, float]:
         """Returns the graphs of a trial, and the share of the activations that it saves."""
-        gm, share = compat.clone_graph_module(self.gm), activations
+        gm, share = compat.clone_graph_module(self.gm), activation_budget
         if recomputed:
             share -= self._mark_recomputed(gm.graph, recomputed)
-        return self.partition(gm, activations), share
+        return self.partition(gm, activation_budget), share
 
     def _mark_recomputed(self, joint: fx.Graph, names: frozenset[str]) -> float:
         """Marks values of a joint graph, and what backward needs for them. Returns their share of
@@ -320,7 +324,7 @@ class StepTrials:
     def offloading(self, trial: Trial, values: Sequence[SavedValue]) -> Trial:
         """Returns a trial with values of it on the host."""
         names = frozenset(each.name for each in values)
-        key = trial.activations, trial.recomputed, names
+        key = trial.activation_budget, trial.recomputed, names
         if key not in self._made:
             forward, backward = map(compat.clone_graph_module, trial.graphs)
             graphs = _offloaded((forward, backward), names)
@@ -330,12 +334,12 @@ class StepTrials:
         return self._made[key]
 
     def saved_values(
-        self, activations: float, recomputed: frozenset[str] = frozenset()
+        self, activation_budget: float, recomputed: frozenset[str] = frozenset()
     ) -> list[SavedValue]:
         """Returns what may rest on the host of what a trial saves, in the order in which forward
         returns it; nothing if nothing may take memory of the host.
         """
-        key = activations, recomputed
+        key = activation_budget, recomputed
         if key not in self._saved:
             trial = self.trial(*key)
             forward, backward = (each.graph for each in trial.graphs)
@@ -412,7 +416,7 @@ class StepTrials:
         peak above the limit, and half of those in between.
         """
         rich = self._keeping_all(trial)
-        values = self.saved_values(trial.activations, trial.recomputed)
+        values = self.saved_values(trial.activation_budget, trial.recomputed)
         ranked = worthwhile(rich, values, limit_bytes, self.host_bytes)
         fewest, most = fewest_that_fit(trial.step, ranked, limit_bytes), len(ranked)
         for count in sorted({fewest, (fewest + most) // 2, most} - {0}):
@@ -469,8 +473,8 @@ class StepTrials:
         if choice.chunks != self._chunks:
             return self.in_chunks(choice.chunks).graphs(choice, copied=copied)
         gm = compat.clone_graph_module(self.gm) if copied else self.gm
-        if choice.activations < 1.0 or choice.recomputed:
-            trial = self.trial(choice.activations, choice.recomputed)
+        if choice.activation_budget < 1.0 or choice.recomputed:
+            trial = self.trial(choice.activation_budget, choice.recomputed)
             mark_as_partitioned(gm.graph, trial.graphs)
         for node, _ in tagged(gm.graph, "full"):
             if node.name in choice.kept or node.name in choice.cached:
@@ -485,7 +489,10 @@ class StepTrials:
         return self.partition(gm, 1.0, recompute_elementwise)
 
     def partition(
-        self, gm: fx.GraphModule, activations: float, recompute_elementwise: bool | None = None
+        self,
+        gm: fx.GraphModule,
+        activation_budget: float,
+        recompute_elementwise: bool | None = None,
     ) -> Graphs:
         """Partitions the joint graph, or a copy of it, which is changed."""
         if recompute_elementwise is None:
@@ -494,7 +501,7 @@ class StepTrials:
             gm,
             self._inputs,
             recompute_elementwise=recompute_elementwise,
-            activation_budget=activations,
+            activation_budget=activation_budget,
             **self._options,
         )
         drop_unread_parts(forward.graph, backward.graph)

@@ -2,6 +2,20 @@
 
 A graph whose calls differ (cached parameters, deferred reductions) becomes a dispatcher, which
 compiles a variant when it first runs. A graph or variant that the compile cache has is loaded.
+
+What a call goes through, from the outside (f: of a forward only, b: of a backward only):
+
+- `compiler.py`: checks of outputs, plain inputs; f: local shards of the parameters of the call
+  (`runtime/forward.py`); then torch's autograd function
+- b: a warning about reductions that cannot wait, a check that parameters have not changed
+- arenas of what rests on the host
+- the dispatcher, if calls differ: `ForwardDispatch`, `BackwardDispatch`
+- residuals of error feedback
+- the check that all ranks run this graph, and the time limit of its collectives
+- the range of profilers
+- `HoistedCode`, of blocks
+- b: a look at gradients of encoded reductions
+- Inductor's code
 """
 
 from __future__ import annotations
@@ -10,35 +24,24 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import fx
 
 import zpasses.runtime.exchanged_rows  # noqa: F401  (the operators)
 from zpasses import compat
-from zpasses.backend.block_runs import (
-    BlockStep,
-    add_turning_point,
-    agreed_prefetch,
-    graph_cost,
-    turn_order,
-    turn_text,
-)
-from zpasses.backend.cache.entry import (
-    BackwardFacts,
-    ForwardFacts,
-)
+from zpasses.backend.cache.entry import Variant
 from zpasses.backend.compile_job import Codegen, Compiled, CompileJob
+from zpasses.backend.graph_facts import BackwardFacts, ForwardFacts, VariantFacts
+from zpasses.backend.hoisted_parts import hoisted_code, hoisted_graph, with_grad_arenas
 from zpasses.backend.partitioner import inductor_patches
-from zpasses.cost.memory.liveness import liveness
-from zpasses.cost.plan.prefetch import GraphRun, StepCost
 from zpasses.graph.encoding import expand_encodings
 from zpasses.graph.error_feedback import Residual, add_residual_inputs, residual_inputs
-from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
-from zpasses.graph.host_copies import HostNeed, host_need
-from zpasses.graph.queries import collectives, returned_values, value_of
-from zpasses.host.saved_arenas import SavedArenas, gradients, with_arenas
+from zpasses.graph.hoisting import HoistedGraph
+from zpasses.graph.host_copies import host_need
+from zpasses.graph.queries import returned_values, value_of
+from zpasses.host.saved_arenas import SavedArenas, with_arenas
 from zpasses.host.saved_values import with_values_back, with_values_out
 from zpasses.pipeline.events import VariantBuilt
 from zpasses.ranks.compared_collectives import (
@@ -48,8 +51,6 @@ from zpasses.ranks.compared_collectives import (
     compare_sequences,
     run_events,
 )
-from zpasses.ranks.run_order import RunEvent
-from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.backward import BackwardDispatch, warn_if_always_reduced
 from zpasses.runtime.backward_checks import with_value_check
 from zpasses.runtime.backward_variants import BackwardVariant, build_backward_variant
@@ -60,59 +61,19 @@ from zpasses.runtime.forward_variants import (
     ForwardVariant,
     OutputStrides,
     build_forward_variant,
-    gather_ids,
     param_slots,
     pin_shards,
 )
 from zpasses.runtime.free_memory import note_planned_peak
 from zpasses.runtime.gloo import replace_gloo_collectives
-from zpasses.runtime.grad_slots import always_reduced, grad_slots, returned_gradients
-from zpasses.runtime.hoisted import HoistedCode, Surroundings
-from zpasses.runtime.overflows import EncodedGrad, encoded_grads
-from zpasses.runtime.profiling import collective_names, with_part_range, with_profiler_range
+from zpasses.runtime.grad_slots import grad_slots
+from zpasses.runtime.overflows import encoded_grads
+from zpasses.runtime.profiling import collective_names, with_profiler_range
 from zpasses.runtime.residuals import with_residuals
-from zpasses.runtime.run_checks import limited_run, with_run_check, with_vote_limit
+from zpasses.runtime.run_checks import with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering
 
 log = logging.getLogger("zpasses")
-
-
-def forward_facts(gm: fx.GraphModule, kind: str, movable: tuple[int, ...]) -> ForwardFacts:
-    """Describes a forward or inference graph after its passes.
-
-    Args:
-        movable: as `CompileState.movable`.
-    """
-    slots = param_slots(gm.graph)
-    ids = gather_ids(gm.graph) if slots else []
-    returned, sequences = returned_values(gm.graph), call_sequences(gm.graph)
-    nodes = [(at, each) for at, each in enumerate(returned) if isinstance(each, fx.Node)]
-    inputs = tuple(at for at, node in nodes if node.op == "placeholder")
-    peak = liveness(gm.graph).peak_bytes
-    host = host_need(gm.graph)
-    return ForwardFacts(kind, len(returned), slots, ids, sequences, host, peak, movable, inputs)
-
-
-def backward_facts(
-    gm: fx.GraphModule, order: Mapping[str, int], saved: Mapping[str, tuple[str, ...]]
-) -> BackwardFacts:
-    """Describes a backward graph after its passes.
-
-    Args:
-        order: name of a sharded input -> its position among the sharded inputs of the call.
-        saved: from `saved_params` of the forward graph.
-    """
-    left = [name for name in always_reduced(gm.graph) if name in order]
-    slots = grad_slots(gm.graph)
-    if not all(slot.param in order and slot.reduction for slot in slots):
-        slots = []
-    sequences = {} if slots else call_sequences(gm.graph)
-    # A gather whose result is not used was erased, but its shard is still an input.
-    used = {node.name for node in gm.graph.find_nodes(op="placeholder") if node.users}
-    read = {name: params for name, params in saved.items() if name in used}
-    outputs, host = len(returned_values(gm.graph)), host_need(gm.graph)
-    peak = liveness(gm.graph).peak_bytes
-    return BackwardFacts(outputs, slots, left, sequences, read, peak, host)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +156,7 @@ def backward_code(job: CompileJob, template: Template, facts: BackwardFacts) -> 
     if job.options.prefetch and job.host_bytes:
         code = boxed(with_values_back(code))
     if not job.options.prefetch:  # else reductions have arenas of their own, after the graph
-        code = _with_grad_arenas(job, code, facts.host)
+        code = with_grad_arenas(job, code, facts.host)
     code = boxed(job.result_hook(code, "gradients"))
     read = dict.fromkeys(name for params in facts.saved.values() for name in params)
     positions = {name: order[name] for name in read if name in order}
@@ -203,11 +164,6 @@ def backward_code(job: CompileJob, template: Template, facts: BackwardFacts) -> 
         code = boxed(with_value_check(code, positions))
     left = facts.always_reduced
     return boxed(warn_if_always_reduced(code, job.name, left, order)) if left else code
-
-
-def _with_grad_arenas(job: CompileJob, code: Compiled, need: HostNeed | None) -> Compiled:
-    arenas = SavedArenas(pool=gradients)
-    return code if need is None else boxed(with_arenas(code, need, arenas, job.report))
 
 
 def agree(job: CompileJob, gm: fx.GraphModule, kind: str) -> None:
@@ -254,7 +210,7 @@ def _lowering(job: CompileJob) -> Lowering:
         codegen = functools.partial(compat.inductor_codegen_standalone, patches=patches)
 
     def with_arenas_of_grads(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        return _with_grad_arenas(job, codegen(gm, inputs), host_need(gm.graph))
+        return with_grad_arenas(job, codegen(gm, inputs), host_need(gm.graph))
 
     pipeline, verify = job.state.pipeline, job.options.verify
     target = job.options.target
@@ -264,49 +220,77 @@ def _lowering(job: CompileJob) -> Lowering:
 
 
 # --- variants -------------------------------------------------------------------------------------
-def _variant(
-    job: CompileJob, template: Template, variant: ForwardVariant | BackwardVariant | None
-) -> Compiled:
-    loaded = _load(job, template, variant)
-    if loaded is not None:
-        return loaded
+class _Made(NamedTuple):
+    """Code of a variant, as Inductor generates it."""
+
+    code: Compiled
+    facts: VariantFacts
+    hoisted: HoistedGraph | None
+    """The parts of its graph, if `code` is that of its body."""
+
+
+def _variant(job: CompileJob, template: Template, variant: Variant | None) -> Compiled:
+    """Returns code of a variant (None: of the graph itself) that checks each run."""
+    made = _loaded(job, template, variant) or _compiled(job, template, variant)
+    code, facts, hoisted = made
+    options, kind = job.options, template.kind
+    name, events, body = f"{job.name} {kind}", facts.events, None
+    code = job.overflows.watching(code, facts.encoded_grads, f"graph {name}")
+    if hoisted is not None:
+        outputs = len(returned_values(template.graph().graph))
+        code, events = hoisted_code(job, kind, code, hoisted, facts, outputs)
+        body = collective_names(hoisted.body.graph)
+    code = with_profiler_range(code, facts.collectives, job.name, kind, body=body)
+    timeout_s = options.agreement_timeout_s
+    if options.agreement:
+        every_run = options.agreement != "first"
+        code = with_run_check(code, events, name, timeout_s, every_run=every_run, report=job.report)
+    else:
+        code = with_vote_limit(code, events, timeout_s)
+    if facts.residuals:
+        code = boxed(with_residuals(code, facts.residuals, job.order))
+    return code
+
+
+def _compiled(job: CompileJob, template: Template, variant: Variant | None) -> _Made:
     gm, extra, residuals = _built(template, variant, job.state.output_strides)
-    sequences: Sequences = {}
-    what = f"code of {template.kind}"
+    kind, what, sequences = template.kind, f"code of {template.kind}", Sequences()
     if variant is not None:
-        what = f"code of a variant of {template.kind}"
-        done = variant.kept if isinstance(variant, ForwardVariant) else variant.deferred
-        log.debug("graph %s %s: %s", job.name, template.kind, variant)
-        slots = param_slots if isinstance(variant, ForwardVariant) else grad_slots
-        params = [slot.param for slot in slots(template.graph().graph)]
-        stepped = variant.stepped if isinstance(variant, BackwardVariant) else frozenset[int]()
-        given, kept, steps = (
-            [params[i] for i in sorted(each)] for each in (variant.given, done, stepped)
-        )
-        job.listeners.send(VariantBuilt(template.kind, given, kept, steps, gm.graph))
+        what = f"code of a variant of {kind}"
+        log.debug("graph %s %s: %s", job.name, kind, variant)
+        job.listeners.send(_built_event(template, variant, gm.graph))
         if isinstance(variant, BackwardVariant):
-            agree(job, gm, template.kind)
+            agree(job, gm, kind)
             sequences = call_sequences(gm.graph) if job.artifacts is not None else {}
-    inputs = [*template.inputs(), *extra]
-    events = run_events(gm.graph, f"{job.name} {template.kind}")
-    hoisted = _hoist(job, gm, template.kind, variant)
-    encoded = encoded_grads(gm.graph) if template.kind == "backward" else []
-    whole = expand_encodings(replace_gloo_collectives(gm))
+    facts = VariantFacts(
+        run_events(gm.graph, f"{job.name} {kind}"),
+        collective_names(gm.graph),
+        sequences,
+        residuals,
+        encoded_grads(gm.graph) if kind == "backward" else [],
+    )
+    hoisted = hoisted_graph(job, gm, kind, variant)
+    inputs = [*template.inputs(), *extra, *(hoisted.extra_inputs if hoisted is not None else ())]
+    whole = expand_encodings(replace_gloo_collectives(gm if hoisted is None else hoisted.body))
     strides: list[tuple[int, ...] | None] = []
     with template.state.restored(strides), job.listeners.report_errors(what):
-        if hoisted is None:
-            code = template.codegen(whole, inputs)
-        else:
-            body = expand_encodings(replace_gloo_collectives(hoisted.body))
-            code = template.codegen(body, [*inputs, *hoisted.extra_inputs])
+        code = template.codegen(whole, inputs)
     _keep_output_strides(job, template, strides)
-    names = collective_names(gm.graph)
     if job.artifacts is not None:
-        job.artifacts.add_code(
-            template.kind, variant, code, events, names, sequences, residuals, encoded
-        )
-    code = _checked(job, code, events, names, template, hoisted, encoded)
-    return _with_residuals(job, code, residuals)
+        job.artifacts.add_code(kind, variant, code, facts)
+    return _Made(code, facts, hoisted)
+
+
+def _built_event(template: Template, variant: Variant, graph: fx.Graph) -> VariantBuilt:
+    original = template.graph().graph
+    if isinstance(variant, ForwardVariant):
+        params = [slot.param for slot in param_slots(original)]
+        slots = variant.given, variant.kept, frozenset[int]()
+    else:
+        params = [slot.param for slot in grad_slots(original)]
+        slots = variant.given, variant.deferred, variant.stepped
+    given, kept, stepped = ([params[i] for i in sorted(each)] for each in slots)
+    return VariantBuilt(template.kind, given, kept, stepped, graph)
 
 
 def _keep_output_strides(
@@ -321,9 +305,8 @@ def _keep_output_strides(
         job.artifacts.entry.output_strides = job.state.output_strides
 
 
-def _load(
-    job: CompileJob, template: Template, variant: ForwardVariant | BackwardVariant | None
-) -> Compiled | None:
+def _loaded(job: CompileJob, template: Template, variant: Variant | None) -> _Made | None:
+    """The same from the compile cache, if it is stored."""
     if job.artifacts is None or not job.artifacts.loaded:
         return None
     kind = template.kind
@@ -341,151 +324,21 @@ def _load(
             log.warning("compile cache: code of graph %s is not used: %s", job.name, error)
             return None
     if isinstance(variant, BackwardVariant):
-        agree_on(job, stored.sequences)
+        agree_on(job, stored.facts.sequences)
     old, new = f"graph {job.artifacts.entry.name} ", f"graph {job.name} "
     events = {
         group: dataclasses.replace(event, text=event.text.replace(old, new, 1))
-        for group, event in stored.events.items()
+        for group, event in stored.facts.events.items()
     }
     hoisted = None
     if job.options.prefetch:
         gm, *_ = _built(template, variant, job.state.output_strides)
-        hoisted = _hoist(job, gm, kind, variant)
-    code = _checked(job, code, events, stored.collectives, template, hoisted, stored.encoded_grads)
-    return _with_residuals(job, code, stored.residuals)
-
-
-def _hoist(
-    job: CompileJob,
-    gm: fx.GraphModule,
-    kind: str,
-    variant: ForwardVariant | BackwardVariant | None,
-) -> HoistedGraph | None:
-    """Returns the parts of a graph whose collectives may leave it. One rank has none, and its
-    graphs are parts of the schedule if it says what rests on the host. A variant of a step that has
-    none is silent: it takes all parameters from the cache, or leaves all gradients pending.
-    """
-    if not job.options.prefetch:
-        return None
-    is_backward = kind == "backward"
-    hoisted = hoist_collectives(gm, returned_gradients(gm.graph) if is_backward else None)
-    if any(map(has_other_ranks, job.captured.groups)):
-        is_part = variant is not None and kind != "inference" and not any(collectives(gm.graph))
-    else:
-        is_part = bool(job.host_bytes)
-    if hoisted is None and is_part:
-        return HoistedGraph(gm, [], len(returned_values(gm.graph)), None, None)
-    if hoisted is None or not all(param in job.order for param in hoisted.params()):
-        return None
-    add_turning_point(hoisted, job.target)
-    return hoisted
-
-
-def _checked(
-    job: CompileJob,
-    code: Compiled,
-    events: Mapping[str, RunEvent],
-    names: Sequence[str],
-    template: Template,
-    hoisted: HoistedGraph | None,
-    encoded: Sequence[EncodedGrad],
-) -> Compiled:
-    options, kind = job.options, template.kind
-    name = f"{job.name} {kind}"
-    timeout_s = options.agreement_timeout_s
-    code = job.overflows.watching(code, encoded, f"graph {name}")
-    if hoisted is not None:
-        # Ranks that start gathers elsewhere start collectives in another order.
-        movable = job.state.movable if kind == "forward" else ()
-        outputs = len(returned_values(template.graph().graph))
-
-        def described(sizes: Mapping[Any, int]) -> GraphRun:
-            with job.planning(), compat.planned_for(sizes):
-                return graph_cost(hoisted, kind, job.target, movable, outputs)
-
-        cost = described({})
-        leaves = f"{hoisted.summary()}, {job.options.prefetch} ahead"
-        ordered, shown = turn_order(hoisted), turn_text(hoisted, cost)
-        events = {
-            group: dataclasses.replace(
-                event,
-                digest=f"{event.digest} {leaves}{ordered}",
-                text=f"{event.text} ({leaves}{shown})",
-            )
-            for group, event in events.items()
-        }
-        limits = functools.partial(
-            limited_run, events, f"graph {name}", timeout_s, checked=bool(options.agreement)
-        )
-        surroundings = Surroundings(
-            job.order,
-            None if options.prefetch == "auto" else options.prefetch,
-            lambda runs, ahead: _plan_prefetch(job, runs, ahead, sorted(events)),
-            limits,
-            lambda gm: _part(job, gm, names, kind, _ended(hoisted, gm, encoded)),
-            described,
-            is_silent=not names and any(map(has_other_ranks, job.captured.groups)),
-        )
-        communicated = [event.digest for event in events.values()] or [job.name]
-        digests = " ".join([kind, *communicated])
-        code = boxed(HoistedCode(hoisted, code, digests, cost, surroundings))
-    body = None if hoisted is None else collective_names(hoisted.body.graph)
-    code = with_profiler_range(code, names, job.name, kind, body=body)
-    if not job.options.agreement:
-        return with_vote_limit(code, events, timeout_s)
-    every_run = job.options.agreement != "first"
-    return with_run_check(code, events, name, timeout_s, every_run=every_run, report=job.report)
-
-
-def _with_residuals(job: CompileJob, code: Compiled, residuals: Sequence[Residual]) -> Compiled:
-    return boxed(with_residuals(code, residuals, job.order)) if residuals else code
-
-
-def _ended(
-    hoisted: HoistedGraph, part: fx.GraphModule, encoded: Sequence[EncodedGrad]
-) -> list[EncodedGrad]:
-    """Returns the gradients of encoded reductions that a part of a graph returns."""
-    if hoisted.reductions is None or part is not hoisted.reductions.end:
-        return []
-    at = {position: place for place, position in enumerate(hoisted.reductions.gradients)}
-    return [
-        dataclasses.replace(each, position=at[each.position])
-        for each in encoded
-        if each.position in at
-    ]
-
-
-def _part(
-    job: CompileJob,
-    gm: fx.GraphModule,
-    names: Sequence[str],
-    kind: str,
-    encoded: Sequence[EncodedGrad],
-) -> Compiled:
-    """Returns code of gathers before a graph, or of reductions after it."""
-    code = eager_codegen(replace_gloo_collectives(gm), ())
-    code = job.overflows.watching(code, encoded, f"graph {job.name} {kind}")
-    code = _with_grad_arenas(job, code, host_need(gm.graph))
-    return with_part_range(code, names, collective_names(gm.graph), job.name, kind)
-
-
-def _plan_prefetch(
-    job: CompileJob, runs: Sequence[GraphRun], ahead: int | None, groups: Sequence[str]
-) -> StepCost:
-    options, step = job.options, BlockStep(runs, job.options.zero_stage, job.host_bytes)
-    job.listeners.send(step)
-    with job.listeners.report_errors("prefetch"):
-        chosen = agreed_prefetch(
-            step, options.memory_budget, job.free_bytes, groups, options.agreement_timeout_s, ahead
-        )
-    note_planned_peak(job.captured.gm, chosen.peak_bytes - chosen.residual_bytes)
-    return chosen
+        hoisted = hoisted_graph(job, gm, kind, variant)
+    return _Made(code, dataclasses.replace(stored.facts, events=events), hoisted)
 
 
 def _built(
-    template: Template,
-    variant: ForwardVariant | BackwardVariant | None,
-    output_strides: OutputStrides,
+    template: Template, variant: Variant | None, output_strides: OutputStrides
 ) -> tuple[fx.GraphModule, list[Any], list[Residual]]:
     """Returns the graph of a variant (None: the graph itself), its further fake inputs, and the
     residuals that are the last of them.

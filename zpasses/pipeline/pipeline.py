@@ -79,18 +79,28 @@ class Pipeline(compat.CustomGraphPass):
 
         Raises:
             OptionError: for an unknown pass or option, or a value of the wrong type. The message
-                suggests the most similar known name.
+                suggests the most similar known name. Also for a pass that changes values after a
+                named pipeline that has this pass, which has left nothing to change.
         """
         known = catalogue()
         passes: list[Pass] = []
+        named: dict[str, str] = {}  # pass -> the first named pipeline that has it
         for name, options in _parse_items(text):
             entry = known.get(name)
             if entry is None:
                 raise OptionError(f"pipeline {text!r}: {unknown_pass(name)}")
             if isinstance(entry, Pipeline):
                 passes.extend(_with_options(entry, options, f"pipeline {text!r}: {name!r}"))
+                named = {each.name: name for each in entry} | named
             else:
-                passes.append(build_dataclass(entry, options, f"pass {name!r}"))
+                made = build_dataclass(entry, options, f"pass {name!r}")
+                if name in named and made.facts.changes_values is not None:
+                    given = ",".join(f"{name}.{key}={value}" for key, value in options.items())
+                    raise OptionError(
+                        f"pipeline {text!r}: {named[name]!r} has the pass {name!r} already, which "
+                        f"leaves nothing to {made}. Write {named[name]}{{{given}}}."
+                    )
+                passes.append(made)
         return cls(tuple(passes))
 
     def at(self, level: Level) -> tuple[Pass, ...]:

@@ -37,7 +37,6 @@ from zpasses.ranks.vote import (
     COMPILE_TIMEOUT,
     WINDOW_TIMEOUT,
     TimeLimit,
-    has_other_ranks,
     vote,
     vote_timeout,
 )
@@ -353,9 +352,8 @@ def _reduce(
         if timeout_s is None:
             grads = code(totals)
         else:
-            asked = [group for group in groups if has_other_ranks(group)]
             name = "the reduction of a window"
-            with limited_collectives(asked, name, TimeLimit(timeout_s, _TIMEOUT_OPTION)):
+            with limited_collectives(groups, name, TimeLimit(timeout_s, _TIMEOUT_OPTION)):
                 grads = code(totals)
     accumulate_grads([params[entry.param_index] for entry in entries], grads)
 

@@ -13,14 +13,12 @@ other. zpasses.runtime.watched counts the changes.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zpasses import compat
 from zpasses.ranks.edit_log import EditLog
@@ -164,18 +162,12 @@ def is_sharded_parameter(param: object) -> bool:
     return hasattr(param, LAYOUT_ATTRIBUTE)
 
 
-@functools.cache
-def install_step_end() -> None:
-    """Install a hook that counts an edit of an optimizer's parameters after each step, and drops
-    their full copies.
+def count_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Count an edit of an optimizer's parameters after its step, and drop their full copies.
 
-    It applies to every torch optimizer of this process. Further calls do nothing. It also serves
-    compiled steps, and optimizers whose kernels write to the memory of the shards.
+    A hook after steps. It also serves compiled steps, and optimizers whose kernels write to the
+    memory of the shards.
     """
-    register_optimizer_step_post_hook(compat.dynamo_disable(_after_step))
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     logs: tuple[EditLog, ...] = ()
     name = f"a completed {type(optimizer).__name__}.step()"
     number, settings = number_of(name), _settings_number(optimizer)

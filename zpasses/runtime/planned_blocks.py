@@ -47,7 +47,7 @@ class Forward(NamedTuple):
     params: object
     """As in its `RunKey`."""
     graph: int
-    """From `BlockSchedule.number_of`."""
+    """From `PlannedBlocks.number_of`."""
 
 
 class _Ran(NamedTuple):

@@ -60,7 +60,7 @@ _unchecked_groups: set[str] = set()
 
 
 @contextlib.contextmanager
-def barriers_enabled(groups: Sequence[str], timeout_s: float | None) -> Iterator[None]:
+def voting_before_each_graph(groups: Sequence[str], timeout_s: float | None) -> Iterator[None]:
     """Inside, the ranks vote before each graph that communicates over these groups.
 
     A vote cannot see a rank that fails inside a graph. Collectives that start inside therefore give
@@ -69,7 +69,7 @@ def barriers_enabled(groups: Sequence[str], timeout_s: float | None) -> Iterator
     Args:
         timeout_s: seconds to wait for the other ranks; None takes the limit of the graph that runs.
     """
-    asked = [group for group in groups if has_other_ranks(group)]
+    asked = _with_others(groups)
     for group in asked:
         _window_timeouts.setdefault(group, []).append(timeout_s)
     try:
@@ -142,7 +142,7 @@ def with_run_check(
         return longest
 
     def run(args: list[Any]) -> Any:
-        asked = [group for group in events if has_other_ranks(group)]
+        asked = _with_others(events)
         if not asked:
             return code(args)
         call = current_call()
@@ -193,9 +193,13 @@ def _of_any(answers: Sequence[list[str]]) -> list[str]:
 _MOST_NAMED = 8
 
 
+def _with_others(groups: Iterable[str]) -> list[str]:
+    return [group for group in groups if has_other_ranks(group)]
+
+
 @contextlib.contextmanager
-def limited_collectives(groups: Sequence[str], name: str, timeout_s: float) -> Iterator[None]:
-    """Inside, collectives of these groups give up after `timeout_s`.
+def limited_collectives(groups: Iterable[str], name: str, timeout_s: float) -> Iterator[None]:
+    """Inside, collectives of those of these groups that have other ranks give up after `timeout_s`.
 
     Args:
         name: what runs inside, for the error and the heartbeat.
@@ -203,16 +207,20 @@ def limited_collectives(groups: Sequence[str], name: str, timeout_s: float) -> I
     Raises:
         AgreementError: if a collective gave up. It names the ranks that did not take part.
     """
+    asked = _with_others(groups)
+    if not asked:
+        yield
+        return
     heartbeat.set_activity(f"running {name}")
     ended = f"after {name}"
-    with compat.limited_timeouts(groups, timeout_s):
+    with compat.limited_timeouts(asked, timeout_s):
         try:
             yield
         except Exception as error:
             if not compat.is_collective_timeout(error):
                 ended += f" ({type(error).__name__}: {str(error)[:300]})"
                 raise
-            raise _timeout_error(groups, f"running {name}", timeout_s, error) from error
+            raise _timeout_error(asked, f"running {name}", timeout_s, error) from error
         finally:
             heartbeat.set_activity(ended)
 
@@ -226,28 +234,8 @@ def limited_over(
         timeout_s: None takes the limit of the graphs that ran on the groups of the mesh.
     """
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)] if mesh is not None else []
-    asked = [name for group in groups if has_other_ranks(name := compat.group_name(group))]
-    if not asked:
-        return contextlib.nullcontext()
-    return limited_collectives(asked, name, timeout_of(asked, timeout_s))
-
-
-@contextlib.contextmanager
-def limited_run(
-    groups: Iterable[str], name: str, timeout_s: float, *, checked: bool
-) -> Iterator[None]:
-    """Context of what a graph does after it has run.
-
-    Args:
-        groups: the process groups that the graph communicates over.
-        checked: whether its collectives give up after `timeout_s`, as those of checked graphs do.
-    """
-    asked = [group for group in groups if has_other_ranks(group)]
-    if not asked or not checked:
-        yield
-        return
-    with limited_collectives(asked, name, timeout_s):
-        yield
+    names = [compat.group_name(group) for group in groups]
+    return limited_collectives(names, name, timeout_of(names, timeout_s))
 
 
 def with_vote_limit(

@@ -4,7 +4,6 @@ an optimizer steps.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
@@ -20,7 +18,6 @@ from zpasses.runtime.flush import flush
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.param_value import (
     identify,
-    install_step_end,
     is_sharded_parameter,
     param_value_of,
 )
@@ -123,7 +120,6 @@ def register_step_window(
                 value.identity = f"{number}:{path}"
                 identify(param, value)
     identities += [param_value_of(param).identity for param in params]
-    install_step_guard()
 
 
 def _held(module: nn.Module | None, name: str, identity: str) -> Any:
@@ -162,20 +158,13 @@ def step_windows(params: Sequence[Any]) -> list[StepWindow]:
 
 
 # --- optimizers -----------------------------------------------------------------------------------
-@functools.cache
-def install_step_guard() -> None:
-    """Install a hook that checks the windows of an optimizer's parameters before each step.
+def end_windows_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Check the windows of an optimizer's parameters. A hook before steps.
 
-    It applies to every torch optimizer of this process. Further calls do nothing. A step inside a
-    `with` block raises. A step before the last of `backwards_per_step` backwards reduces the
-    gradients that are pending. Ranks whose graphs are compared on every run compare their steps,
-    too.
+    A step inside a `with` block raises. A step before the last of `backwards_per_step` backwards
+    reduces the gradients that are pending. Ranks whose graphs are compared on every run compare
+    their steps, too.
     """
-    register_optimizer_step_pre_hook(compat.dynamo_disable(_before_step))
-    install_step_end()
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     early: dict[StepWindow, None] = {}
     params: dict[str, list[str]] = {}
     for group in optimizer.param_groups:

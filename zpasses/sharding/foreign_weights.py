@@ -57,8 +57,9 @@ def foreign_weight(
     name = path.rpartition(".")[2]
     if (kind := _imported("bitsandbytes.nn", "Params4bit")) and isinstance(param, kind):
         return _of_bitsandbytes(path, name, module, param, param_dtype)
-    if (kind := _imported("torchao.quantization", "NF4Tensor")) and isinstance(param, kind):
-        return _of_torchao(path, name, param, param_dtype)
+    for place in ("torchao.quantization", "torchao.dtypes"):  # since 0.18, and before
+        if (kind := _imported(place, "NF4Tensor")) and isinstance(param, kind):
+            return _of_torchao(path, name, param, param_dtype)
     if (kind := _imported("bitsandbytes.nn", "Int8Params")) and isinstance(param, kind):
         # Before model.to(device), it has the dtype of plain numbers, and no codes yet.
         raise _refusal(path, param, "its module reads scales, which zpasses cannot cut with it.")

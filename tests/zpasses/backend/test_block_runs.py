@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.block_runs import BlockStep, add_turning_point, graph_cost, turn_text
+from zpasses.backend.block_steps import BlockStep, add_turning_point, graph_cost, turn_text
 from zpasses.cost.plan.prefetch import GraphRun, MovableValue
 from zpasses.cost.time.target import Target
 from zpasses.graph.hoisting import hoist_collectives

@@ -33,7 +33,7 @@ from tests.zpasses.backend.test_host_memory_combined import WIDTH, Block, batch,
 from tests.zpasses.cost.memory.allocations import allocated
 from tests.zpasses.layered_models import Checkpointed
 from zpasses.backend import partitioner
-from zpasses.backend.block_runs import BlockStep
+from zpasses.backend.block_steps import BlockStep
 from zpasses.cost.plan.prefetch import step_cost
 from zpasses.graph import host_copies
 from zpasses.host import saved_values

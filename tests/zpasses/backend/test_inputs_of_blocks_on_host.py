@@ -17,7 +17,7 @@ from tests.frozen_training import assert_same
 from tests.on_ranks import on_ranks
 from tests.zpasses.backend.blocks_on_host import EAGER, build, plan, train
 from tests.zpasses.cost.memory.allocations import allocated
-from zpasses.backend.block_runs import BlockStep
+from zpasses.backend.block_steps import BlockStep
 from zpasses.cost.plan.prefetch import step_cost
 from zpasses.errors import MemoryBudgetError, ZpassesError
 from zpasses.host import saved_values

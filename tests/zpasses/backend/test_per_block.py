@@ -38,12 +38,12 @@ from tests.zpasses.layered_models import (
     trained,
 )
 from zpasses import compat
-from zpasses.backend import block_runs as planning
+from zpasses.backend import block_steps as planning
 from zpasses.dumps import read
 from zpasses.errors import AgreementError, MemoryBudgetError, OptionError
 from zpasses.runtime import block_schedule
 from zpasses.runtime.late_reductions import LateReductions
-from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
+from zpasses.testing import fake_world, run_in_fresh_ranks, run_on_ranks, world_mesh
 
 EAGER = {"codegen": "eager"}
 
@@ -517,6 +517,7 @@ def test_a_budget_that_the_step_exceeds_is_refused_on_all_ranks():
         ({"prefetch": -1}, "prefetch=-1; expected a number of graphs >= 0"),
         ({"prefetch": "deep"}, "prefetch"),
         ({"prefetched": 1}, "prefetch"),
+        ({"options": {"zero_stage": 3}}, "expected the options of the backend as arguments"),
         ({"prefetch": 1, "memory_budget": "1GiB"}, "both say how far ahead gathers start"),
         ({"blocks": "auto", "zero_stage": 3, "prefetch": "auto", "dump_ranks": "x"}, "dump_ranks"),
     ],
@@ -524,6 +525,19 @@ def test_a_budget_that_the_step_exceeds_is_refused_on_all_ranks():
 def test_wrong_arguments_are_refused(arguments, said):
     with pytest.raises(OptionError, match=said.replace("*", r"\*")):
         zpasses.compile_blocks(Net(), **arguments)
+
+
+def test_encodings_name_what_lies_outside_of_the_blocks(caplog):
+    with fake_world(2) as mesh:
+        model = zpasses.shard(Net(), mesh=mesh)
+        zpasses.compile_blocks(model, "layers.*")
+        assert not caplog.records
+        encoded = "zero3{gather-params.encode=int8}"
+        zpasses.compile_blocks(model, "layers.*,tokens,head", pipeline=encoded)
+        assert not caplog.records
+        zpasses.compile_blocks(model, "layers.*", pipeline=encoded)
+    (text,) = (each.getMessage() for each in caplog.records)
+    assert "tokens.weight, head.weight move exact values" in text
 
 
 def test_blocks_are_found_by_name_or_in_lists():

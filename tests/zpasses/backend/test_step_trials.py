@@ -69,7 +69,7 @@ def test_trials_are_made_once_and_leave_the_joint_graph_alone():
         before = names(trials.gm.graph), [dict(node.meta) for node in trials.gm.graph.nodes]
         plans = [trials.fastest(limit) for limit in (1 << 30, 1 << 17, 1 << 16)]
         assert trials.trial(1.0) is plans[0].trial
-        trials.graphs(replace(plans[0].choice, activations=plans[1].choice.activations))
+        trials.graphs(replace(plans[0].choice, activation_budget=plans[1].choice.activation_budget))
         after = names(trials.gm.graph), [dict(node.meta) for node in trials.gm.graph.nodes]
         assert after == before
 

@@ -15,7 +15,7 @@ import zpasses
 from tests.on_ranks import on_ranks
 from tests.zpasses.backend.cache.starts import COLD, starts, words
 from zpasses import AgreementError, compat
-from zpasses.graph.encoding import Encoding, decode, encode
+from zpasses.graph.encoding import Encoding, decode, decode_mean, encode
 from zpasses.graph.queries import collectives
 from zpasses.pipeline.events import observe_graphs
 from zpasses.runtime.windows import grad_state_of
@@ -32,6 +32,7 @@ LAST = "schedule,average-replicas,defer-reduction"
 STAGE1 = f"gather-params,{EXACT},cache-params,{LAST}"
 STAGE3 = f"gather-params,{EXACT},reshard-after-forward,{LAST}"
 DEFAULT = "zero3{reduce-grads.encode=int8,reduce-grads.block=16,reduce-grads.exact_below_kib=0}"
+TWICE = STAGE3.replace("hops=two", "hops=two-encoded")
 SLOW = pytest.mark.slow(quick="the tests of passes/test_two_hops.py, on simulated ranks")
 
 
@@ -51,8 +52,8 @@ class Layers(nn.Module):
 class Reference:
     """Plain SGD: the gradients are the mean of what the codes of each node's mean stand for."""
 
-    def __init__(self, model, *, feedback):
-        self.model, self.feedback = model, feedback
+    def __init__(self, model, *, feedback, twice):
+        self.model, self.feedback, self.twice = model, feedback, twice
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         self.lost = {
             name: [torch.zeros_like(each) for _ in range(NODES)]
@@ -71,8 +72,25 @@ class Reference:
         sent = []
         for node in range(NODES):
             first, *others = ranks[node * PER_NODE : (node + 1) * PER_NODE]
-            sent.append(self.sent(sum(others, first) / PER_NODE, lost[node]))
+            mean = self.decoded([first, *others]) if self.twice else sum(others, first) / PER_NODE
+            sent.append(self.sent(mean, lost[node]))
         return sum(sent[1:], sent[0]) / NODES
+
+    def decoded(self, grads):
+        """The mean of what the ranks of a node decode: one record for each place on the nodes."""
+        rows, width = grads[0].shape
+        block = -(-rows // (NODES * PER_NODE))
+        whole = torch.zeros(len(grads), NODES, PER_NODE, block, width)
+        whole.view(len(grads), -1, width)[:, :rows] = torch.stack(grads)
+        mean = torch.empty(NODES, PER_NODE, block, width)
+        for place in range(PER_NODE):
+            mine = whole[:, :, place]
+            count = mine[0].numel()
+            records = torch.cat([encode(each, count, 1, INT8) for each in mine])
+            mean[:, place] = decode_mean(
+                records, mine[0].shape, count, len(grads), mean.dtype, INT8
+            )
+        return mean.view(-1, width)[:rows]
 
     def sent(self, mean, lost):
         """What the codes of a node stand for: one record for each rank's rows."""
@@ -88,12 +106,12 @@ class Reference:
         return sent
 
 
-def train(options, backwards, *, feedback=False, blocks=None):
+def train(options, backwards, *, feedback=False, twice=False, blocks=None):
     """Trains for some steps, compares each with the reference, and returns which groups reduced."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     plain = Layers()
-    model, reference = copy.deepcopy(plain), Reference(plain, feedback=feedback)
+    model, reference = copy.deepcopy(plain), Reference(plain, feedback=feedback, twice=twice)
     zpasses.shard(model, mesh=world_mesh())
     given = {"target": TARGET, **options}
     graphs = []
@@ -170,6 +188,26 @@ TWO_HOPS = {
 def test_training_equals_plain_torch_bit_for_bit(options, backwards):
     used = train(options, backwards, feedback="feedback" in options["pipeline"])
     assert {(op.replace("_coalesced", ""), group) for op, group in used} == TWO_HOPS
+
+
+@pytest.mark.parametrize(
+    ("options", "backwards"),
+    [
+        pytest.param({"pipeline": TWICE, "codegen": "eager"}, 1, id="eager", marks=SLOW),
+        pytest.param({"pipeline": TWICE}, 1, id="inductor", marks=[pytest.mark.inductor, SLOW]),
+        pytest.param(
+            {"pipeline": TWICE.replace("}", ",feedback=on}", 1)},
+            1,
+            id="feedback",
+            marks=[pytest.mark.inductor, SLOW],
+        ),
+        pytest.param({"pipeline": TWICE, "codegen": "eager"}, 3, id="end of a window", marks=SLOW),
+    ],
+)
+@on_ranks(4, timeout_s=280)
+def test_training_with_codes_within_nodes_equals_plain_torch(options, backwards):
+    used = train(options, backwards, feedback="feedback" in options["pipeline"], twice=True)
+    assert used == {("all_to_all_single", ".in_node"), ("all_to_all_single", ".across_nodes")}
 
 
 @pytest.mark.inductor

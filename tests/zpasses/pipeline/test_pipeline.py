@@ -82,6 +82,11 @@ def test_text_is_read_as_passes_with_options():
             r"pass 'merge-reads', option 'max_hold_mb': got 'big' \(str\); expected float or none",
         ),
         ("merge-reads{max_hold_mb=1,max_hold_mb=2}", r"option 'max_hold_mb' is given twice"),
+        (
+            "zero3,gather-params{encode=int8,block=64}",
+            r"'zero3' has the pass 'gather-params' already, which leaves nothing to .*\. Write "
+            r"zero3\{gather-params\.encode=int8,gather-params\.block=64\}\.",
+        ),
         ("merge-reads{max_hold_mb}", r"cannot parse option 'max_hold_mb'; expected name=value"),
         (
             "zero3{max_hold_mb=1}",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from zpasses import compat
-from zpasses.backend.block_runs import BlockStep, agreed_prefetch
+from zpasses.backend.block_steps import BlockStep, agreed_prefetch
 from zpasses.cost.plan.prefetch import GraphRun, MovableValue
 from zpasses.runtime import block_schedule, planned_blocks
 from zpasses.runtime.block_schedule import BlockSchedule

@@ -1,5 +1,8 @@
 """Parameters of other libraries that hold codes: bitsandbytes and torchao."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from torch import nn
@@ -68,6 +71,20 @@ def test_nf4_tensors_of_torchao_decode_to_the_same_bits(dtype):
         zpasses.shard(net, mesh=mesh)
         assert torch.equal(net[0].weight, value)
         assert torch.equal(net(x), expected)
+
+
+@needs("torchao")
+def test_nf4_tensors_of_torchao_before_0_18_are_taken(monkeypatch):
+    from torchao import quantization
+
+    net = nf4()
+    value, older = net[0].weight.get_original_weight(), ModuleType("torchao.dtypes")
+    older.NF4Tensor = quantization.NF4Tensor
+    monkeypatch.setitem(sys.modules, "torchao.dtypes", older)
+    monkeypatch.delattr(quantization, "NF4Tensor")
+    with fake_world(1) as mesh:
+        zpasses.shard(net, mesh=mesh)
+        assert torch.equal(net[0].weight, value)
 
 
 @needs("bitsandbytes")

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -21,15 +21,10 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.backend.cache.store import CacheFiles
-from zpasses.graph.error_feedback import Residual
-from zpasses.graph.host_copies import HostNeed
+from zpasses.backend.graph_facts import BackwardFacts, ForwardFacts, VariantFacts
 from zpasses.ranks.agree import Answers
-from zpasses.ranks.compared_collectives import Sequences
-from zpasses.ranks.run_order import RunEvent
 from zpasses.runtime.backward_variants import BackwardVariant
-from zpasses.runtime.forward_variants import ForwardVariant, OutputStrides, ParamSlot
-from zpasses.runtime.grad_slots import GradSlot
-from zpasses.runtime.overflows import EncodedGrad
+from zpasses.runtime.forward_variants import ForwardVariant, OutputStrides
 
 log = logging.getLogger("zpasses")
 
@@ -47,58 +42,12 @@ Variant = ForwardVariant | BackwardVariant
 
 
 @dataclass(frozen=True)
-class ForwardFacts:
-    """What the runtime needs to know of a forward or inference graph, besides its code."""
-
-    kind: str
-    """"forward" or "inference"."""
-    outputs: int
-    slots: Sequence[ParamSlot]
-    gather_ids: Sequence[int]
-    sequences: Sequences
-    host: HostNeed | None
-    """What a run puts on the host."""
-    peak_bytes: int
-    """The most that a run takes above what rests."""
-    movable: tuple[int, ...] = ()
-    """As `CompileState.movable`."""
-    returned_inputs: tuple[int, ...] = ()
-    """Positions of the outputs that are inputs."""
-
-
-@dataclass(frozen=True)
-class BackwardFacts:
-    """The same of a backward graph."""
-
-    outputs: int
-    slots: Sequence[GradSlot]
-    """Empty if no reduction can be deferred."""
-    always_reduced: Sequence[str]
-    """Parameters whose gradients are reduced in every backward."""
-    sequences: Sequences
-    """Of a graph without slots. Variants have their own."""
-    saved: Mapping[str, Sequence[str]]
-    """Name of an input that the graph uses -> the parameters whose shard or full value it is."""
-    peak_bytes: int
-    host: HostNeed | None = None
-    """What a run puts on the host: gradients."""
-
-
-@dataclass(frozen=True)
 class StoredVariant:
     """Code of one variant of a graph."""
 
     code: bytes
     """From `compat.pack_code`."""
-    events: dict[str, RunEvent]
-    collectives: tuple[str, ...]
-    """Names of the collectives of its graph."""
-    sequences: Sequences
-    """Of a variant of a backward graph."""
-    residuals: Sequence[Residual]
-    """What its code takes as last inputs."""
-    encoded_grads: Sequence[EncodedGrad]
-    """What its code returns of encoded reductions."""
+    facts: VariantFacts
 
 
 @dataclass
@@ -211,23 +160,14 @@ class GraphArtifacts:
         self._add_graph("backward", gm, inputs)
 
     def add_code(
-        self,
-        kind: str,
-        variant: Variant | None,
-        code: object,
-        events: dict[str, RunEvent],
-        collectives: tuple[str, ...],
-        sequences: Sequences,
-        residuals: Sequence[Residual],
-        encoded: Sequence[EncodedGrad],
+        self, kind: str, variant: Variant | None, code: object, facts: VariantFacts
     ) -> None:
         """Stores what Inductor generated for a variant (None: for the graph itself)."""
         data = compat.pack_code(code)
         if data is None:
             self.give_up("Inductor's code of it cannot be stored")
             return
-        stored = StoredVariant(data, events, collectives, sequences, residuals, encoded)
-        self._add(self._variant_name(kind, variant), pickle.dumps(stored))
+        self._add(self._variant_name(kind, variant), pickle.dumps(StoredVariant(data, facts)))
 
     def write_if_complete(self) -> None:
         """Writes the entry once all its parts are there."""
