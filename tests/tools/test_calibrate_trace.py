@@ -3,7 +3,7 @@
 import pytest
 
 from tests.zpasses.inspect.graphs import dump_of, graph_of, replace, two_gathers
-from tests.zpasses.inspect.test_measured import gloo_run, measured
+from tests.zpasses.inspect.measured_runs import gloo_run, measured
 from zpasses.cost.time.target import TARGETS, Target
 from zpasses.tools.calibrate import main
 from zpasses.tools.calibrate_trace import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.tools.test_repeated_layers import WIDTH, Net
+from tests.tools.equal_layers import WIDTH, Net
 from zpasses.backend.partition_marks import mark_kept
 from zpasses.backend.step_trials import StepTrials
 from zpasses.errors import OptionError

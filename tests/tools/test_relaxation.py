@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.graphs import drawn_examples, few_examples
-from tests.tools.test_repeated_layers import ROWS, WIDTH, Net
+from tests.tools.equal_layers import ROWS, WIDTH, Net
 from tests.zpasses.backend.budgets import within_compile
 from tests.zpasses.backend.test_drawn_budgets import TARGETS, Stack, steps
 from tests.zpasses.models import Blocks

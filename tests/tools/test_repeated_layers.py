@@ -4,40 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
-from tests.zpasses.cost.plan.test_kept_params import LOWER, step_of
+from tests.tools.equal_layers import ROWS, WIDTH, Net
+from tests.zpasses.cost.plan.stacks import LOWER, step_of
 from zpasses.cost.plan.kept_params import keepable_params
 from zpasses.cost.plan.offloaded_values import saved_values
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.host_copies import offload_saved, offloadable_values
 from zpasses.testing import capture_graphs
 from zpasses.tools.plan.repeated_layers import RepeatedLayers, with_values_on_host
-
-WIDTH, ROWS = 64, 512
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
-        self.head = nn.Linear(WIDTH, 8)
-
-    def forward(self, x):
-        x = self.stem(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).logsumexp(-1)
 
 
 def graphs_of(layers):

@@ -24,8 +24,8 @@ from tests.zpasses.inspect.graphs import (
     two_groups,
     wait,
 )
+from tests.zpasses.inspect.measured_runs import gloo_run
 from tests.zpasses.inspect.real import real_dump
-from tests.zpasses.inspect.test_measured import gloo_run
 from tests.zpasses.inspect.traces import memory, write
 from zpasses.dumps.format import Failure, Param, Prediction
 from zpasses.dumps.nodes import Buffer, Ref, Source, Tag

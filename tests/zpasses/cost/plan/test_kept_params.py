@@ -6,53 +6,18 @@ import pytest
 import torch
 from torch import nn
 
+from tests.zpasses.cost.plan.stacks import LOWER, captured, step_of
 from zpasses.cost.plan.kept_params import (
     Repetition,
-    StepProblem,
     choose_kept,
     fitting_params,
     keepable_params,
 )
 from zpasses.cost.plan.schedule_evaluation import evaluate
-from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import one_ahead_plan, single_plan
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.tags import tagged
-from zpasses.testing import capture_graphs, fake_world
-
-LOWER = "merge-reads{max_hold_mb=1},gather-params,reduce-grads,reshard-after-forward{keep=%s}"
-
-
-class Stack(nn.Module):
-    """Layers of the given widths, and a head."""
-
-    def __init__(self, widths, classes):
-        super().__init__()
-        pairs = itertools.pairwise(widths)
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairs)
-        self.head = nn.Linear(widths[-1], classes, bias=False)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x).logsumexp(-1)
-
-
-def captured(widths, classes, rows, world_size, keep, rank=0):
-    model, x = Stack(widths, classes), torch.zeros(rows, widths[0])
-    options = {"world_size": world_size, "rank": rank, "pipeline": LOWER % keep}
-    return capture_graphs(model, (x,), **options).after
-
-
-def step_of(graphs, world_size, rank=0, repetition=None):
-    with fake_world(world_size, rank):
-        target = Target.parse("h100")
-        return StepProblem(
-            problem_of(graphs.forward.graph, target),
-            problem_of(graphs.backward.graph, target),
-            repetition or Repetition(),
-        )
-
+from zpasses.testing import capture_graphs
 
 WIDTHS = [48, 64, 64, 96]
 

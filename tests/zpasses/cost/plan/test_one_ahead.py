@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.zpasses.cost.plan.test_kept_params import captured, step_of
+from tests.zpasses.cost.plan.stacks import captured, step_of
 from zpasses.cost.plan.kept_params import _StepPeaks, keepable_params
 from zpasses.cost.plan.one_ahead import OneAheadPeak
 from zpasses.cost.plan.schedule_evaluation import live_bytes
