@@ -466,7 +466,7 @@ def plan_view(found: PlanTable) -> View:
             found.calls_of(found.chosen),
         ]
     if found.routes:
-        result.append(_routes_text(found.routes))
+        result.append(_routes_text(found.routes, found.stages[-1].name))
     device = _device_legend(found)
     if found.blocks is not None:
         blocks = _blocks_legend(found.blocks, found.uncompiled)
@@ -540,12 +540,13 @@ def _blocks_legend(blocks: str, uncompiled: Mapping[str, int]) -> tuple[str, ...
 _MOST_ROUTES = 10
 
 
-def _routes_text(routes: Sequence[str]) -> Text:
+def _routes_text(routes: Sequence[str], name: str) -> Text:
     taken = sum(": by " in each for each in routes)
     shown = [f"  {each}" for each in routes[:_MOST_ROUTES]]
     if len(routes) > _MOST_ROUTES:
         shown.append(f"  and {len(routes) - _MOST_ROUTES} more, which --json has")
-    return Text((f"copy engines run {taken} of {len(routes)} gathers", *shown))
+    title = f"{name}, no budget: copy engines run {taken} of {len(routes)} gathers"
+    return Text((title, *shown))
 
 
 def _row(mark: str, point: PlanPoint, params_on_host: int) -> dict[str, str]:
