@@ -63,6 +63,10 @@ def returns_int():
     return 3
 
 
+def converted():
+    return torch.nn.Linear(2, 2).bfloat16(), torch.ones(2, 2)
+
+
 def raises_key_error():
     raise KeyError("nothing here")
 
@@ -151,6 +155,7 @@ def test_loss_dtypes_and_pipeline_are_applied(tmp_path):
         (f"{HERE}:returns_keywords", {}, "returned a dict as third value; expected a function"),
         (f"{HERE}:returns_int", {}, r"returned int; expected \(model, inputs\)"),
         (f"{HERE}:raises_key_error", {}, "raised KeyError: 'nothing here'"),
+        (f"{HERE}:converted", {}, r"swap Linear.weight. torch converts .* the model in its dtype"),
         (f"{HERE}:huge", {"arguments": {"wide": 3}}, r"--arg NAME=VALUE"),
         (f"{HERE}:without_gradient", {}, "requires a gradient"),
     ],

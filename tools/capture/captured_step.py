@@ -270,7 +270,7 @@ def _capture_rank(
                 raise
             except Exception as error:
                 raise CaptureError(
-                    f"{request.function} raised {type(error).__name__}: {error}"
+                    f"{request.function} raised {type(error).__name__}: {error}{_hint(error)}"
                 ) from error
             model, inputs, loss = _unpacked(request.function, made)
         with _timed(seconds, "shard"):
@@ -355,6 +355,15 @@ def _unpacked(name: str, made: Any) -> tuple[nn.Module, Any, Callable[[Any], Any
             "inputs."
         )
     return model, inputs, loss[0] if loss else None
+
+
+def _hint(error: Exception) -> str:
+    if str(error).startswith("_apply(): Couldn't swap"):
+        return (
+            ". torch converts no modules of fake tensors, as by .to(...) or .bfloat16(): make the "
+            "model in its dtype, as by nn.Linear(..., dtype=...) or torch.set_default_dtype."
+        )
+    return ""
 
 
 def _unwrapped_error(error: Exception) -> Exception:

@@ -575,10 +575,15 @@ def plan_view(found: PlanTable) -> View:
             found.calls_of(found.chosen),
         ]
     if found.routes:
+<<<<<<< HEAD
         result.append(_routes_text(found.routes))
     legend = legend_of(columns)
     if found.resting.optimizer is not None:
         legend.append(_rank_has(found))
+=======
+        result.append(_routes_text(found.routes, found.stages[-1].name))
+    device = _device_legend(found)
+>>>>>>> x-r36
     if found.blocks is not None:
         legend += _blocks_legend(found.blocks, found.uncompiled)
     elif found.repeated is None and not any(each.name == "least" for each in columns):
@@ -625,12 +630,13 @@ def _blocks_legend(blocks: str, uncompiled: Mapping[str, int]) -> tuple[str, ...
 _MOST_ROUTES = 10
 
 
-def _routes_text(routes: Sequence[str]) -> Text:
+def _routes_text(routes: Sequence[str], name: str) -> Text:
     taken = sum(": by " in each for each in routes)
     shown = [f"  {each}" for each in routes[:_MOST_ROUTES]]
     if len(routes) > _MOST_ROUTES:
         shown.append(f"  and {len(routes) - _MOST_ROUTES} more, which --json has")
-    return Text((f"copy engines run {taken} of {len(routes)} gathers", *shown))
+    title = f"{name}, no budget: copy engines run {taken} of {len(routes)} gathers"
+    return Text((title, *shown))
 
 
 def _graph_line(name: str, figures: GraphFigures) -> str:
