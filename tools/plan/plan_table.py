@@ -575,15 +575,10 @@ def plan_view(found: PlanTable) -> View:
             found.calls_of(found.chosen),
         ]
     if found.routes:
-<<<<<<< HEAD
-        result.append(_routes_text(found.routes))
+        result.append(_routes_text(found.routes, found.stages[-1].name))
     legend = legend_of(columns)
     if found.resting.optimizer is not None:
         legend.append(_rank_has(found))
-=======
-        result.append(_routes_text(found.routes, found.stages[-1].name))
-    device = _device_legend(found)
->>>>>>> x-r36
     if found.blocks is not None:
         legend += _blocks_legend(found.blocks, found.uncompiled)
     elif found.repeated is None and not any(each.name == "least" for each in columns):

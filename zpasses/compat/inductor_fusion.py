@@ -59,7 +59,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.6", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.7", self._limit_bytes, before
 
 
 def fusion_within_peak(before: Callable[..., Any] | None, limit_bytes: int) -> Callable[..., Any]:

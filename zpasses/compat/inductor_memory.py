@@ -44,7 +44,7 @@ class NodeMemory:
         """Node -> what it reads."""
         self._changes = [0] * (len(nodes) + 1)
         dying: dict[tuple[int, int], list[NodeBuffer]] = defaultdict(list)
-        concatenated = _concatenated(nodes)
+        concatenated, on_host = _concatenated(nodes), _on_host(nodes)
         parts = {name for each in concatenated.values() for name in each}
         made_at = {name: at for at, node in enumerate(nodes) for name in node.get_buffer_names()}
         for each in buffers:
@@ -53,7 +53,7 @@ class NodeMemory:
             name = each.buffer.get_name()
             if is_input:
                 each.size_alloc = each.size_free = _input_bytes(name)
-            if name in parts:  # it is a part of another buffer
+            if name in on_host or name in parts:  # the latter are parts of other buffers
                 each.size_alloc = each.size_free = 0
             elif name in concatenated:
                 maker = min((made_at[part] for part in concatenated[name]), default=maker)
@@ -96,6 +96,24 @@ class NodeMemory:
             self.made[buffer.maker].append(buffer)
         for reader in readers:
             self.read[reader].append(buffer)
+
+
+def _on_host(nodes: list[BaseSchedulerNode]) -> set[str]:
+    """Returns the buffers that rest on the host: what copies from there read, and what copies to
+    there make. Inductor counts them as memory of the device.
+    """
+    found: set[str] = set()
+    for node in nodes:
+        kernel: Any = node.node
+        operator = str(getattr(kernel, "op_overload", None))
+        reads = {dep.name for dep in node.read_writes.reads}
+        if operator in ("zpasses.reload.default", "zpasses.from_host.default"):
+            found |= reads
+        elif operator in ("zpasses.offload_wait.default", "zpasses.to_host.default") or (
+            isinstance(kernel, ir.MultiOutput) and not reads.isdisjoint(found)
+        ):
+            found |= set(node.get_buffer_names())
+    return found
 
 
 def _concatenated(nodes: list[BaseSchedulerNode]) -> dict[str, list[str]]:

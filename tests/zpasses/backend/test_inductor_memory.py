@@ -212,6 +212,23 @@ def test_an_input_counts_once_however_often_its_elements_are_read():
     assert calls == ["kernel", "product", "kernel", "product"]
 
 
+def test_what_rests_on_the_host_is_no_memory_that_fused_kernels_may_take():
+    """It would count until the copy back, so the peak would be there and leave room later."""
+
+    def graph(call, rest, row, base, left, right):
+        host = torch.device("cpu")
+        ticket = call(torch.ops.zpasses.reload.default, rest, host)
+        came = call(torch.ops.zpasses.reload_wait.default, ticket, rest, host)
+        yield call(aten.mm.default, row, came)
+        yield call(aten.mm.default, left, call(aten.exp.default, base))
+        yield call(aten.mul.Tensor, base, call(aten.mm.default, left, right))
+
+    shapes = {f"primals_{name}": (8, 8) for name in ("base", "left", "right")}
+    shapes = {"rest": (14, 8), "primals_row": (1, 14), **shapes}
+    calls = calls_of(compat.within_planned_peak({}), lambda: built(graph, **shapes))
+    assert calls == ["product", "kernel", "product", "product", "kernel"]
+
+
 def test_kernels_are_no_one_function_where_that_raises_the_peak():
     """What a function writes is allocated before all of it, and what it reads is freed after it."""
 
