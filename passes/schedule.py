@@ -137,6 +137,11 @@ class Schedule(Pass):
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of collectives saved, or 1 if nodes only moved."""
+        if self.copy_engines == "on" and engine_route(current_target()) is None:
+            note(
+                f"{self.name}: copy_engines=on does nothing, because {current_target().name} has "
+                "no route for copy engines"
+            )
         tag_foreign_gathers(graph, origin=self.name)
         changes, limit_bytes = self._move_collectives(graph)
         copies, copies_limit = self._move_shard_copies(graph, limit_bytes)

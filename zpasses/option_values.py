@@ -209,4 +209,5 @@ def parse_size(text: object, where: str) -> int:
 def format_size(nbytes: int) -> str:
     """Format a number of bytes for a message: "1.5 GiB"."""
     unit = next(name for name in reversed(_UNITS) if nbytes >= _UNITS[name] or name == "B")
-    return f"{nbytes / _UNITS[unit]:.4g} {unit}"
+    count = nbytes / _UNITS[unit]
+    return f"{count:,.0f} {unit}" if count >= 1e4 else f"{count:.4g} {unit}"

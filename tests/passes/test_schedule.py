@@ -29,6 +29,8 @@ from zpasses.graph.tags import tag_of
 from zpasses.option_values import format_size, parse_budget
 from zpasses.passes import GatherParams, ReduceGrads, Schedule
 from zpasses.testing import (
+    JointRecipe,
+    ParamSpec,
     assert_equal_bits,
     assert_step_equals_reference,
     capture_graphs,
@@ -431,3 +433,13 @@ def test_the_note_says_the_duration_and_peak_of_the_graph_that_was_written(caplo
     (note,) = [each for each in caplog.messages if "in launches" in each]
     assert f"predicted {took / 1e3:,.2f} ms," in note
     assert f"peak {format_size(peak)} of " in note
+
+
+def test_engines_that_the_target_has_not_are_said(caplog):
+    recipe = JointRecipe((ParamSpec((64, 64)),), 2)
+    with use_target(Target.parse("cpu")), caplog.at_level(logging.INFO, logger="zpasses"):
+        recipe.run_pipeline("gather-params,reduce-grads,schedule{copy_engines=on}")
+        assert "copy_engines=on does nothing, because cpu has no route" in caplog.text
+        caplog.clear()
+        recipe.run_pipeline("gather-params,reduce-grads,schedule")
+        assert "copy_engines" not in caplog.text

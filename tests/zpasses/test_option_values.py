@@ -12,6 +12,7 @@ from zpasses.option_values import (
     build_dataclass,
     describe_type,
     field_types,
+    format_size,
     format_value,
     parse_value,
 )
@@ -121,3 +122,10 @@ def test_formatted_values_are_read_back(pair):
     read = parse_value(format_value(value), kind, "here")
     assert read == value
     assert type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(1536, "1.5 KiB"), (10**17, "93,132,257 GiB"), (0, "0 B")]
+)
+def test_sizes_are_told_without_exponents(nbytes, text):
+    assert format_size(nbytes) == text
