@@ -116,7 +116,7 @@ def test_pages_are_locked_by_a_processor_near_the_device(listed, runs_on, monkey
 
 
 def test_memory_that_the_system_does_not_give_is_an_error():
-    with pytest.raises(MemoryBudgetError, match=r"does not give 2\.147e\+09 GiB.*ulimit -v"):
+    with pytest.raises(MemoryBudgetError, match=r"does not give 2,147,483,648 GiB.*ulimit -v"):
         HostArena(1 << 61, CPU)
 
 
