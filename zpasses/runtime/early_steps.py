@@ -150,6 +150,15 @@ class EarlyStep:
                 "reduces.",
                 type(optimizer).__name__,
             )
+        dropped = sum(type(param.grad) is not SteppedGrad for param in self._stepped)
+        if dropped:
+            log.warning(
+                "step_in_backward: gradients of %d parameters were dropped or replaced between "
+                "backward and %s.step(), but these have stepped with them. A step cannot be "
+                "skipped.",
+                dropped,
+                type(optimizer).__name__,
+            )
         self.forget()
         for param in params:
             if (found := _expected(param)) is not None:
