@@ -31,8 +31,6 @@ one, so it needs that pass. The graph equals the one with these two operators of
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -55,7 +53,12 @@ from zpasses.graph.queries import (
 )
 from zpasses.graph.tags import Reduction, Tag, add_tag, retag, tag_of
 from zpasses.option_values import format_size
-from zpasses.passes.writers.encode_options import EXACT_BELOW_KIB, EncodeOptions, EncodingPass
+from zpasses.passes.writers.encode_options import (
+    EXACT_BELOW_KIB,
+    EncodeOptions,
+    EncodingPass,
+    warn_once,
+)
 from zpasses.passes.writers.two_hops import (
     Nodes,
     ReduceArguments,
@@ -68,8 +71,6 @@ from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
 
 aten = torch.ops.aten
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class ReduceGrads(EncodingPass):
         self.say_if_exact(graph)
         for text in _slower_exchanges(graph):
             note(f"{self.name}: {text}")
-            _warn_once(f"{self.name}: {text}")
+            warn_once(f"{self.name}: {text}")
         found = calls(graph, REDUCE_GRAD)
         for node in found:
             self._lower(graph, node)
@@ -256,11 +257,6 @@ def _slower_exchanges(graph: fx.Graph) -> list[str]:
                 "and give average-replicas.encode (docs/encoding.md)."
             )
     return said
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    _log.warning("%s", text)
 
 
 @dataclass

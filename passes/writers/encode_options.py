@@ -95,8 +95,9 @@ class EncodeOptions:
 
 
 @functools.cache
-def _warn_once(text: str) -> None:
-    log.warning("%s.", text)
+def warn_once(text: str) -> None:
+    """Warn of what a pass also notes, once per process."""
+    log.warning("%s", text)
 
 
 class EncodingPass(Pass):
@@ -144,7 +145,7 @@ class EncodingPass(Pass):
         text = f"{self.name}: encode={self.encode} encodes nothing here. {self.exact_because}"
         note(text)
         if found:
-            _warn_once(text)
+            warn_once(f"{text}.")
 
     @abstractmethod
     def choose_encoding(self, node: fx.Node, options: EncodeOptions) -> None:

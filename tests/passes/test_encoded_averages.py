@@ -105,7 +105,7 @@ def test_scalars_vectors_small_and_double_gradients_stay_exact():
 def test_a_pass_that_encodes_nothing_says_so(caplog, replicas, shape, dtype, said):
     params = (ParamSpec(shape, param_dtype=dtype, dtype=dtype),)
     how = "{encode=int8,exact_below_kib=1}"
-    encode_options._warn_once.cache_clear()
+    encode_options.warn_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="zpasses"):
         JointRecipe(params, 2 * replicas, replicas=replicas).run_pipeline(
             f"gather-params{how},reduce-grads{how},average-replicas{how}"

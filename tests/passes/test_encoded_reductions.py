@@ -24,7 +24,8 @@ from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD
 from zpasses.graph.encoding import DECODE_MEAN
 from zpasses.graph.queries import calls, collectives, named_arguments
 from zpasses.graph.tags import tagged
-from zpasses.passes import ReduceGrads, reduce_grads
+from zpasses.passes import ReduceGrads
+from zpasses.passes.writers import encode_options
 from zpasses.pipeline.runner import run_passes
 from zpasses.testing import (
     assert_equal_bits,
@@ -212,7 +213,7 @@ def test_records_of_one_launch_are_packed():
 )
 def test_an_exchange_that_is_slower_than_exact_values_is_said(target, hops, warns, caplog):
     """Between nodes of several ranks, an exchange sends all of its bytes over the network."""
-    reduce_grads._warn_once.cache_clear()
+    encode_options.warn_once.cache_clear()
     with use_target(Target.parse(target)), caplog.at_level("INFO", logger="zpasses"):
         for _ in range(2):
             lowered(Param((4096, 2048)), world_size=64, encode="int8", hops=hops)

@@ -31,13 +31,8 @@ from zpasses.tools.cli.main import cli
 from zpasses.tools.plan import plan_picture
 from zpasses.tools.plan.plan_picture import plan_figure, plan_page
 from zpasses.tools.plan.plan_request import PlanRequest
-from zpasses.tools.plan.plan_table import (
-    GraphFigures,
-    PlanPoint,
-    PlanTable,
-    not_dominated,
-    plan_view,
-)
+from zpasses.tools.plan.plan_table import GraphFigures, PlanPoint, PlanTable, not_dominated
+from zpasses.tools.plan.plan_view import plan_view
 from zpasses.tools.plan.step_plans import plan_step
 
 HERE = "tests.tools.test_plan"

@@ -18,7 +18,7 @@ from zpasses.testing import run_on_ranks, world_mesh
 from zpasses.tools.capture.captured_step import CaptureRequest, run_capture
 from zpasses.tools.cli.main import cli
 from zpasses.tools.plan.plan_request import PlanRequest
-from zpasses.tools.plan.plan_table import plan_view
+from zpasses.tools.plan.plan_view import plan_view
 from zpasses.tools.plan.step_plans import plan_step
 
 HERE = "tests.tools.test_plan_blocks"

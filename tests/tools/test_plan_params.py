@@ -20,7 +20,7 @@ from zpasses.testing import fake_world
 from zpasses.testing.step_graphs import capture_step
 from zpasses.tools.cli.main import cli
 from zpasses.tools.plan.plan_request import PlanRequest
-from zpasses.tools.plan.plan_table import plan_view
+from zpasses.tools.plan.plan_view import plan_view
 from zpasses.tools.plan.step_plans import plan_step
 
 HERE, NET = "tests.tools.test_plan_params", "tests.tools.test_plan_blocks:net"

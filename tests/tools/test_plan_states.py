@@ -25,7 +25,8 @@ from zpasses.tools.cli.main import cli
 from zpasses.tools.plan import resting_bytes
 from zpasses.tools.plan.plan_picture import plan_figure
 from zpasses.tools.plan.plan_request import PlanRequest, optimizer_class, optimizer_of
-from zpasses.tools.plan.plan_table import Resting, plan_view
+from zpasses.tools.plan.plan_table import Resting
+from zpasses.tools.plan.plan_view import plan_view
 from zpasses.tools.plan.resting_bytes import RestingBytes, _state_sizes
 from zpasses.tools.plan.step_plans import plan_step
 

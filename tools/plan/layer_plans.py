@@ -39,12 +39,7 @@ from zpasses.option_values import parse_budget
 from zpasses.tools.capture.captured_step import CaptureError
 from zpasses.tools.plan.equal_layers import EqualPartitions
 from zpasses.tools.plan.plan_request import PlanRequest
-from zpasses.tools.plan.plan_table import (
-    GraphFigures,
-    PlanPoint,
-    PlanTable,
-    worth_showing,
-)
+from zpasses.tools.plan.plan_table import GraphFigures, PlanPoint, PlanTable, worth_showing
 from zpasses.tools.plan.relaxation import LeastTimes
 from zpasses.tools.plan.repeated_layers import (
     FEWEST_LAYERS,

@@ -18,7 +18,7 @@ from zpasses.tools.cli.common import (
     write_output,
 )
 from zpasses.tools.plan.plan_picture import check_matplotlib, plan_page
-from zpasses.tools.plan.plan_table import plan_view
+from zpasses.tools.plan.plan_view import plan_view
 from zpasses.tools.plan.shape_table import shape_view
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from zpasses.inspect.escape import one_line
 from zpasses.tools.cli.common import CommandError
-from zpasses.tools.plan.plan_table import PlanPoint, PlanTable, plan_view
+from zpasses.tools.plan.plan_table import PlanPoint, PlanTable
+from zpasses.tools.plan.plan_view import plan_view
 
 _MEMORY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 _TIME_UNITS = (("s", 1e6), ("ms", 1e3), ("us", 1.0))

@@ -7,18 +7,8 @@ from typing import Any
 
 from zpasses.inspect.units import bytes_text, time_text
 from zpasses.inspect.view import Text, View, table, text_of
-from zpasses.tools.plan.plan_table import (
-    COLLECTIVES,
-    DEVICE,
-    NOTABLY,
-    PEAK,
-    TIMES,
-    Column,
-    PlanPoint,
-    PlanTable,
-    StepTable,
-    legend_of,
-)
+from zpasses.tools.plan.plan_table import NOTABLY, PlanPoint, PlanTable, StepTable
+from zpasses.tools.plan.plan_view import COLLECTIVES, DEVICE, PEAK, TIMES, Column, legend_of
 
 _MOMENTS = 2
 """State tensors of AdamW per parameter, in the parameter's dtype."""

@@ -52,12 +52,7 @@ from zpasses.tools.plan.block_plans import plan_blocks
 from zpasses.tools.plan.equal_layers import EqualPartitions
 from zpasses.tools.plan.layer_plans import LayerTable
 from zpasses.tools.plan.plan_request import PlanRequest
-from zpasses.tools.plan.plan_table import (
-    GraphFigures,
-    PlanPoint,
-    PlanTable,
-    worth_showing,
-)
+from zpasses.tools.plan.plan_table import GraphFigures, PlanPoint, PlanTable, worth_showing
 from zpasses.tools.plan.relaxation import LeastTimes
 from zpasses.tools.plan.resting_bytes import RestingBytes
 from zpasses.tools.plan.shape_table import ShapePoint, ShapeTable, shape_point

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zpasses.checkpoint.model_tensors import (
-    agree,
+    agreed,
+    check_no_step_under_way,
     copy_of_first_rank,
     gather_full,
     largest_mesh,
@@ -44,16 +45,21 @@ def full_state_dict(
         timeout_s: seconds to wait for the other ranks, before the first gather and in each.
 
     Raises:
+        ShardingError: on every rank, if parameters have stepped in backward, and `optimizer.step()`
+            has not been called.
         AgreementError: on every rank, if another rank does not call it in time, passes another
             model, or has edited it otherwise.
     """
-    values = state_names(model)
-    described = [
-        [name, str(value.dtype), list(value.shape)] if isinstance(value, Tensor) else [name]
-        for name, value in values.items()
-    ]
+    values: dict[str, Any] = {}
+    described: list[Any] = []
     groups = sharding_groups(model)
-    agree(groups, _OCCASION, timeout_s, described=described, model=model, what="the model")
+    with agreed(groups, _OCCASION, timeout_s, described=described, model=model, what="the model"):
+        check_no_step_under_way(model)
+        values |= state_names(model)
+        described += [
+            [name, str(value.dtype), list(value.shape)] if isinstance(value, Tensor) else [name]
+            for name, value in values.items()
+        ]
     destination = writing_rank(model) if rank0_only else None
     keeps = destination is None or not dist.is_initialized() or dist.get_rank() == destination
     state: dict[str, Any] = {}

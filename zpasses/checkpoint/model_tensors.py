@@ -21,6 +21,7 @@ from zpasses.errors import AgreementError, ShardingError
 from zpasses.graph.dialect import rows_per_rank
 from zpasses.ranks.agree import exchange, first_two
 from zpasses.ranks.vote import TimeLimit, has_other_ranks
+from zpasses.runtime.early_steps import has_stepped
 from zpasses.runtime.edits import log_of, origin_of, owner_of
 from zpasses.runtime.run_checks import limited_over
 from zpasses.sharding.module import gathering_reads
@@ -114,6 +115,19 @@ def sharding_groups(model: nn.Module) -> list[str]:
         for dim in range(spec.layout.inner_mesh.ndim)
     }
     return sorted({*inner, *(name for spec in specs for name in spec.layout.sharding_groups)})
+
+
+def check_no_step_under_way(model: nn.Module) -> None:
+    """Raise ShardingError if a parameter has stepped in backward, and `optimizer.step()` has not
+    been called.
+    """
+    for name, param in model.named_parameters():
+        if has_stepped(param):
+            raise ShardingError(
+                f"{plain_name(name)} has stepped in backward (zpasses.step_in_backward), and a "
+                "checkpoint would mix parameters before and after their step. Save after "
+                "optimizer.step()."
+            )
 
 
 def writing_rank(model: nn.Module) -> int:

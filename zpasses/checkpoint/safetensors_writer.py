@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from zpasses.checkpoint.model_tensors import (
     ModelTensor,
     agreed,
+    check_no_step_under_way,
     gather_full,
     model_tensors,
     sharding_groups,
@@ -113,7 +114,8 @@ def save_safetensors(
     Raises:
         OptionError: for a size that is none.
         ShardingError: on every rank, for a model with entries that are not tensors or are on meta,
-            for metadata that is no text, and if the files cannot be written.
+            for metadata that is no text, if parameters have stepped in backward and
+            `optimizer.step()` has not been called, and if the files cannot be written.
         AgreementError: on every rank, if another rank does not call it in time, passes another
             model, or has edited it otherwise.
     """
@@ -123,6 +125,7 @@ def save_safetensors(
     described: list[Any] = []
     with agreed(groups, _OCCASION, timeout_s, described=described, model=model, what="the model"):
         _check_metadata(metadata or {})
+        check_no_step_under_way(model)
         tensors += model_tensors(model)
         _check(tensors)
         described += [

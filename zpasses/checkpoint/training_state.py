@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from zpasses import compat
 from zpasses.checkpoint.model_tensors import (
     agreed,
+    check_no_step_under_way,
     encoding_advice,
     plain_name,
     sharding_groups,
@@ -44,7 +45,7 @@ from zpasses.checkpoint.optimizer_states import (
 from zpasses.checkpoint.random_states import packed_random_states, restore_random_states
 from zpasses.errors import ShardingError, ZpassesError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
-from zpasses.runtime.early_steps import forget_steps, has_stepped
+from zpasses.runtime.early_steps import forget_steps
 from zpasses.runtime.edits import counted_as_one_edit
 from zpasses.runtime.residuals import drop_residuals
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, drop_accumulated
@@ -91,7 +92,7 @@ def training_state(
     held: list[Any] = []
     groups = sharding_groups(model)
     with agreed(groups, "zpasses.training_state", timeout_s, described=held, model=model):
-        _check_no_step_under_way(model)
+        check_no_step_under_way(model)
         if not drop_pending:
             _check_nothing_pending(model)
         names = _names(model)
@@ -219,16 +220,6 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
     for name, param in model.named_parameters():
         found.setdefault(param, plain_name(name))
     return found
-
-
-def _check_no_step_under_way(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if has_stepped(param):
-            raise ShardingError(
-                f"{plain_name(name)} has stepped in backward (zpasses.step_in_backward), and a "
-                "checkpoint would mix parameters before and after their step. Save after "
-                "optimizer.step()."
-            )
 
 
 def _check_nothing_pending(model: nn.Module) -> None:

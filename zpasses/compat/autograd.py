@@ -105,16 +105,11 @@ def has_tensor_hooks(tensor: Any) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def has_accumulation_hooks(tensor: Any) -> bool:
-    """Whether a leaf has hooks that are called after its gradient was added
+def has_hooks(param: Any) -> bool:
+    """Whether a leaf has hooks that receive its gradient, or that are called after it was added
     (`register_post_accumulate_grad_hook`).
     """
-    return bool(tensor._post_accumulate_grad_hooks)
-
-
-def has_hooks(param: Any) -> bool:
-    """Whether a leaf has hooks that receive its gradient, or that are called after it was added."""
-    return has_tensor_hooks(param) or has_accumulation_hooks(param)
+    return has_tensor_hooks(param) or bool(param._post_accumulate_grad_hooks)
 
 
 def only_accumulates(consumers: Sequence[Any], position: int, param: Any) -> bool:

@@ -6,8 +6,9 @@ expects one, and its backward brings it. Where a gradient comes that nobody expe
 second backward before `optimizer.step()`, the parameter has stepped already: that is an error, also
 if the program has dropped all gradients in order to skip a step.
 
-Until `optimizer.step()`, such a parameter has a `SteppedGrad`, which no operator takes. So clipping
-and gradient scaling, which would come too late, say so.
+Until the program drops it (`zero_grad()`), such a parameter's gradient is a `SteppedGrad`, which no
+operator takes. So clipping and gradient scaling, which would come too late, say so, and so does
+what would use the gradient again: the next backward, which adds to it, or a second step.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def _freed(what: str) -> ZpassesError:
         f"{what}: a parameter has stepped in backward (zpasses.step_in_backward), and its gradient "
         "is freed. What changes or reads gradients before the step, such as clipping, gradient "
         "scaling, a penalty of parameters that eager code adds to the loss, or "
-        "zero_grad(set_to_none=False), needs an optimizer that steps when step() is called."
+        "zero_grad(set_to_none=False), needs an optimizer that steps when step() is called. After "
+        "step(), drop gradients by zero_grad(): they cannot add up to those of the next backward."
     )
 
 
@@ -84,6 +86,8 @@ def forget_steps(params: Iterable[Tensor]) -> None:
         if (found := _expected(param)) is not None:
             found.gradients, found.has_stepped = 0, False
             found.step.forget()
+        if type(param.grad) is SteppedGrad:
+            param.grad = None
 
 
 class EarlyStep:
@@ -131,7 +135,8 @@ class EarlyStep:
         """The program calls `optimizer.step()`. Returns what steps the other parameters.
 
         Raises:
-            ZpassesError: if the settings have changed since the first step in backward.
+            ZpassesError: if the settings have changed since the first step in backward, or if
+                parameters have the gradients of an earlier step.
         """
         partial = self._partial or PartialStep(optimizer)
         if self._partial is not None and settings_of(optimizer) != self._settings:
@@ -141,13 +146,20 @@ class EarlyStep:
                 "them, as by a scheduler, after step() and before the next backward."
             )
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        now = set(map(id, self._stepped))
+        if any(type(param.grad) is SteppedGrad and id(param) not in now for param in params):
+            raise ZpassesError(
+                f"{type(optimizer).__name__}.step(): parameters have stepped in backward already "
+                "(step_in_backward), and no other gradient of them has come since. Call step() "
+                "once after each backward, and zero_grad() after step()."
+            )
         has_grads = any(param.grad is not None for param in params)
         if has_grads and not self.has_stepped and not self._warned:
             self._warned = True
             log.warning(
                 "step_in_backward: no parameter of this %s has stepped in backward. Only those of "
                 "compiled code do that have no hooks, and whose whole gradient one call brings and "
-                "reduces.",
+                "reduces. A window must know its last backward (backwards=N, or last()).",
                 type(optimizer).__name__,
             )
         dropped = sum(type(param.grad) is not SteppedGrad for param in self._stepped)
@@ -167,11 +179,8 @@ class EarlyStep:
         return partial
 
     def forget(self) -> None:
-        """No parameter has stepped in backward any more."""
+        """No parameter has stepped since the last `optimizer.step()`."""
         self._partial = None
-        for param in self._stepped:
-            if type(param.grad) is SteppedGrad:
-                param.grad = None
         self._stepped.clear()
 
 
@@ -258,11 +267,9 @@ def is_complete(param: Any, grad: Tensor) -> bool:
     Raises:
         ZpassesError: if it has stepped already.
     """
-    found = _expected(param)
+    found = _not_stepped(param)
     if found is None:
         return False
-    if found.has_stepped:
-        raise _too_late("another gradient of it arrives")
     return found.gradients == 0 and param.grad is None and not grad.requires_grad
 
 
@@ -273,14 +280,24 @@ def brings_all(param: Any) -> bool:
     Raises:
         ZpassesError: if it has stepped already.
     """
-    found = _expected(param)
+    found = _not_stepped(param)
     if found is None:
         return False
-    if found.has_stepped:
-        raise _too_late("another gradient of it arrives")
     # What another backward of this run has brought is not in `param.grad` yet.
     is_first = found.last_run != compat.current_graph_task_id()
     return found.gradients == 1 and is_first and param.grad is None
+
+
+def _not_stepped(param: Any) -> _Expected | None:
+    """Returns what a parameter waits for; None if nothing steps it in backward.
+
+    Raises:
+        ZpassesError: if it has stepped already.
+    """
+    found = _expected(param)
+    if found is not None and found.has_stepped:
+        raise _too_late("another gradient of it arrives")
+    return found
 
 
 def _too_late(what: str) -> ZpassesError:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zpasses import compat
+from zpasses.runtime.early_steps import SteppedGrad
 from zpasses.runtime.offloaded import is_offloaded
 from zpasses.runtime.partial_step import PartialStep
 from zpasses.runtime.shard_step import steps_by_element
@@ -57,7 +58,11 @@ def _whole_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     early: Any = getattr(optimizer, EARLY_ATTRIBUTE, None)
     stepped = PartialStep(optimizer) if early is None else early.finish(optimizer)
     part = {
-        number: [param for param in group["params"] if param.grad is not None]
+        number: [
+            param
+            for param in group["params"]
+            if param.grad is not None and type(param.grad) is not SteppedGrad
+        ]
         for number, group in enumerate(optimizer.param_groups)
     }
     stepped.run(part, args[1:], kwargs)

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
+from tests.zpasses.backend.cache.starts import on_fresh_ranks, said_by_cache, words
 from tests.zpasses.layered_models import (
     VOCAB,
     Attention,
@@ -79,7 +80,6 @@ def train(kind, options, *, early, steps=3, window=1, **how):
         freed += sum(type(param.grad) is SteppedGrad for param in model.parameters())
         optimizer.step()
         scheduler.step()
-        assert not any(type(param.grad) is SteppedGrad for param in model.parameters())
         optimizer.zero_grad()
         with torch.no_grad():
             losses.append(model(batch(draw)).item())
@@ -211,6 +211,22 @@ def test_defaults_have_the_same_bits_with_one_graph(stage):
     assert compare(partial(Net, Attention), {"zero_stage": stage}, whole=True) > 0
 
 
+def _start(folder):
+    """A program that begins with a compile cache; returns what it does, and what the cache did."""
+    said = said_by_cache(folder)
+    losses, tensors, freed = train(Net, {}, early=True, whole=True)
+    return losses, [each.tolist() for each in tensors], freed, words(said)
+
+
+@pytest.mark.inductor
+@pytest.mark.slow(quick="test_defaults_have_the_same_bits_with_one_graph")
+def test_a_warm_start_steps_in_backward(tmp_path):
+    (cold, *_), (warm, *_) = (on_fresh_ranks(_start, tmp_path) for _ in range(2))
+    assert cold[-1] != warm[-1] == ["hit"] * len(warm[-1])
+    assert warm[2] > 0
+    assert cold[:-1] == warm[:-1]
+
+
 @contextlib.contextmanager
 def _warnings():
     said, handler = [], logging.Handler()
@@ -274,6 +290,35 @@ def test_a_step_cannot_be_skipped():
         optimizer.step()
     assert "were dropped or replaced between backward and AdamW.step()" in said[-1]
     model(tokens).backward()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@on_ranks(2)
+def test_gradients_of_a_step_cannot_be_used_again(whole):
+    """As without zero_grad() between steps, where gradients would add up, or in a second step."""
+    model, optimizer, tokens, _ = after_backward(whole)
+    optimizer.step()
+    copy.deepcopy(model)
+    with pytest.raises(ZpassesError, match=r"no other gradient of them has come since.*zero_grad"):
+        optimizer.step()
+    loss = model(tokens)
+    with pytest.raises(ZpassesError, match=r"they cannot add up to those of the next backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@on_ranks(2)
+def test_checkpoints_between_backward_and_step_are_refused(whole):
+    model, optimizer, _, _ = after_backward(whole)
+    for save in (
+        zpasses.full_state_dict,
+        zpasses.training_state,
+        lambda model: zpasses.save_safetensors(model, "unused"),
+    ):
+        with pytest.raises(ZpassesError, match="a checkpoint would mix parameters before and"):
+            save(model)
+    optimizer.step()
+    zpasses.full_state_dict(model)
 
 
 @on_ranks(2)
