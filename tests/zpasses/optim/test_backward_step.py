@@ -429,6 +429,6 @@ def test_one_graph_frees_gradients_when_they_have_been_used(codegen, monkeypatch
 
     monkeypatch.setattr(graph_steps, "run_early_steps", counted)
     model(torch.arange(VOCAB).view(2, -1)).backward()
-    assert len(counts) > len(model.layers)
+    assert len(counts) >= len(model.layers)
     assert sum(counts) == 0
     optimizer.step()

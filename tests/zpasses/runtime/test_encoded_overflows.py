@@ -140,6 +140,7 @@ def test_a_backward_in_which_parameters_step_says_it():
 
         def run(x):
             optimizer.step()
+            optimizer.zero_grad()
             return step(x)
 
         return run

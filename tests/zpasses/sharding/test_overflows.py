@@ -138,6 +138,7 @@ def test_scaled_gradients_of_steps_in_backward_are_refused():
     scaler = torch.amp.GradScaler("cpu")
     for _ in range(2):
         optimizer.step()
+        optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
     scaler.scale(torch.ones(()))
     with pytest.raises(ZpassesError, match=r"zpasses\.step_in_backward.*gradient scaling"):
