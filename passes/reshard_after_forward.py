@@ -44,9 +44,10 @@ class ReshardAfterForward(Pass):
     level: ClassVar[Level] = Level.JOINT
 
     keep: Literal["fitting", "nothing"] = "fitting"
-    """Which parameters stay full until backward after all: those that do not raise the peak memory
-    of the step, such as the head, whose backward follows its forward at once; or none. With the
-    option `memory_budget` of the backend, those that save most time within it."""
+    """Which parameters stay full until backward after all: those that save most time within the
+    option `memory_budget` of the backend, or, without it, within that of `schedule`; or none.
+    Without `schedule`, those that do not raise the peak memory of the step, such as the head, whose
+    backward follows its forward at once."""
 
     @property
     def facts(self) -> Facts:

@@ -89,8 +89,8 @@ class Schedule(Pass):
     memory_budget: str = "30%"
     """By how much the graph's peak memory may rise (`10%`, `+16MiB`, or `25% up to 4GiB`, which
     has both limits), or the peak that it may reach (`60GiB`). A rise counts from the peak with one
-    gather and one reduction in flight. A peak below that of the graph without overlap counts as
-    that of the graph."""
+    gather and one reduction in flight, or from a given one (`10% of 50GiB`). A peak below that of
+    the graph without overlap counts as that of the graph."""
     mode: Literal["auto", "coalesced", "flat"] = "auto"
     """`coalesced` starts several tensors in one launch, and `flat` packs them into one tensor.
     `auto` takes the cheapest choice by the cost model of the target, which may be not to merge."""
@@ -315,7 +315,8 @@ class Schedule(Pass):
                 format_size(given),
             )
         elif limit_bytes is not None and peak > allowed + (NOTABLE_BYTES if given is None else 0):
-            is_default = self.memory_budget == Schedule.memory_budget
+            default = parse_budget(Schedule.memory_budget, self.name)
+            is_default = replace(self._budget(), of_bytes=None) == default
             _log.log(
                 logging.INFO if is_default else logging.WARNING,
                 "%s: all ranks use the plan that the first rank made when these collectives were "

@@ -141,7 +141,8 @@ def describe_type(kind: Any) -> str:
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _AMOUNT = r"(\d+(?:\.\d+)?)\s*"
 _BUDGET = re.compile(
-    rf"\s*(\+?){_AMOUNT}(%|B|KiB|MiB|GiB)(?:\s+up to\s+{_AMOUNT}(B|KiB|MiB|GiB))?\s*"
+    rf"\s*(\+?){_AMOUNT}(%|B|KiB|MiB|GiB)(?:\s+up to\s+{_AMOUNT}(B|KiB|MiB|GiB))?"
+    rf"(?:\s+of\s+{_AMOUNT}(B|KiB|MiB|GiB))?\s*"
 )
 
 
@@ -157,11 +158,14 @@ class MemoryBudget:
     """Bytes by which a graph may exceed its peak."""
     most_rise_bytes: int | None = None
     """Largest rise in bytes; None if nothing else bounds it."""
+    of_bytes: int | None = None
+    """The peak from which it counts, such as that of a step; None for that of each graph."""
 
     def limit_bytes(self, peak_bytes: int) -> int:
         """Returns the allowed peak of a graph that has this peak."""
         if self.most_bytes is not None:
             return self.most_bytes
+        peak_bytes = peak_bytes if self.of_bytes is None else self.of_bytes
         rise = int(peak_bytes * self.rise) + self.rise_bytes
         return peak_bytes + (
             rise if self.most_rise_bytes is None else min(rise, self.most_rise_bytes)
@@ -170,23 +174,27 @@ class MemoryBudget:
 
 def parse_budget(text: str, where: str) -> MemoryBudget:
     """Parse a memory budget: "5%", "+300MiB" and "25% up to 16MiB" say how far the peak may rise,
-    and "60GiB" is the allowed peak.
+    "5% of 60GiB" from which peak, and "60GiB" is the allowed peak.
 
     Raises:
         OptionError: for anything else.
     """
     match = _BUDGET.fullmatch(text)
-    if match is None or (match[4] and match[3] != "%"):
+    is_peak = match is not None and not match[1] and match[3] != "%"
+    if match is None or (match[4] and match[3] != "%") or (match[6] and is_peak):
         raise OptionError(
             f"{where}: got {text!r}; expected how far the peak may rise ('5%', '+300MiB' or "
             "'25% up to 16MiB') or the allowed peak ('60GiB'; units B, KiB, MiB, GiB)."
         )
-    sign, number, unit, most, most_unit = match.groups()
+    sign, number, unit, most, most_unit, peak, peak_unit = match.groups()
+    of_bytes = int(float(peak) * _UNITS[peak_unit]) if peak else None
     if unit == "%":
         limit = int(float(most) * _UNITS[most_unit]) if most else None
-        return MemoryBudget(rise=float(number) / 100, most_rise_bytes=limit)
+        return MemoryBudget(rise=float(number) / 100, most_rise_bytes=limit, of_bytes=of_bytes)
     size = int(float(number) * _UNITS[unit])
-    return MemoryBudget(rise_bytes=size) if sign else MemoryBudget(most_bytes=size)
+    if sign:
+        return MemoryBudget(rise_bytes=size, of_bytes=of_bytes)
+    return MemoryBudget(most_bytes=size)
 
 
 _SIZE = re.compile(rf"\s*{_AMOUNT}(B|KiB|MiB|GiB)\s*")

@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 from tqdm import tqdm
 
+from zpasses.backend.step_trials import StepPlan, StepTrials
 from zpasses.compat.inductor_overlap import (
     inductor_node_ms,
     schedule_blocks_by_inductor,
@@ -64,9 +65,18 @@ SCHEDULERS = (
 - blocks: `manual_overlap_bucketing` of one transformer block ahead, as in torchtitan.
 - no engines: `zero3` with `copy_engines=off`.
 - zero3: the named pipeline, and the same with one gather and one reduction in flight.
-- budget 10%: `zero3` with `memory_budget="10%"`, which may also keep more parameters until
-  backward, so its graphs have a bound of their own.
+- budget 10%: `zero3` with the option `memory_budget="10%"`, which may also recompute more.
+
+The last four have backward find parameters as the backend plans it, and bounds of their own; the
+bound of the table is that of zero3. The others have it find those that do not raise the peak.
 """
+
+_PLANS: dict[str, Callable[[StepTrials], StepPlan]] = {
+    "no engines": lambda trials: trials.again(False).fitting(Schedule.memory_budget),
+    "zero3": lambda trials: trials.fitting(Schedule.memory_budget),
+    "zero3 +0%": lambda trials: trials.fitting("0%"),
+    "budget 10%": lambda trials: trials.fastest(trials.limit_bytes("10%")),
+}
 
 
 @dataclass(frozen=True)
@@ -115,8 +125,8 @@ class SchedulePoint:
     gathers: int = 0
     on_engines: int = 0
     """Launches of gathers, and how many of them run on copy engines."""
-    own_bound_ms: float | None = None
-    """Least duration of these graphs, if they are not those of the other schedulers."""
+    bound_ms: float | None = None
+    """Least duration of these graphs, if the backend plans what they keep."""
 
     @property
     def total_ms(self) -> float:
@@ -202,10 +212,8 @@ def _shown(row: ScheduleRow) -> dict[str, Any]:
     bound = sum(row.bound_ms)
     ratios: dict[str, Any] = {}
     for point in row.points:
-        if point.scheduler.startswith("zero3") or point.own_bound_ms is not None:
-            ratios[f"{point.scheduler} / bound"] = f"{point.total_ms / bound:.3f}"
-        if point.own_bound_ms is not None:
-            ratios["its own bound"] = point.own_bound_ms
+        if point.bound_ms is not None and point.scheduler != "no engines":
+            ratios[f"{point.scheduler} / bound"] = f"{point.total_ms / point.bound_ms:.3f}"
         if point.on_engines:
             ratios[f"{point.scheduler}: on engines"] = f"{point.on_engines} of {point.gathers}"
     ours = next((point for point in row.points if point.scheduler == "zero3"), None)
@@ -235,7 +243,8 @@ def measure(job: dict[str, Any]) -> list[ScheduleRow]:
     shape = replace(shape, layers=job["layers"] or shape.layers)
     joint = Pipeline(tuple(each for each in ZERO3 if each.level is Level.JOINT))
     targets = [Target.parse(name) for name in job["targets"]]
-    with captured_step(shape, job["ranks"], job["tokens"], str(joint), targets) as step:
+    plans = {name: plan for name, plan in _PLANS.items() if name in job["schedulers"]}
+    with captured_step(shape, job["ranks"], job["tokens"], str(joint), targets, plans) as step:
         rows = []
         for target in targets:
             with use_target(target):
@@ -245,10 +254,11 @@ def measure(job: dict[str, Any]) -> list[ScheduleRow]:
 
 def _compare(given: CapturedStep, target: Target, layers: int, job: dict[str, Any]) -> ScheduleRow:
     points, failed = [], {}
-    step = given.default
-    for name, run in _schedulers(target, layers).items():
+    planned = given.planned[target.name]
+    for name, run in _schedulers(target, layers, planned).items():
         if name not in job["schedulers"]:
             continue
+        step = planned.get(name, given.lean)
         copied = step.copied()
         try:
             copied.forward = run(copied.forward)
@@ -256,10 +266,9 @@ def _compare(given: CapturedStep, target: Target, layers: int, job: dict[str, An
         except Exception as error:  # a peer may not support a graph
             failed[name] = f"{type(error).__name__}: {error}"
             continue
-        points.append(_judge(name, copied, target))
-    if "budget 10%" in job["schedulers"]:
-        points.append(_budgeted(given.budgeted[target.name], target))
-    bounds = _bounds_ms(step)
+        bound = sum(_bounds_ms(step)) if name in planned else None
+        points.append(replace(_judge(name, copied, target), bound_ms=bound))
+    bounds = _bounds_ms(planned.get("zero3", given.lean))
     return ScheduleRow(
         job["model"],
         job["ranks"],
@@ -271,13 +280,6 @@ def _compare(given: CapturedStep, target: Target, layers: int, job: dict[str, An
     )
 
 
-def _budgeted(step: Step, target: Target) -> SchedulePoint:
-    bound, copied = sum(_bounds_ms(step)), step.copied()
-    for graph in copied.graphs:
-        Schedule(memory_budget=f"{step.limit_bytes}B").rewrite(graph)
-    return replace(_judge("budget 10%", copied, target), own_bound_ms=bound)
-
-
 def _bounds_ms(step: Step) -> list[float]:
     return [schedule_bound_us(Schedule().problem(graph)) / 1e3 for graph in step.graphs]
 
@@ -285,7 +287,7 @@ def _bounds_ms(step: Step) -> list[float]:
 _Scheduler = Callable[[fx.GraphModule], fx.GraphModule]
 
 
-def _schedulers(target: Target, layers: int) -> dict[str, _Scheduler]:
+def _schedulers(target: Target, layers: int, planned: dict[str, Step]) -> dict[str, _Scheduler]:
     def passes(*run: Pass) -> _Scheduler:
         def rewrite(gm: fx.GraphModule) -> fx.GraphModule:
             for each in run:
@@ -309,11 +311,13 @@ def _schedulers(target: Target, layers: int) -> dict[str, _Scheduler]:
         lambda gm: schedule_by_inductor(gm, node_ms, 1.0),
         lambda gm: schedule_by_inductor(gm, node_ms, 4.0),
         lambda gm: schedule_blocks_by_inductor(gm, blocks),
-        passes(Schedule(copy_engines="off")),
-        passes(Schedule()),
-        passes(Schedule(memory_budget="0%")),
     )
-    return dict(zip(SCHEDULERS, schedulers, strict=False))
+    found = dict(zip(SCHEDULERS, schedulers, strict=False))
+    for name, step in planned.items():
+        assert step.memory_budget is not None
+        engines: Literal["auto", "off"] = "off" if name == "no engines" else "auto"
+        found[name] = passes(Schedule(memory_budget=step.memory_budget, copy_engines=engines))
+    return found
 
 
 def _node_us(node: fx.Node, target: Target) -> float:

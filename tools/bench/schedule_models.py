@@ -5,7 +5,7 @@ tensors and a fake process group.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,8 @@ from torch import fx
 
 import zpasses
 from zpasses import compat
-from zpasses.backend.step_trials import StepTrials
+from zpasses.backend.step_trials import StepPlan, StepTrials
+from zpasses.cost.time.route_figures import planned_route
 from zpasses.cost.time.target import Target, use_target
 from zpasses.pipeline.events import ObservedGraph, listen, observe_graphs
 from zpasses.testing import copy_graph, fake_world
@@ -54,8 +55,8 @@ class Step:
 
     forward: fx.GraphModule
     backward: fx.GraphModule
-    limit_bytes: int | None = None
-    """Memory budget that the step was partitioned for; None without a budget."""
+    memory_budget: str | None = None
+    """Memory budget of the passes that plan a schedule; None leaves them their own."""
 
     def copied(self) -> Step:
         """Returns a copy to rewrite. Fake values are shared."""
@@ -70,10 +71,10 @@ class Step:
 class CapturedStep:
     """One training step as the backend partitions it."""
 
-    default: Step
-    """Without a budget."""
-    budgeted: dict[str, Step]
-    """With the budget that was asked for: name of the target -> step."""
+    lean: Step
+    """Backward finds the parameters that do not raise the peak."""
+    planned: dict[str, dict[str, Step]]
+    """Name of the target -> name of the plan -> step."""
 
 
 @contextlib.contextmanager
@@ -82,8 +83,8 @@ def captured_step(
     ranks: int,
     tokens: int,
     pipeline: str,
-    targets: Sequence[Target] = (),
-    budget: str = "10%",
+    targets: Sequence[Target],
+    plans: Mapping[str, Callable[[StepTrials], StepPlan]],
 ) -> Iterator[CapturedStep]:
     """Captures a step of one sequence per rank in bfloat16. The fake world lasts for the block.
 
@@ -92,18 +93,20 @@ def captured_step(
         ranks: size of the world.
         tokens: length of the sequence.
         pipeline: passes at the joint level, such as those of stage 3.
-        targets: hardware to partition the step for within the budget.
-        budget: value of the option `memory_budget`.
+        targets: hardware to plan for.
+        plans: name -> what the step saves and keeps.
     """
     seen: dict[str, fx.GraphModule] = {}
-    budgeted: dict[str, Step] = {}
+    planned: dict[str, dict[str, Step]] = {}
 
     def partition(trials: StepTrials) -> None:
         for target in targets:
             with use_target(target):
-                limit = trials.limit_bytes(budget)
-                graphs = trials.graphs(trials.fastest(limit).choice)
-            budgeted[target.name] = Step(*graphs, limit)
+                ours = trials.again(planned_route(target) is not None)
+                steps = planned.setdefault(target.name, {})
+                for name, make in plans.items():
+                    plan = make(ours)
+                    steps[name] = Step(*ours.graphs(plan.choice), plan.memory_budget)
 
     def observe(log: ObservedGraph) -> None:
         seen[log.kind] = copy_graph(log.graph)
@@ -122,7 +125,7 @@ def captured_step(
             capture_step(
                 model, given, options=options, loss=lambda result: result.loss, fullgraph=True
             )
-        yield CapturedStep(Step(seen["forward"], seen["backward"]), budgeted)
+        yield CapturedStep(Step(seen["forward"], seen["backward"]), planned)
 
 
 def _model(shape: ModelShape, tokens: int) -> torch.nn.Module:

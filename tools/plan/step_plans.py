@@ -248,9 +248,10 @@ class _Planner:
         """Returns stage 3, or the pipeline, without a budget; before it the same without copy
         engines, if its plan may use them.
         """
-        pipeline = self._request.passes
+        plan = self._trials.fitting(self._trials.rise)
+        pipeline, budget = self._request.passes, plan.memory_budget
         name = "zero3" if pipeline is ZERO3 else "pipeline"
-        plan = self._trials.fitting()
+        pipeline = pipeline if budget is None else pipeline.with_memory_budget(budget)
         without = PlanPoint(name, None, None, {}, _bytes(*plan.kept), 0, 1.0)
         points = []
         if planned_route(self._target) is not None:

@@ -1,9 +1,10 @@
 """Partitioning of a joint graph: which activations to save, and which full parameters to keep.
 
 After a trial partition, peak memory and duration of the step are known by the cost model. The
-backend then keeps full parameters from forward to backward: those that do not raise the peak, or,
-with the option `memory_budget`, those that save most time within it. If the trial does not fit the
-budget, backward recomputes more. The graph is then partitioned again, with marks on what to save.
+backend then keeps full parameters from forward to backward: those that save most time within the
+option `memory_budget`, or, without it, within the memory that `schedule` may take. If the trial
+does not fit the option, backward recomputes more. The graph is then partitioned again, with marks
+on what to save.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Partitioned:
     """Forward and backward, and what was decided."""
 
     graphs: Graphs
-    limit_bytes: int | None
-    """The budget in bytes; None without a budget."""
+    memory_budget: str | None
+    """The budget of passes that plan a schedule; None leaves them their own."""
     note: str
     """What was decided, for logs and dumps; "" if nothing was."""
 
@@ -87,7 +88,7 @@ class _Adopted:
     kept: Sequence[fx.Node]
     cached: Sequence[fx.Node]
     offloaded: Sequence[SavedValue]
-    limit_bytes: int
+    memory_budget: str | None
 
 
 class _Partitioner:
@@ -109,15 +110,15 @@ class _Partitioner:
                 budget,
                 100 * share,
             )
-        plan = self._trials.fitting() if budget is None else self._within(budget)
+        trials = self._trials
+        plan = trials.fitting(trials.rise) if budget is None else self._within(budget)
         adopted = self._adopted(plan)
         choice = adopted.choice
         if not choice.kept and not choice.cached and choice == plan.choice:
             graphs = plan.trial.graphs
         else:
             graphs = self._trials.graphs(choice, copied=False)
-        limit = adopted.limit_bytes if budget is not None else None
-        return Partitioned(graphs, limit, self._note(plan, adopted))
+        return Partitioned(graphs, adopted.memory_budget, self._note(plan, adopted))
 
     def _of_a_part(self) -> tuple[Graphs, None, str]:
         """Returns the graphs of a part of a step, which keep nothing that the ranks do not agree
@@ -176,10 +177,10 @@ class _Partitioner:
                 )
                 if each.name in choice.offloaded
             ],
-            plan.limit_bytes,
+            plan.memory_budget,
             _gathered_again(plan.trial.graphs, full),
         ]
-        (chunks, activations, again, kept, cached, offloaded, limit, gathered), _ = adopt(
+        (chunks, activations, again, kept, cached, offloaded, budget, gathered), _ = adopt(
             self._policy.groups,
             "which parameters to keep for backward",
             (described, self._trials.with_gradients(), replace(self._policy, groups=())),
@@ -197,7 +198,7 @@ class _Partitioner:
         on_host = [saved[at] for at in offloaded if at < len(saved)]
         names = [frozenset(each.name for each in some) for some in (*nodes, on_host)]
         adopted = Choice(activations, names[0], names[1], names[2], recomputed, chunks)
-        return _Adopted(adopted, nodes[0], nodes[1], on_host, limit)
+        return _Adopted(adopted, nodes[0], nodes[1], on_host, budget)
 
     def _note(self, plan: StepPlan, adopted: _Adopted) -> str:
         choice, offloaded, parts = adopted.choice, adopted.offloaded, []

@@ -62,6 +62,7 @@ def partition_joint(
     pipeline = job.state.pipeline
     policy = PartitionPolicy(
         job.budget,
+        next(filter(None, (each.facts.plans_within for each in pipeline)), None),
         job.captured.share,
         any(each.facts.keeps_params for each in pipeline),
         job.captured.groups,
@@ -79,11 +80,10 @@ def partition_joint(
             copy_engines=pipeline.uses_engines,
             **kwargs,
         )
-    if partitioned.limit_bytes is not None:
-        limit = f"{partitioned.limit_bytes}B"
-        job.state.pipeline = pipeline.with_memory_budget(limit)
+    if (budget := partitioned.memory_budget) is not None:
+        job.state.pipeline = pipeline.with_memory_budget(budget)
         if job.artifacts is not None:
-            job.artifacts.entry.memory_budget = limit
+            job.artifacts.entry.memory_budget = budget
     if options.prefetch:
         job.state.movable = _movable(partitioned.graphs, int(kwargs["num_fwd_outputs"]))
     if partitioned.note:

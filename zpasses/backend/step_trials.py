@@ -70,8 +70,10 @@ class PartitionPolicy:
     """What a step may keep and recompute."""
 
     budget: str | None
-    """Memory budget of the step, such as "60GiB" or "10%"; None keeps only what does not raise the
-    peak, and recomputes nothing more."""
+    """Memory budget of the step, such as "60GiB" or "10%"; None recomputes nothing more."""
+    rise: str | None
+    """Memory budget of the passes that plan a schedule, within which parameters may be kept if the
+    step has none; None keeps only what does not raise the peak."""
     share: float
     """Part of the bytes of the step's sharded parameters that this graph reads, from 0 to 1."""
     keeps: bool
@@ -138,6 +140,8 @@ class StepPlan:
     """Mean duration of a forward and its backward."""
     peak_bytes: int
     limit_bytes: int
+    memory_budget: str | None
+    """The limit as the option of passes that plan a schedule; None leaves them their own."""
 
     @property
     def saved_share(self) -> float:
@@ -205,6 +209,8 @@ class StepTrials:
         """What is computed in chunks, and how."""
         self._chunks, self._chunked = 1, {1: self}
         self.gm, self.share, self.repetition = gm, policy.share, policy.repetition
+        self.rise = policy.rise
+        """Memory budget of the passes that plan a schedule."""
         self._inputs, self._policy, self._options = joint_inputs, policy, options
         self._copy_engines = copy_engines
         self._made: dict[tuple[float, frozenset[str], frozenset[str]], Trial] = {}
@@ -212,6 +218,14 @@ class StepTrials:
         self._leaving: list[SavedValue] | None = None
         saves_all = compat.reads_changed_inputs_at_once(gm.graph)
         self._fractions = (1.0,) if saves_all else _ACTIVATIONS
+
+    def again(self, copy_engines: bool) -> StepTrials:
+        """Returns new trials of the same graph, for the current target.
+
+        Args:
+            copy_engines: as in `StepTrials`.
+        """
+        return StepTrials(self.gm, self._inputs, self._policy, self._options, copy_engines)
 
     @property
     def residual_bytes(self) -> int:
@@ -354,12 +368,23 @@ class StepTrials:
         problems = [problem_of(each.graph, target, copy_engines=engines) for each in graphs]
         return StepProblem(problems[0], problems[1], self.repetition)
 
-    def fitting(self) -> StepPlan:
-        """Returns the plan without a budget: it keeps what does not raise the peak."""
+    def fitting(self, rise: str | None) -> StepPlan:
+        """Returns the plan without a budget of the step.
+
+        Args:
+            rise: memory budget of the passes that plan a schedule: kept parameters share it with
+                collectives in flight. None keeps what does not raise the peak.
+        """
         trial = self.trial(1.0)
-        lean = trial.step.peak_bytes()
-        kept = fitting_params(trial.step, self._keepable(trial), lean)
-        return StepPlan(trial, tuple(kept), (), 0.0, lean, lean)
+        candidates, lean = self._keepable(trial), trial.step.peak_bytes()
+        if rise is None:
+            kept = fitting_params(trial.step, candidates, lean)
+            return StepPlan(trial, tuple(kept), (), 0.0, lean, lean, None)
+        budget = parse_budget(rise, "option 'memory_budget'")
+        limit = budget.limit_bytes(lean)
+        choice = choose_kept(trial.step, candidates, limit, asked=False)
+        text = rise if budget.most_bytes is not None else f"{rise} of {lean}B"
+        return StepPlan(trial, choice.kept, (), choice.total_us, choice.peak_bytes, limit, text)
 
     def fastest(self, limit_bytes: int) -> StepPlan:
         """Returns the fastest plan within a limit, or that which exceeds it least if none fits."""
@@ -427,7 +452,13 @@ class StepTrials:
             trial.step, self._keepable(trial), limit_bytes, caches=self.share >= WHOLE
         )
         return StepPlan(
-            trial, choice.kept, choice.cached, choice.total_us, choice.peak_bytes, limit_bytes
+            trial,
+            choice.kept,
+            choice.cached,
+            choice.total_us,
+            choice.peak_bytes,
+            limit_bytes,
+            f"{limit_bytes}B",
         )
 
     def limit_bytes(self, budget: str) -> int:

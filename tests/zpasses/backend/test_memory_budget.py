@@ -47,6 +47,19 @@ def test_percentage_counts_from_the_least_peak_with_overlap_and_more_memory_gath
     assert gathered[0] > gathered[1] >= gathered[2] == 0
 
 
+def test_without_the_option_parameters_share_the_memory_of_the_schedule():
+    def captured(pipeline):
+        return capture_graphs(Blocks(), (X,), world_size=2, pipeline=pipeline, options=TARGET)
+
+    lean, some, rich = (
+        captured(f"zero3{{schedule.memory_budget={rise}}}") for rise in ("0%", "30%", "300%")
+    )
+    assert regathered(lean) > regathered(some) > regathered(rich) == 0
+    assert peak(lean) < peak(some) <= 1.3 * peak(lean)
+    unscheduled = captured("zero3{schedule.plan=one-ahead}")
+    assert regathered(unscheduled) == regathered(lean)
+
+
 @pytest.fixture(scope="module")
 def lean_peak():
     return peak(captured("0%"))

@@ -19,7 +19,7 @@ import numpy as np
 
 from zpasses.cost.plan.one_ahead import OneAheadPeak
 from zpasses.cost.plan.schedule_evaluation import Plan, live_bytes
-from zpasses.cost.plan.schedule_planner import plan_schedule
+from zpasses.cost.plan.schedule_planner import PRICE, plan_schedule
 from zpasses.cost.plan.schedule_problem import Job, ScheduleProblem
 from zpasses.cost.plan.simple_plans import one_ahead_plan
 from zpasses.cost.time.roofline import compute_us
@@ -273,7 +273,12 @@ class KeptChoice:
 
 
 def choose_kept(
-    step: StepProblem, candidates: Sequence[KeptParam], limit_bytes: int, *, caches: bool = False
+    step: StepProblem,
+    candidates: Sequence[KeptParam],
+    limit_bytes: int,
+    *,
+    caches: bool = False,
+    asked: bool = True,
 ) -> KeptChoice:
     """Returns the parameters to keep with which the step is fastest within a memory limit.
 
@@ -285,8 +290,11 @@ def choose_kept(
         candidates: in the order of preference.
         limit_bytes: the largest allowed peak of either graph.
         caches: whether parameters may be cached throughout the step.
+        asked: whether the program set the limit. Without that, memory above that of one gather and
+            one reduction in flight must gain time as in `plan_schedule`, and only schedules of few
+            changes are compared.
     """
-    search = _KeptSearch(step, limit_bytes)
+    search = _KeptSearch(step, limit_bytes, 0.0 if asked else PRICE)
     search.offer_shares(candidates, ())
     cacheable = sorted(
         (each for each in candidates if caches and each.unchanged > 0),
@@ -299,12 +307,12 @@ def choose_kept(
                 gone = {each.name for each in cached}
                 others = [each for each in candidates if each.name not in gone]
                 search.offer_shares(others, cached, least=share)
-    return search.best()
+    return search.best(thorough=step.is_small and asked)
 
 
 class _KeptSearch:
-    def __init__(self, step: StepProblem, limit_bytes: int) -> None:
-        self._step, self._limit = step, limit_bytes
+    def __init__(self, step: StepProblem, limit_bytes: int, price: float) -> None:
+        self._step, self._limit, self._price = step, limit_bytes, price
         self.lean_bytes = step.peak_bytes()
         self._choices: dict[tuple[tuple[KeptParam, ...], tuple[KeptParam, ...]], KeptChoice] = {}
 
@@ -334,11 +342,10 @@ class _KeptSearch:
         if key not in self._choices:
             self._choices[key] = _cost(self._step, *key, self._limit)
 
-    def best(self) -> KeptChoice:
+    def best(self, *, thorough: bool) -> KeptChoice:
         ranked = sorted(self._choices.values(), key=self._rank)
-        if not self._step.is_small:
+        if not thorough:
             return ranked[0]
-        # Small graphs have time for more changes.
         finals = [
             _cost(self._step, each.kept, each.cached, self._limit, thorough=True)
             for each in ranked[:_FINALISTS]
@@ -347,7 +354,10 @@ class _KeptSearch:
         return min(finals, key=self._rank)
 
     def _rank(self, choice: KeptChoice) -> tuple[int, float, int]:
-        return max(0, choice.peak_bytes - self._limit), choice.total_us, choice.nbytes
+        excess = max(0, choice.peak_bytes - self._limit)
+        more = max(0, choice.peak_bytes - excess - self.lean_bytes)
+        share = more / max(1, self._limit - self.lean_bytes)
+        return excess, choice.total_us * (1 + self._price * share), choice.nbytes
 
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)

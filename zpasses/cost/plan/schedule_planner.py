@@ -44,12 +44,12 @@ def memory_limit(problem: ScheduleProblem, budget: MemoryBudget) -> int:
         problem: the graph.
         budget: how far the peak may rise above that with one gather and one reduction in flight
             besides those that are awaited, the least with which collectives overlap with kernels;
-            or the peak in bytes, which is raised to that of the graph in which every collective is
-            awaited where it starts.
+            or the peak in bytes, also as a rise from a given peak, which is raised to that of the
+            graph in which every collective is awaited where it starts.
     """
-    if budget.most_bytes is None:
+    if budget.most_bytes is None and budget.of_bytes is None:
         return budget.limit_bytes(evaluate(problem, one_ahead_plan(problem)).peak_bytes)
-    return max(budget.most_bytes, evaluate(problem, single_plan(problem)).peak_bytes)
+    return max(budget.limit_bytes(0), evaluate(problem, single_plan(problem)).peak_bytes)
 
 
 def plan_schedule(
@@ -78,11 +78,9 @@ def plan_schedule(
     return replace(planned, plan=least.plan, cost=least.cost)
 
 
-_PRICE = 0.005
+PRICE = 0.005
 """Share of its duration by which a plan must be faster to be worth the whole of the memory above
 that of one gather and one reduction in flight."""
-
-
 _ROUTE_PRICE_US = 1.0
 """What a launch on copy engines must gain: figures of routes are not exact."""
 _STARTS, _NEAR_BOUND = 3, 0.001
@@ -166,7 +164,7 @@ class _Search:
     def _rank_of(self, plan: Plan, cost: Cost) -> _Rank:
         excess = max(0, cost.peak_bytes - self._limit)
         more = max(0, cost.peak_bytes - excess - self._least) / max(1, self._limit - self._least)
-        priced = round(cost.total_us * (1 + _PRICE * more) + _ROUTE_PRICE_US * len(plan.engines), 3)
+        priced = round(cost.total_us * (1 + PRICE * more) + _ROUTE_PRICE_US * len(plan.engines), 3)
         return excess, priced, len(plan.launches), cost.peak_bytes
 
     def _most_tolerant(self) -> tuple[Plan, Cost]:

@@ -37,6 +37,9 @@ def names(nodes):
         ("2GiB", MemoryBudget(2 << 30)),
         ("+16MiB", MemoryBudget(rise_bytes=16 << 20)),
         ("25% up to 16MiB", MemoryBudget(rise=0.25, most_rise_bytes=16 << 20)),
+        ("5% of 2KiB", MemoryBudget(rise=0.05, of_bytes=2048)),
+        ("25% up to 16MiB of 1GiB", MemoryBudget(None, 0.25, 0, 16 << 20, 1 << 30)),
+        ("+3B of 2KiB", MemoryBudget(rise_bytes=3, of_bytes=2048)),
     ],
 )
 def test_budget_is_a_share_or_bytes(text, budget):
@@ -44,12 +47,20 @@ def test_budget_is_a_share_or_bytes(text, budget):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "5", "-5%", "++1B", "-1MiB", "5 percent", "300MB", "MiB", "1e3B", "none"]
+    "text",
+    ["", "5", "-5%", "++1B", "-1MiB", "5 percent", "300MB", "MiB", "1e3B", "none", "6B of 2B"],
 )
 def test_wrong_budget_says_where_and_what_is_expected(text):
     message = r"pass 'x': got .*; expected how far the peak may rise \('5%', '\+300MiB' or"
     with pytest.raises(OptionError, match=message):
         parse_budget(text, "pass 'x'")
+
+
+def test_a_budget_counts_from_the_peak_of_a_graph_or_from_a_given_one():
+    assert parse_budget("50%", "here").limit_bytes(1000) == 1500
+    assert parse_budget("50% of 2000B", "here").limit_bytes(1000) == 3000
+    assert parse_budget("50% up to 9B of 2000B", "here").limit_bytes(1000) == 2009
+    assert parse_budget("+9B of 2000B", "here").limit_bytes(1000) == 2009
 
 
 # --- what can move --------------------------------------------------------------------------------

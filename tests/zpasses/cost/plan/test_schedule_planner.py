@@ -260,7 +260,7 @@ def test_memory_is_taken_only_where_it_gains_time(monkeypatch):
         problem = problem_of(step(8, 6), H100)
         limit = memory_limit(problem, MemoryBudget(rise=0.5))
         priced = plan_schedule(problem, limit).cost
-        monkeypatch.setattr(schedule_planner, "_PRICE", 0.0)
+        monkeypatch.setattr(schedule_planner, "PRICE", 0.0)
         free = plan_schedule(problem, limit).cost
     assert priced.peak_bytes < free.peak_bytes <= limit
     assert priced.total_us <= 1.005 * free.total_us
