@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.zpasses.cost.plan.stacks import LOWER, captured, step_of
+from zpasses.cost.plan import kept_params
 from zpasses.cost.plan.kept_params import (
     Repetition,
     choose_kept,
@@ -76,6 +77,19 @@ def test_more_memory_keeps_more_and_is_never_slower():
     assert times[-1] < times[0]
     for choice, factor in [*zip(choices, factors, strict=True)][1:]:
         assert choice.peak_bytes <= lean * factor
+
+
+def test_memory_that_nobody_asked_to_use_must_gain_time(monkeypatch):
+    step = step_of(captured([256] * 4, 256, 16, 2, "nothing"), 2)
+
+    def kept(*, asked):
+        limit = int(1.3 * step.peak_bytes())
+        return choose_kept(step, keepable_params(step), limit, asked=asked).kept
+
+    assert len(kept(asked=True)) == len(kept(asked=False)) == 3
+    monkeypatch.setattr(kept_params, "PRICE", 10.0)
+    assert len(kept(asked=True)) == 3
+    assert [each.params for each in kept(asked=False)] == [("head.weight",)]  # needs no memory
 
 
 # --- parameters that are cached throughout the step -----------------------------------------------
