@@ -49,6 +49,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zpasses import compat
+from zpasses.graph.padding import rounded_up
 
 Format = Literal["int8", "fp8", "mxfp8", "nf4", "fp4"]
 """int8: integers from -127 to 127 and fp32 scales. fp8: float8_e4m3fn and fp32 scales. mxfp8:
@@ -181,8 +182,7 @@ class _Layout:
 
     @property
     def record_bytes(self) -> Any:
-        used = self.scale_bytes + self.code_bytes
-        return -(-used // _ALIGNMENT) * _ALIGNMENT
+        return rounded_up(self.scale_bytes + self.code_bytes, _ALIGNMENT)
 
 
 # --- arithmetic -----------------------------------------------------------------------------------

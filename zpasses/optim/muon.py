@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.graph.dialect import rows_per_rank
+from zpasses.graph.padding import padded
 from zpasses.optim.rows import Rows
 from zpasses.runtime.run_checks import limited_over
 
@@ -91,7 +92,7 @@ def _on_one_rank_each(
     parts: list[Tensor] | None = None
     works = []
     for i, (update, block) in enumerate(zip(updates, blocks, strict=True)):
-        sent = _bytes(_padded(update, block))
+        sent = _bytes(padded(update, block))
         received = [torch.empty_like(sent) for _ in range(ranks)] if i == own else None
         works.append(dist.gather(sent, received, dst=owners[i], group=group, async_op=True))
         parts = received or parts
@@ -106,8 +107,7 @@ def _on_one_rank_each(
         result = updates[i].new_empty((block, batch[i].shape[1]))
         pieces = None
         if i == own and full is not None:
-            padded = _padded(full.contiguous(), block * ranks)
-            pieces = [_bytes(piece) for piece in padded.chunk(ranks)]
+            pieces = [_bytes(piece) for piece in padded(full, block * ranks).chunk(ranks)]
         target = _bytes(result)
         works.append(dist.scatter(target, pieces, src=owners[i], group=group, async_op=True))
         results.append(result)
@@ -118,14 +118,6 @@ def _on_one_rank_each(
 def _wait(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()
-
-
-def _padded(rows: Tensor, block: int) -> Tensor:
-    if rows.shape[0] == block:
-        return rows.contiguous()
-    padded = rows.new_zeros((block, rows.shape[1]))
-    padded[: rows.shape[0]] = rows
-    return padded
 
 
 def _bytes(rows: Tensor) -> Tensor:
