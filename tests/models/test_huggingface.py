@@ -1,7 +1,6 @@
 """Unmodified Hugging Face models train on two ranks as they do unsharded."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import zpasses
-from tests.models.families import of_transformers
+from tests.models.three_models import MODELS, VOCABULARY
 from tests.on_ranks import on_ranks
 from zpasses.testing import world_mesh
 
@@ -17,32 +16,6 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.processes
 
 RATE = 1e-3
-VOCABULARY = 61  # prime, so not divisible by the number of ranks
-
-
-WIDTHS = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-
-
-def model_of(name, **config):
-    """A function that builds a model of transformers."""
-    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}
-    return functools.partial(of_transformers, name, **tokens, **config)
-
-
-MODELS = {
-    "llama": model_of("LlamaForCausalLM", **WIDTHS),
-    "gpt2": model_of("GPT2LMHeadModel", **GPT2, **NO_DROPOUT),
-    "mixtral": model_of("MixtralForCausalLM", **WIDTHS, num_local_experts=4),
-}
 
 
 def _tokens(step, rank):

@@ -16,8 +16,7 @@ from tests.zpasses.inspect.graphs import (
     snapshot,
     two_gathers,
 )
-from tests.zpasses.inspect.real import dump_training_step
-from tests.zpasses.inspect.test_real_dump import ExtraParameter
+from tests.zpasses.inspect.real import ExtraParameter, dump_training_step
 from zpasses.dumps.format import Agreement, Dump
 from zpasses.dumps.nodes import Value
 from zpasses.inspect import Inspection

@@ -10,6 +10,7 @@ from torch import nn
 
 import zpasses
 from tests.streams import assert_each_wait_is_needed
+from tests.zpasses.optim.offloading import captured_of
 from zpasses import MemoryBudgetError, OptionError, ShardingError, ZpassesError
 from zpasses.cost.memory import device_memory
 from zpasses.cost.memory.liveness import liveness
@@ -42,13 +43,6 @@ class Net(nn.Module):
 def offloaded(model, mesh, **options):
     zpasses.shard(model, mesh=mesh)
     zpasses.offload_parameters(model, **options)
-
-
-def captured_of(net, shard, pipeline, capture=capture_graphs, layers=4, width=256, **options):
-    """The graphs of a net of this many layers of a width, on a slow device of two ranks."""
-    about = {"pipeline": pipeline, "options": {"target": "h100,tflops=1", **options}}
-    x = (torch.randn(8 * width, width),)
-    return capture(net(layers, width), x, world_size=2, shard=shard, **about)
 
 
 def captured(pipeline="zero3", **options):
