@@ -71,7 +71,8 @@ class Options:
     grad_accum: Literal["full", "shards"] = "full"
     """What accumulates between reductions: `"full"` gradients, and nothing is communicated before
     the last backward; or `"shards"`, for hybrid sharding: every backward reduces within a replica,
-    and only the average over replicas waits. Needs less memory and more communication."""
+    and only the average over replicas waits. Needs less memory and more communication. `"shards"`
+    sets `defer-reduction{part=average}` in the pipeline."""
     prefetch: int | Literal["auto"] = 0
     """For how many graphs ahead gathers start, and how many backwards reductions may take, if a
     model runs as several graphs: `"auto"` plans it, 0 keeps all collectives inside their graphs.
