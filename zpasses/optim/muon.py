@@ -12,11 +12,11 @@ from torch import Tensor
 from zpasses import compat
 from zpasses.graph.dialect import rows_per_rank
 from zpasses.graph.padding import padded
-from zpasses.optim.rows import Rows
+from zpasses.optim.rows import Rows, StepOnRows
 from zpasses.runtime.run_checks import limited_over
 
 
-class Muon(torch.optim.Muon):
+class Muon(StepOnRows, torch.optim.Muon):
     """`torch.optim.Muon` for sharded parameters, with the same arguments.
 
     Each matrix is gathered onto one rank, which orthogonalises it and scatters the rows. In each
@@ -24,22 +24,9 @@ class Muon(torch.optim.Muon):
     bfloat16, in which Muon computes, so the result has the bits of the unsharded optimizer.
     """
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one step. Call it on every rank.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            found = [Rows.of(param) for param in group["params"] if param.grad is not None]
-            for batch in _rounds(found):
-                self._step_round(batch, group)
-        return loss
+    def _step_group(self, found: Sequence[Rows], group: dict[str, Any]) -> None:
+        for batch in _rounds(found):
+            self._step_round(batch, group)
 
     def _step_round(self, batch: Sequence[Rows], group: dict[str, Any]) -> None:
         lr, momentum = float(group["lr"]), group["momentum"]
