@@ -149,20 +149,20 @@ class ScheduleReport:
 def run_schedule(config: ScheduleConfig) -> ScheduleReport:
     """Capture every model, world and number of tokens in a new process, and compare schedulers."""
     report = ScheduleReport(config)
-    jobs = [
+    tasks = [
         {"model": model, "ranks": ranks, "tokens": tokens}
         for model in config.models
         for ranks in config.worlds
         for tokens in config.tokens
     ]
-    for job in tqdm(jobs):
+    for task in tqdm(tasks):
         shared = ("targets", "layers", "schedulers")
-        given = {**job, **{name: getattr(config, name) for name in shared}}
+        given = {**task, **{name: getattr(config, name) for name in shared}}
         try:
             (rows,) = run_ranks(_WORKER, given, ranks=1, timeout_s=config.timeout_s)
             report.rows += [_row(**row) for row in rows]
         except RankError as error:
-            report.failed[f"{job['model']}, {job['ranks']} ranks, {job['tokens']} tokens"] = str(
+            report.failed[f"{task['model']}, {task['ranks']} ranks, {task['tokens']} tokens"] = str(
                 error
             )
     return report
@@ -228,26 +228,26 @@ def _shown(row: ScheduleRow) -> dict[str, Any]:
 
 
 # --- in the measured process ----------------------------------------------------------------------
-def measure(job: dict[str, Any]) -> list[ScheduleRow]:
+def measure(task: dict[str, Any]) -> list[ScheduleRow]:
     """Returns a row per target."""
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)
-    shape = MODELS[job["model"]]
-    shape = replace(shape, layers=job["layers"] or shape.layers)
+    shape = MODELS[task["model"]]
+    shape = replace(shape, layers=task["layers"] or shape.layers)
     joint = Pipeline(tuple(each for each in ZERO3 if each.level is Level.JOINT))
-    targets = [Target.parse(name) for name in job["targets"]]
-    with captured_step(shape, job["ranks"], job["tokens"], str(joint), targets) as step:
+    targets = [Target.parse(name) for name in task["targets"]]
+    with captured_step(shape, task["ranks"], task["tokens"], str(joint), targets) as step:
         rows = []
         for target in targets:
             with use_target(target):
-                rows.append(_compare(step, target, shape.layers, job))
+                rows.append(_compare(step, target, shape.layers, task))
     return rows
 
 
-def _compare(given: CapturedStep, target: Target, layers: int, job: dict[str, Any]) -> ScheduleRow:
+def _compare(given: CapturedStep, target: Target, layers: int, task: dict[str, Any]) -> ScheduleRow:
     points, failed = [], {}
     step = given.default
     for name, run in _schedulers(target, layers).items():
-        if name not in job["schedulers"]:
+        if name not in task["schedulers"]:
             continue
         copied = step.copied()
         try:
@@ -257,13 +257,13 @@ def _compare(given: CapturedStep, target: Target, layers: int, job: dict[str, An
             failed[name] = f"{type(error).__name__}: {error}"
             continue
         points.append(_judge(name, copied, target))
-    if "budget 10%" in job["schedulers"]:
+    if "budget 10%" in task["schedulers"]:
         points.append(_budgeted(given.budgeted[target.name], target))
     bounds = _bounds_ms(step)
     return ScheduleRow(
-        job["model"],
-        job["ranks"],
-        job["tokens"],
+        task["model"],
+        task["ranks"],
+        task["tokens"],
         target.name,
         (bounds[0], bounds[1]),
         tuple(points),
