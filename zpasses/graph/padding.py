@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 
@@ -24,6 +25,12 @@ def padded(value: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor
     copied = value.new_zeros((rows, *value.shape[1:]), dtype=dtype)
     copied[: value.shape[0]].copy_(value)
     return copied
+
+
+def padded_last(values: Tensor, size: int) -> Tensor:
+    """Returns values with zeros at the end of their last dimension, which then has this size."""
+    missing = size - values.shape[-1]
+    return F.pad(values, (0, missing)) if missing else values
 
 
 def call_padded(call: Callable[..., fx.Node], source: fx.Node, missing: Any) -> fx.Node:
