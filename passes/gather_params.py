@@ -38,6 +38,7 @@ from zpasses import compat
 from zpasses.graph.dialect import UNSHARD, group_size, is_local_call, rows_per_rank
 from zpasses.graph.encoding import DECODE, ENCODE, Encoding
 from zpasses.graph.host_copies import FROM_HOST
+from zpasses.graph.padding import call_padded
 from zpasses.graph.queries import (
     Editor,
     calls,
@@ -168,8 +169,7 @@ class _Gather:
             whole = self._block_bytes(value, rows, dtype)
             self._prepared(source, 0 if padded else whole)
         if padded:
-            padding = [0, 0] * (value.dim() - 1) + [0, block - value.shape[0]]
-            source = self.edit.call(aten.constant_pad_nd.default, source, padding, 0.0)
+            source = call_padded(self.edit.call, source, block - value.shape[0])
             self._prepared(source, whole)
         full = self._gathered(source)
         if block * self.size != rows:

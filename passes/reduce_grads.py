@@ -44,6 +44,7 @@ from zpasses.errors import OptionError
 from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, group_size, rows_per_rank
 from zpasses.graph.encoding import DECODE_MEAN, ENCODE, Encoding
 from zpasses.graph.error_feedback import planned_residuals
+from zpasses.graph.padding import call_padded
 from zpasses.graph.queries import (
     Editor,
     calls,
@@ -296,10 +297,7 @@ class _Lowering:
         source = self.cast(grad)
         block = rows_per_rank(rows, self.size)
         if block * self.size != rows:
-            padding = [0, 0] * (value_of(grad).dim() - 1) + [0, block * self.size - rows]
-            source = self._prepare(
-                self.edit.call(aten.constant_pad_nd.default, source, padding, 0.0)
-            )
+            source = self._prepare(call_padded(self.edit.call, source, block * self.size - rows))
         started = self.edit.call(
             compat.functional.reduce_scatter_tensor.default, source, "avg", self.size, self.group
         )

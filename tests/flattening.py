@@ -10,8 +10,13 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from zpasses import compat
+from zpasses.passes import FlattenOnDevice
 from zpasses.passes.writers import flatten_patterns
-from zpasses.testing import assert_equal_bits, copy_graph, fake_world
+from zpasses.testing import (
+    assert_equal_bits,
+    copy_graph,
+    fake_world,
+)
 
 CUDA = torch.device("cuda", 0)
 
@@ -86,3 +91,29 @@ def assert_same_flat(gm, flatten_on_device, tensors, world_size=1):
         on_host(gm), [on_host(graph) for graph in graphs], [list(values)] * world_size
     )
     return graphs
+
+
+PLAIN = FlattenOnDevice(tier="plain")
+
+
+DISTRIBUTED = FlattenOnDevice(tier="distributed", group="0", replicated=True)
+
+
+TIERS = {"plain": PLAIN, "distributed": DISTRIBUTED}
+
+
+def numbered(*shape, dtype=torch.float32, start=1):
+    count = torch.Size(shape).numel()
+    return torch.arange(start, start + count).reshape(shape).to(dtype)
+
+
+def padded(h, d):
+    """One tensor from the host and one copied from the device, two elements of padding, and another
+    dtype.
+    """
+    flat = torch.cat([h.view(-1), move(d, "cpu").view(-1)])
+    return move(torch.nn.functional.pad(flat, (0, 2)), dtype=torch.bfloat16)
+
+
+def two_tensors():
+    return trace(padded, [numbered(2, 3), (numbered(4), "device")])

@@ -115,6 +115,7 @@ CASES = {
     "lowered only": {"pipeline": "gather-params,reduce-grads"},
     "unlowered": {"pipeline": ""},
     "uncompiled": {"compiled": None},
+    "blocks": {"compiled": blocks},
     "windows": {"backwards": 2},
     "windows of stage 1": {"backwards": 2, "zero_stage": 1},
     "packed": {"shard": {"pack_mb": 1.0}},

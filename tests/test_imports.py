@@ -23,6 +23,7 @@ LAYERS = (
         "zpasses.errors",
         "zpasses.garbage",
         "zpasses.option_values",
+        "zpasses.short_names",
         "zpasses.version",
     ),
     ("zpasses.graph",),

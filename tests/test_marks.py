@@ -1,4 +1,4 @@
-"""Marks of tests say what is true."""
+"""Marks of tests say what is true, and tests share helpers by modules that hold no tests."""
 
 import ast
 import re
@@ -26,3 +26,8 @@ def test_slow_tests_name_tests_that_are_quick():
                 named.setdefault(name, set()).add(str(file.relative_to(TESTS)))
     assert len(named) > 20
     assert not {name: files for name, files in named.items() if name not in quick}
+
+
+def test_no_test_imports_a_module_of_tests():
+    imports = re.compile(r"^from tests\.[\w.]*\btest_\w+ import", re.MULTILINE)
+    assert [str(file) for file in TESTS.rglob("*.py") if imports.search(file.read_text())] == []

@@ -28,22 +28,17 @@ def field_types(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
-def build_dataclass(
-    cls: type[T], values: Mapping[str, Any], what: str, removed: Mapping[str, str] | None = None
-) -> T:
+def build_dataclass(cls: type[T], values: Mapping[str, Any], what: str) -> T:
     """Build a dataclass from values by field name. Text is converted to the field's type.
 
     Args:
         what: what the dataclass is, for error messages, such as "pass 'schedule'".
-        removed: name of a field that no longer exists -> what to do instead.
 
     Raises:
         OptionError: for a name that is not a field, or a value of the wrong type.
     """
     known = field_types(cls)  # type: ignore[arg-type]
     for name in values:
-        if removed and name in removed:
-            raise OptionError(f"{what} no longer has the option {name!r}. {removed[name]}")
         if name not in known:
             raise OptionError(f"{what} has no option {name!r}.{suggestion(name, known)}")
     converted = {

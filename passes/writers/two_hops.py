@@ -36,6 +36,7 @@ from zpasses.cost.time.roofline import latency_us, nodes_of, ring_collective_us
 from zpasses.cost.time.target import Target
 from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, rows_per_rank
 from zpasses.graph.encoding import Encoding
+from zpasses.graph.padding import call_padded
 from zpasses.graph.queries import Editor, named_arguments, nbytes, replace_node, value_of
 from zpasses.graph.tags import Reduction, Tag, add_tag, tag_of
 from zpasses.ranks.new_groups import node_groups
@@ -204,8 +205,7 @@ def _places(call: _Call, how: ReduceArguments, at: Nodes) -> fx.Node:
     block, source = rows_per_rank(how.rows, at.ranks), how.grad
     inner = list(value_of(source).shape[1:])
     if block * at.ranks != how.rows:
-        padding = [0, 0] * len(inner) + [0, block * at.ranks - how.rows]
-        source = call(aten.constant_pad_nd.default, source, padding, 0.0)
+        source = call_padded(call, source, block * at.ranks - how.rows)
     blocks = call(aten.view.default, source, [at.nodes, at.per_node, block, *inner])
     return call(aten.permute.default, blocks, [1, 0, *range(2, 3 + len(inner))])
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 import zpasses
 from examples.capture_llama import tensor_parallel
-from tests.models.test_huggingface import MODELS, VOCABULARY, WIDTHS, model_of
+from tests.models.three_models import MODELS, VOCABULARY, WIDTHS, model_of
 from tests.on_ranks import on_ranks
 from tests.zpasses.parallel_models import whole
 from zpasses.testing import assert_step_equals_reference, capture_ranks

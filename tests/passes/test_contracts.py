@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from tests.cases import some_quick
 from tests.foreign import captured_ranks
@@ -16,6 +15,7 @@ from tests.graphs import (
     joint,
     rewritten,
 )
+from tests.passes.odd_model import Model
 from zpasses import OptionError, Pipeline
 from zpasses.graph.queries import collectives
 from zpasses.pipeline.pipeline import catalogue
@@ -137,21 +137,6 @@ def test_graphs_with_nothing_to_change_are_unchanged(name):
 
 
 # --- whole steps ----------------------------------------------------------------------------------
-class Model(nn.Module):
-    """Has a parameter with odd rows, a tied, a frozen, a scalar, an unused and an empty one."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 5), nn.Linear(5, 6, bias=False)
-        self.again, self.last = nn.Linear(6, 5, bias=False), nn.Linear(5, 5)
-        self.again.weight = self.up.weight
-        self.scale, self.unused = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(3))
-        self.empty = nn.Parameter(torch.ones(0, 6))
-        self.down.weight.requires_grad_(False)
-
-    def forward(self, x):
-        hidden = self.again(self.down(self.up(x).relu()))
-        return self.last(hidden) * self.scale, x @ self.empty.t()
 
 
 RESHARD = "reshard-after-forward{keep=nothing}"

@@ -11,9 +11,8 @@ import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
 from torch import nn
 
 from tests.cases import some_quick
-from tests.flattening import on_host, rewritten
+from tests.flattening import TIERS, on_host, rewritten, two_tensors
 from tests.graphs import drawn_examples
-from tests.passes.test_flatten_on_device import TIERS, two_tensors
 from tests.streams import races_and_difference
 from zpasses import Pipeline
 from zpasses.graph.queries import Editor, calls, value_of

@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.cases import some_quick
 from tests.graphs import saved_for_backward
-from tests.passes.test_contracts import Model
+from tests.passes.odd_model import Model
 from zpasses import Pipeline
 from zpasses.graph.queries import collectives, nbytes, value_of
 from zpasses.graph.tags import tagged

@@ -441,10 +441,10 @@ TINY_LLAMA = ModelShape("llama", 64, 128, 4, 2, 256, 2)
 def test_schedulers_are_compared_on_one_step(monkeypatch):
     monkeypatch.setattr(schedule_suite, "MODELS", {"tiny": TINY_LLAMA})
     names = ("single", "one ahead", "blocks", "zero3", "budget 10%")
-    job = {"model": "tiny", "ranks": 8, "tokens": 32, "layers": None}
+    task = {"model": "tiny", "ranks": 8, "tokens": 32, "layers": None}
     engines = "mi300x,launch_us=0.01,hop_us=0.01,link_gb_s=0.02"  # gain whatever the size
-    job |= {"targets": ["h100", engines], "schedulers": list(names)}
-    row, swapped = schedule_suite.measure(job)
+    task |= {"targets": ["h100", engines], "schedulers": list(names)}
+    row, swapped = schedule_suite.measure(task)
     points = {point.scheduler: point for point in row.points}
     assert tuple(points) == names
     assert not row.failed

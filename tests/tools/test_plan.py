@@ -14,29 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.tools.planning import WORLD, figures, point_of, table_of
 from tests.zpasses.models import Blocks
 from zpasses import MemoryBudgetError, compat
 from zpasses.backend.step_trials import StepTrials
-from zpasses.cost.memory.liveness import liveness
-from zpasses.cost.time.step_time import step_time
-from zpasses.cost.time.target import Target
-from zpasses.graph.queries import collective_of
 from zpasses.graph.tags import tagged
 from zpasses.inspect.escape import one_line
 from zpasses.inspect.units import bytes_text
 from zpasses.pipeline.events import listen, observe_graphs
-from zpasses.testing import fake_world
 from zpasses.tools.capture.captured_step import CaptureRequest, run_capture
 from zpasses.tools.cli.main import cli
 from zpasses.tools.plan import plan_picture
 from zpasses.tools.plan.plan_picture import plan_figure, plan_page
 from zpasses.tools.plan.plan_request import PlanRequest
-from zpasses.tools.plan.plan_table import GraphFigures, PlanPoint, PlanTable, not_dominated
+from zpasses.tools.plan.plan_table import not_dominated
 from zpasses.tools.plan.plan_view import plan_view
 from zpasses.tools.plan.step_plans import plan_step
 
 HERE = "tests.tools.test_plan"
-WORLD = 4
 
 
 def blocks(rows=1024, layers=4):
@@ -161,17 +156,6 @@ def test_plans_go_from_lean_to_fast(table):
     assert table.plans[0].activations < table.plans[-1].activations == 1.0
     assert table.chosen is table.plans[-1]
     assert table.reason == "It is the fastest, whatever its memory. More memory gains nothing."
-
-
-def figures(graph):
-    with fake_world(WORLD):
-        time = step_time([graph], Target.parse("h100"))
-        return {
-            "total_us": time.total_us,
-            "exposed_us": time.exposed_us,
-            "peak_bytes": liveness(graph).peak_bytes,
-            "collectives": sum(collective_of(node) is not None for node in graph.nodes),
-        }
 
 
 def compiled_graphs(layers, options, pipeline="zero3"):
@@ -319,28 +303,6 @@ def test_page_that_cannot_be_written_is_an_error(tmp_path):
 
 
 # --- the page ------------------------------------------------------------------------------------
-def point_of(peak, total, name="plan", share=0.9):
-    figures = GraphFigures(total / 2, total / 8, share * total / 2, peak, 3)
-    graphs = {"forward": figures, "backward": figures}
-    return PlanPoint(name, f"{peak}B" if name == "plan" else None, peak, graphs, 0, 0, 1.0)
-
-
-def table_of(points, stages, memory=None, function="train.py:step"):
-    plans = tuple(point_of(*each) for each in points)
-    return PlanTable(
-        function,
-        8,
-        "h100",
-        "h100",
-        1,
-        plans,
-        tuple(point_of(*each, name) for each, name in zip(stages, ("zero2", "zero3"), strict=True)),
-        None if memory is None else f"{memory}B",
-        memory,
-        plans[-1],
-        None,
-        1.0,
-    )
 
 
 def test_without_scipy_the_least_time_is_left_out_and_the_legend_says_what_to_install():

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import zpasses
-from tests.tools.test_plan import WORLD, figures
+from tests.tools.planning import WORLD, figures
 from tests.zpasses.models import Blocks
 from zpasses import MemoryBudgetError, ZpassesError
 from zpasses.graph.host_copies import host_copy_of

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zpasses
-from tests.tools.test_plan import table_of
+from tests.tools.planning import table_of
 from zpasses.cost.time.target import TARGETS
 from zpasses.optim import state_plan
 from zpasses.optim.expected_states import expected_layouts

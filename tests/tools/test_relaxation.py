@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.graphs import drawn_examples, few_examples
 from tests.tools.equal_layers import ROWS, WIDTH, Net
-from tests.zpasses.backend.budgets import within_compile
-from tests.zpasses.backend.test_drawn_budgets import TARGETS, Stack, steps
+from tests.zpasses.backend.budgets import TARGETS, Stack, steps, within_compile
 from tests.zpasses.models import Blocks
 from zpasses.backend import step_trials
 from zpasses.backend.step_trials import Choice

@@ -96,3 +96,18 @@ def assert_same_values(actual, expected):
         torch.testing.assert_close(
             actual[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+class Adapted(nn.Module):
+    """Layers whose matrices are frozen, with a small trained part each, as with adapters."""
+
+    def __init__(self, layers=3, width=64):
+        super().__init__()
+        self.frozen = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.trained = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        for frozen, trained in zip(self.frozen, self.trained, strict=True):
+            x = x + torch.tanh(frozen(x)) + trained(x)
+        return x.square().mean()

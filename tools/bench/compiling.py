@@ -157,12 +157,12 @@ def compile_table(report: CompileReport) -> str:
 
 
 # --- in the measured process ----------------------------------------------------------------------
-def measure(job: dict[str, Any]) -> dict[str, Any]:
+def measure(task: dict[str, Any]) -> dict[str, Any]:
     """One rank of a start."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    size = ModelSize(**job["size"])
-    trainer = peer_of(job["peer"]).build(build_model(size), mesh)
+    size = ModelSize(**task["size"])
+    trainer = peer_of(task["peer"]).build(build_model(size), mesh)
     times = []
     for batch in batches(size, 3, dist.get_rank()):
         dist.barrier()
@@ -171,7 +171,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         trainer.update()
         times.append(time.perf_counter() - started)
         if len(times) == 1:
-            start_s = time.time() - job["started"]
+            start_s = time.time() - task["started"]
     counts = compat.compile_counts()
     found = {"start_s": start_s, "first_s": times[0], "step_s": times[-1]}
     return {**found, "graphs": counts["captured"], "generated": counts["generated"]}

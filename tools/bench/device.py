@@ -97,8 +97,8 @@ def run_device(config: DeviceConfig) -> DeviceReport:
     report, results = DeviceReport(config), {name: DeviceResult(name) for name in config.peers}
 
     def run(name: str, number: int, env: dict[str, str]) -> None:
-        job = {**asdict(config), "peer": name}
-        (found,) = run_ranks(_WORKER, job, ranks=1, timeout_s=config.timeout_s, env=env)
+        task = {**asdict(config), "peer": name}
+        (found,) = run_ranks(_WORKER, task, ranks=1, timeout_s=config.timeout_s, env=env)
         _add(results[name], found, first=number == 0)
         report.device_name = found["device_name"]
 
@@ -150,17 +150,17 @@ _FAST_LINKS: dict[str, Any] = {
 """Figures of a target whose collectives take no time."""
 
 
-def measure(job: dict[str, Any]) -> dict[str, Any]:
+def measure(task: dict[str, Any]) -> dict[str, Any]:
     """Train one peer in bf16 on this process's device."""
-    dist.init_process_group("fake", store=compat.fake_store(), rank=0, world_size=job["ranks"])
-    size, device = ModelSize(**job["size"]), torch.device(job["device"])
+    dist.init_process_group("fake", store=compat.fake_store(), rank=0, world_size=task["ranks"])
+    size, device = ModelSize(**task["size"]), torch.device(task["device"])
     memory: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    mesh = init_device_mesh(device.type, (job["ranks"],))
+    mesh = init_device_mesh(device.type, (task["ranks"],))
     torch.manual_seed(0)
     with device:
         model = GPT(size).to(torch.bfloat16)
         batch = torch.randint(size.vocab, (size.batch, size.seq))
-    trainer = peer_of(job["peer"]).build(model, mesh)
+    trainer = peer_of(task["peer"]).build(model, mesh)
     target, predicted = replace(Target.detect(), **_FAST_LINKS), list[float]()
 
     def predict(event: ObservedGraph) -> None:
@@ -185,7 +185,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         return took
 
     with observe_graphs(predict):
-        warmup = [step() for _ in range(job["warmup"])]
+        warmup = [step() for _ in range(task["warmup"])]
     gc.collect()  # compiling leaves reference cycles that hold tensors
     resting, peak = 0, None
     if memory is not None:
@@ -196,11 +196,11 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         peak = memory.max_memory_allocated() - resting
         trainer.update()
     return {
-        "step_s": statistics.median(step() for _ in range(job["steps"])),
+        "step_s": statistics.median(step() for _ in range(task["steps"])),
         "compile_s": warmup[0],
         "resting_bytes": resting,
         "peak_bytes": peak,
-        "backward_s": statistics.median(step(updates=False) for _ in range(job["steps"])),
+        "backward_s": statistics.median(step(updates=False) for _ in range(task["steps"])),
         "predicted_s": sum(predicted) if predicted else None,
         "device_name": "the CPU" if memory is None else memory.get_device_name(),
     }

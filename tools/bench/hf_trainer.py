@@ -114,12 +114,12 @@ class _Memory(transformers.TrainerCallback):  # type: ignore[misc]
             self.found["peak_bytes"] = self._memory.peak_bytes()
 
 
-def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """One rank's results of a job, with the keys of `worker`."""
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """One rank's results of a task, with the keys of `worker`."""
     transformers.utils.logging.set_verbosity_error()
-    size, backwards, name = ModelSize(**job["size"]), job["backwards"], job["peer"]
-    observes_time = job["kind"] == "time"
-    count = job["warmup"] + job["steps"] if observes_time else MEMORY_WARMUP + 1
+    size, backwards, name = ModelSize(**task["size"]), task["backwards"], task["peer"]
+    observes_time = task["kind"] == "time"
+    count = task["warmup"] + task["steps"] if observes_time else MEMORY_WARMUP + 1
     args = transformers.TrainingArguments(
         output_dir=".",  # `run_ranks` starts ranks in a temporary folder
         use_cpu=True,
@@ -140,7 +140,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     stage = {"trainer-zpasses-2": 2, "trainer-zpasses-3": 3}.get(name)
     if stage:
         prepare(model, options={"zero_stage": stage})
-    times, memory = _Times(job["warmup"]), _Memory(backwards)
+    times, memory = _Times(task["warmup"]), _Memory(backwards)
     samples = [
         {"inputs": inputs, "targets": targets}
         for batch in batches(size, count * backwards * dist.get_world_size(), 0)
@@ -156,7 +156,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError(f"{name}: the Trainer has not sharded the model as expected")
     if observes_time:
         losses = torch.stack(trainer.losses).view(count, backwards).sum(1)
-        return timed(times.times_s, job["warmup"], times.before, work, losses)
+        return timed(times.times_s, task["warmup"], times.before, work, losses)
     if not is_sharded:  # DDP's buckets, which no Python object holds
         memory.found["resting_bytes"] += sum(param.nbytes for param in model.parameters())
     return memory.found

@@ -29,15 +29,15 @@ class RankError(RuntimeError):
 
 def run_ranks(
     module: str,
-    job: Mapping[str, Any],
+    task: Mapping[str, Any],
     *,
     ranks: int,
     timeout_s: float,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run `python -m module JOB RESULT` in `ranks` new processes. Returns their results, by rank.
+    """Run `python -m module TASK RESULT` in `ranks` new processes. Returns their results, by rank.
 
-    A rank reads its job from the JSON file JOB and writes its result as JSON to RESULT. It finds
+    A rank reads its task from the JSON file TASK and writes its result as JSON to RESULT. It finds
     the other ranks as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and computes on
     one thread.
 
@@ -52,15 +52,15 @@ def run_ranks(
         tempfile.TemporaryDirectory(prefix="zpasses-bench-") as folder,
         contextlib.ExitStack() as stack,
     ):
-        job_file = Path(folder, "job.json")
-        job_file.write_text(json.dumps(dict(job)))
+        task_file = Path(folder, "task.json")
+        task_file.write_text(json.dumps(dict(task)))
         # This process hosts the store, as torchrun does, so that no port has to be guessed.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         processes, logs, results = [], [], []
         for rank in range(ranks):
             results.append(Path(folder, f"result-{rank}.json"))
             logs.append(stack.enter_context(Path(folder, f"log-{rank}.txt").open("w+")))
-            command = [sys.executable, "-m", module, str(job_file), str(results[-1])]
+            command = [sys.executable, "-m", module, str(task_file), str(results[-1])]
             rank_env = {**os.environ, **_environment(rank, ranks, store.port), **(env or {})}
             processes.append(
                 subprocess.Popen(
@@ -117,13 +117,14 @@ def interleaved(
 
 
 def rank_main(measure: Callable[[Any], Any]) -> None:
-    """One rank: `python -m module JOB RESULT`. The result of `measure`, given the job, is written.
+    """One rank: `python -m module TASK RESULT`. What `measure` returns of the task is written.
 
     Args:
         measure: may make the default process group, which is destroyed when all ranks are done.
     """
-    job_file, result_file = sys.argv[1:]
-    result = json.dumps(measure(json.loads(Path(job_file).read_text())), default=dataclasses.asdict)
+    task_file, result_file = sys.argv[1:]
+    task = json.loads(Path(task_file).read_text())
+    result = json.dumps(measure(task), default=dataclasses.asdict)
     if dist.is_initialized():
         dist.barrier()
     Path(result_file).write_text(result)

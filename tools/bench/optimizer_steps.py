@@ -84,8 +84,8 @@ def run_optimizer(config: OptimizerConfig) -> OptimizerReport:
     report = OptimizerReport(config)
     for mode in config.modes:
         for model in config.models:
-            job = {**asdict(config), "mode": mode, "model": model}
-            first, *_ = run_ranks(_WORKER, job, ranks=config.ranks, timeout_s=config.timeout_s)
+            task = {**asdict(config), "mode": mode, "model": model}
+            first, *_ = run_ranks(_WORKER, task, ranks=config.ranks, timeout_s=config.timeout_s)
             report.results.append(OptimizerResult(**first))
     return report
 
@@ -101,21 +101,21 @@ def optimizer_table(report: OptimizerReport) -> str:
 
 
 # --- in the measured process ----------------------------------------------------------------------
-def measure(job: dict[str, Any]) -> OptimizerResult:
+def measure(task: dict[str, Any]) -> OptimizerResult:
     """Measure one mode on one model in this process."""
     dist.init_process_group("gloo")
-    model = build_model(ModelSize(width=job["width"], layers=job["layers"]))
-    _SHARD[job["model"]](model)
+    model = build_model(ModelSize(width=task["width"], layers=task["layers"]))
+    _SHARD[task["model"]](model)
     for param in model.parameters():
         param.grad = torch.zeros_like(param).detach()
         _local(param.grad).normal_(std=1e-2)
-    optimizer = torch.optim.AdamW(model.parameters(), **_OPTIONS[job["mode"]])
-    first, *later = (_milliseconds(optimizer.step) for _ in range(1 + job["steps"]))
+    optimizer = torch.optim.AdamW(model.parameters(), **_OPTIONS[task["mode"]])
+    first, *later = (_milliseconds(optimizer.step) for _ in range(1 + task["steps"]))
     with _Operators() as counted:
         optimizer.step()
     params, counts = len(list(model.parameters())), (counted.all, counted.of_dtensors)
     times = (first, statistics.median(later))
-    return OptimizerResult(job["mode"], job["model"], params, *times, *counts)
+    return OptimizerResult(task["mode"], task["model"], params, *times, *counts)
 
 
 def _plain(model: GPT) -> None: ...

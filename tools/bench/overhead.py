@@ -84,8 +84,8 @@ def run_overhead(config: OverheadConfig) -> OverheadReport:
     report = OverheadReport(config)
     for codegen in config.codegens:
         for stage in config.stages:
-            job = {**asdict(config), "codegen": codegen, "stage": stage}
-            (result,) = run_ranks(_WORKER, job, ranks=1, timeout_s=config.timeout_s)
+            task = {**asdict(config), "codegen": codegen, "stage": stage}
+            (result,) = run_ranks(_WORKER, task, ranks=1, timeout_s=config.timeout_s)
             report.results.append(OverheadResult(**result))
     return report
 
@@ -128,27 +128,27 @@ class Model(nn.Module):
         return x.sum()
 
 
-def measure(job: dict[str, Any]) -> OverheadResult:
+def measure(task: dict[str, Any]) -> OverheadResult:
     """Measure one stage and code generator in this process."""
     dist.init_process_group("gloo")
-    plain_step = _step(Model(job["params"]), backend=_PLAIN_BACKEND[job["codegen"]])
-    model = zpasses.shard(Model(job["params"]), mesh=init_device_mesh("cpu", (1,)))
+    plain_step = _step(Model(task["params"]), backend=_PLAIN_BACKEND[task["codegen"]])
+    model = zpasses.shard(Model(task["params"]), mesh=init_device_mesh("cpu", (1,)))
     step = _step(
-        model, backend="zpasses", options={"zero_stage": job["stage"], "codegen": job["codegen"]}
+        model, backend="zpasses", options={"zero_stage": task["stage"], "codegen": task["codegen"]}
     )
     plain_us, step_us = [], []
-    for _ in range(job["blocks"]):
-        plain_us.append(_block_us(plain_step, job["steps"]))
-        step_us.append(_block_us(step, job["steps"]))
-    plain, ours = _parts_us(plain_step, job["steps"]), _parts_us(step, job["steps"])
+    for _ in range(task["blocks"]):
+        plain_us.append(_block_us(plain_step, task["steps"]))
+        step_us.append(_block_us(step, task["steps"]))
+    plain, ours = _parts_us(plain_step, task["steps"]), _parts_us(step, task["steps"])
     differences = [ours_us - base_us for ours_us, base_us in zip(step_us, plain_us, strict=True)]
     return OverheadResult(
-        codegen=job["codegen"],
-        stage=job["stage"],
+        codegen=task["codegen"],
+        stage=task["stage"],
         plain_us=statistics.median(plain_us),
         step_us=statistics.median(step_us),
-        overhead_us=statistics.median(differences) / job["params"],
-        parts_us={part: (ours[part] - plain[part]) / job["params"] for part in _PARTS},
+        overhead_us=statistics.median(differences) / task["params"],
+        parts_us={part: (ours[part] - plain[part]) / task["params"] for part in _PARTS},
     )
 
 

@@ -159,20 +159,20 @@ class ScheduleReport:
 def run_schedule(config: ScheduleConfig) -> ScheduleReport:
     """Capture every model, world and number of tokens in a new process, and compare schedulers."""
     report = ScheduleReport(config)
-    jobs = [
+    tasks = [
         {"model": model, "ranks": ranks, "tokens": tokens}
         for model in config.models
         for ranks in config.worlds
         for tokens in config.tokens
     ]
-    for job in tqdm(jobs):
+    for task in tqdm(tasks):
         shared = ("targets", "layers", "schedulers")
-        given = {**job, **{name: getattr(config, name) for name in shared}}
+        given = {**task, **{name: getattr(config, name) for name in shared}}
         try:
             (rows,) = run_ranks(_WORKER, given, ranks=1, timeout_s=config.timeout_s)
             report.rows += [_row(**row) for row in rows]
         except RankError as error:
-            report.failed[f"{job['model']}, {job['ranks']} ranks, {job['tokens']} tokens"] = str(
+            report.failed[f"{task['model']}, {task['ranks']} ranks, {task['tokens']} tokens"] = str(
                 error
             )
     return report
@@ -236,27 +236,27 @@ def _shown(row: ScheduleRow) -> dict[str, Any]:
 
 
 # --- in the measured process ----------------------------------------------------------------------
-def measure(job: dict[str, Any]) -> list[ScheduleRow]:
+def measure(task: dict[str, Any]) -> list[ScheduleRow]:
     """Returns a row per target."""
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)
-    shape = MODELS[job["model"]]
-    shape = replace(shape, layers=job["layers"] or shape.layers)
+    shape = MODELS[task["model"]]
+    shape = replace(shape, layers=task["layers"] or shape.layers)
     joint = Pipeline(tuple(each for each in ZERO3 if each.level is Level.JOINT))
-    targets = [Target.parse(name) for name in job["targets"]]
-    plans = {name: plan for name, plan in _PLANS.items() if name in job["schedulers"]}
-    with captured_step(shape, job["ranks"], job["tokens"], str(joint), targets, plans) as step:
+    targets = [Target.parse(name) for name in task["targets"]]
+    plans = {name: plan for name, plan in _PLANS.items() if name in task["schedulers"]}
+    with captured_step(shape, task["ranks"], task["tokens"], str(joint), targets, plans) as step:
         rows = []
         for target in targets:
             with use_target(target):
-                rows.append(_compare(step, target, shape.layers, job))
+                rows.append(_compare(step, target, shape.layers, task))
     return rows
 
 
-def _compare(given: CapturedStep, target: Target, layers: int, job: dict[str, Any]) -> ScheduleRow:
+def _compare(given: CapturedStep, target: Target, layers: int, task: dict[str, Any]) -> ScheduleRow:
     points, failed = [], {}
     planned = given.planned[target.name]
     for name, run in _schedulers(target, layers, planned).items():
-        if name not in job["schedulers"]:
+        if name not in task["schedulers"]:
             continue
         step = planned.get(name, given.lean)
         copied = step.copied()
@@ -270,9 +270,9 @@ def _compare(given: CapturedStep, target: Target, layers: int, job: dict[str, An
         points.append(replace(_judge(name, copied, target), bound_ms=bound))
     bounds = _bounds_ms(planned.get("zero3", given.lean))
     return ScheduleRow(
-        job["model"],
-        job["ranks"],
-        job["tokens"],
+        task["model"],
+        task["ranks"],
+        task["tokens"],
         target.name,
         (bounds[0], bounds[1]),
         tuple(points),

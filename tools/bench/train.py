@@ -215,12 +215,12 @@ def _run_round(
 def _run(
     config: TrainConfig, kind: str, peer: Peer | None, env: Mapping[str, str]
 ) -> Sequence[Any]:
-    job = {name: getattr(config, name) for name in ("steps", "warmup", "backwards", "reduce")}
-    job |= {"kind": kind, "size": dataclasses.asdict(config.size), "peer": peer and peer.name}
-    job["mesh"] = None if config.mesh is None else str(config.mesh)
+    task = {name: getattr(config, name) for name in ("steps", "warmup", "backwards", "reduce")}
+    task |= {"kind": kind, "size": dataclasses.asdict(config.size), "peer": peer and peer.name}
+    task["mesh"] = None if config.mesh is None else str(config.mesh)
     ranks = (peer.ranks if peer else None) or config.ranks
     worker = peer.worker if peer else Peer.worker
-    return run_ranks(worker, job, ranks=ranks, timeout_s=config.timeout_s, env=env)
+    return run_ranks(worker, task, ranks=ranks, timeout_s=config.timeout_s, env=env)
 
 
 # --- comparisons ----------------------------------------------------------------------------------

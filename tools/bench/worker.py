@@ -1,8 +1,8 @@
-"""One rank of a training measurement: `python -m zpasses.tools.bench.worker JOB RESULT`, started by
-`launch.run_ranks`.
+"""One rank of a training measurement: `python -m zpasses.tools.bench.worker TASK RESULT`, which
+`launch.run_ranks` starts.
 
-The job's kind selects what to do. "time" trains and records times, losses and collectives. "memory"
-trains three steps and measures the memory of the process in a fourth. "bounds" times bare
+The kind of the task selects what to do. "time" trains and records times, losses and collectives.
+"memory" trains three steps and measures the memory of the process in a fourth. "bounds" times bare
 collectives over the bytes of all parameters.
 """
 
@@ -44,9 +44,9 @@ MEMORY_WARMUP = 3
 _BOUND_REPEATS = 5
 
 
-def measure(job: dict[str, Any]) -> dict[str, Any]:
+def measure(task: dict[str, Any]) -> dict[str, Any]:
     dist.init_process_group("gloo")
-    return _JOBS[job["kind"]](job, ModelSize(**job["size"]), _meshes_of(job))
+    return _KINDS[task["kind"]](task, ModelSize(**task["size"]), _meshes_of(task))
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class _Meshes:
     """Number of this rank's batches: ranks of tensor parallelism share theirs."""
 
 
-def _meshes_of(job: dict[str, Any]) -> _Meshes:
-    if job["mesh"] is None:
+def _meshes_of(task: dict[str, Any]) -> _Meshes:
+    if task["mesh"] is None:
         data = init_device_mesh("cpu", (dist.get_world_size(),))
         return _Meshes(data, None, dist.get_rank())
-    shape = MeshShape.parse(job["mesh"])
+    shape = MeshShape.parse(task["mesh"])
     mesh = init_device_mesh("cpu", shape.sizes, mesh_dim_names=shape.names)
     names = shape.data_names
     part = 0
@@ -82,27 +82,27 @@ def _model(size: ModelSize, meshes: _Meshes) -> GPT:
 
 
 def _steps(
-    job: dict[str, Any], count: int, size: ModelSize, meshes: _Meshes
+    task: dict[str, Any], count: int, size: ModelSize, meshes: _Meshes
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """The batches of each step on this rank."""
-    each = job["backwards"]
+    each = task["backwards"]
     data = batches(size, count * each, meshes.part)
     return [data[start : start + each] for start in range(0, len(data), each)]
 
 
-def _time(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, Any]:
+def _time(task: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, Any]:
     """Seconds of every step, the losses, and what communicated in the timed steps."""
-    warmup, steps = job["warmup"], job["steps"]
-    data = _steps(job, warmup + steps, size, meshes)
+    warmup, steps = task["warmup"], task["steps"]
+    data = _steps(task, warmup + steps, size, meshes)
     losses: list[Tensor] = []
     times = []
     with observe_pass_time() as work:
-        trainer = peer_of(job["peer"]).build(_model(size, meshes), meshes.data)
+        trainer = peer_of(task["peer"]).build(_model(size, meshes), meshes.data)
         for number, step in enumerate(data):
             if number == warmup:
                 before = traffic()
             started = time.perf_counter()
-            losses.append(trainer.accumulate(step, job["reduce"] == "step"))
+            losses.append(trainer.accumulate(step, task["reduce"] == "step"))
             trainer.update()
             times.append(time.perf_counter() - started)
     return timed(times, warmup, before, work, losses)
@@ -131,11 +131,11 @@ def timed(
     }
 
 
-def _memory(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, Any]:
+def _memory(task: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, Any]:
     """Bytes held at several points of a step, the peak that it adds, and the norm of a gradient."""
-    data = _steps(job, MEMORY_WARMUP + 1, size, meshes)
-    once = job["reduce"] == "step"
-    trainer = peer_of(job["peer"]).build(_model(size, meshes), meshes.data)
+    data = _steps(task, MEMORY_WARMUP + 1, size, meshes)
+    once = task["reduce"] == "step"
+    trainer = peer_of(task["peer"]).build(_model(size, meshes), meshes.data)
     for step in data[:-1]:
         trainer.accumulate(step, once)
         norm = trainer.gradient_norm()
@@ -148,7 +148,7 @@ def _memory(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, 
 
     look()
     memory = ResidentMemory()
-    inside = look if job["backwards"] > 1 else lambda: None
+    inside = look if task["backwards"] > 1 else lambda: None
     trainer.accumulate(data[-1], once, inside)
     backward_peak = memory.peak_bytes()
     inside()
@@ -163,7 +163,7 @@ def _memory(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, 
     }
 
 
-def _bounds(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, Any]:
+def _bounds(task: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, Any]:
     """Median seconds of one collective over the bytes of all parameters, and what a rank sends for
     it.
     """
@@ -195,7 +195,7 @@ def _median_s(start: Callable[[], Tensor]) -> float:
     return statistics.median(times[1:])
 
 
-_JOBS = {"time": _time, "memory": _memory, "bounds": _bounds}
+_KINDS = {"time": _time, "memory": _memory, "bounds": _bounds}
 
 if __name__ == "__main__":
     rank_main(measure)

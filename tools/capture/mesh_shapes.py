@@ -11,11 +11,10 @@ import math
 from dataclasses import dataclass
 
 from zpasses.errors import OptionError
+from zpasses.short_names import REPLICATE_DIMENSIONS
 
 SHARD_DIMENSIONS = ("dp", "fsdp", "shard", "dp_shard")
 """Names of the dimension over which parameters are sharded."""
-REPLICATE_DIMENSIONS = ("replicate", "dp_replicate")
-"""Names of the dimension over which shards are replicated in hybrid sharding."""
 
 
 @dataclass(frozen=True)

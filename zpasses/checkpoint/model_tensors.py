@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from zpasses import compat
 from zpasses.errors import AgreementError, ShardingError
 from zpasses.graph.dialect import rows_per_rank
+from zpasses.graph.padding import padded
 from zpasses.ranks.agree import exchange, first_two
 from zpasses.ranks.vote import TimeLimit, has_other_ranks
 from zpasses.runtime.early_steps import has_stepped
@@ -351,12 +352,7 @@ def _gather_rows(tensor: DTensor, local: Tensor, destination: int | None) -> Ten
     """Gather as bytes, because backends differ in the dtypes that they know."""
     group, ranks = tensor.device_mesh.get_group(), tensor.device_mesh.size()
     block = rows_per_rank(tensor.shape[0], ranks)
-    if local.shape[0] == block:
-        padded = local.contiguous()
-    else:
-        padded = local.new_zeros((block, *tensor.shape[1:]))
-        padded[: local.shape[0]] = local
-    sent = padded.view(-1).view(torch.uint8)
+    sent = padded(local, block).view(-1).view(torch.uint8)
     if destination is not None and destination not in dist.get_process_group_ranks(group):
         return None
     if destination is not None and dist.get_rank() != destination:

@@ -179,7 +179,7 @@ def load_training_state(
             tensors.update(target.second_read(settings))
         shards = model.state_dict() if weights else {}
         for name, value in shards.items():
-            parts[name] = _found(f"model.{plain_name(name)}", f"model.{name}", metadata)
+            parts[name] = f"model.{plain_name(name)}"
             tensors[parts[name]] = value if isinstance(value, Tensor) else None
         _check_found(parts, metadata)
     load(tensors, storage_reader=reader)
@@ -236,9 +236,7 @@ def _check_nothing_pending(model: nn.Module) -> None:
 
 # --- what a checkpoint holds ----------------------------------------------------------------------
 def _key(metadata: Metadata, number: int) -> str:
-    """Return the key of an optimizer. Before zpasses had `training_state`, it was "optimizer" in
-    the documentation.
-    """
+    """Return the key of an optimizer; "optimizer" for a state of torch's `get_state_dict`."""
     key = f"optimizer_{number}"
     return "optimizer" if number == 0 and key not in _tops(metadata) else key
 
@@ -266,12 +264,6 @@ def _check_number(metadata: Metadata, optimizers: Sequence[Optimizer]) -> None:
             f"got {len(optimizers)} optimizers, and the checkpoint holds {found}. Pass those that "
             "were saved, in the same order; or none, to read the model only."
         )
-
-
-def _found(key: str, other: str, metadata: Metadata) -> str:
-    """Return the name of a model's value in a checkpoint. Earlier versions kept `_orig_mod.`."""
-    known = metadata.state_dict_metadata
-    return other if key not in known and other in known else key
 
 
 def _check_found(keys: Mapping[str, str], metadata: Metadata) -> None:

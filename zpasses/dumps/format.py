@@ -205,7 +205,7 @@ class Graph:
     """Parameters that step in a variant (`zpasses.step_in_backward`)."""
     agreements: tuple[Agreement, ...] = ()
     prediction: Prediction | None = None
-    """None for graphs without collectives of parameters, and in older dumps."""
+    """None for graphs without collectives of parameters."""
 
     @property
     def first(self) -> Step:

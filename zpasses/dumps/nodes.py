@@ -184,7 +184,7 @@ class Collective(Record, frozen=True):
     """The pass's reason to replace the collective or to keep it."""
     label: str = ""
     """Name of the mesh dimension of the group, with a number from the second group of that name on:
-    "dp", "dp/2". Empty if the group belongs to no mesh, and in older dumps."""
+    "dp", "dp/2". Empty if the group belongs to no mesh."""
 
     @property
     def is_host_copy(self) -> bool:

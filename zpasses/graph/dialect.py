@@ -40,6 +40,7 @@ from torch.autograd.function import FunctionCtx
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.graph.encoding import Encoding, decode, decode_mean, encode
+from zpasses.graph.padding import padded
 from zpasses.graph.tags import Reduction
 
 _library = torch.library.Library("zpasses", "DEF")
@@ -129,13 +130,6 @@ def group_size(group_name: str) -> int:
 def rows_per_rank(rows: int, size: int) -> int:
     """Returns the number of rows in one rank's block, padding included."""
     return -(-rows // size)
-
-
-def padded(value: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """Returns a copy of a tensor in `dtype`, [rows, ...], with zeros after its own rows."""
-    copied = value.new_zeros((rows, *value.shape[1:]), dtype=dtype)
-    copied[: value.shape[0]].copy_(value)
-    return copied
 
 
 def padded_grad(grad: Tensor, rows: int, size: int, dtype: torch.dtype) -> Tensor:

@@ -49,6 +49,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zpasses import compat
+from zpasses.graph.padding import padded_last, rounded_up
 
 Format = Literal["int8", "fp8", "mxfp8", "nf4", "fp4"]
 """int8: integers from -127 to 127 and fp32 scales. fp8: float8_e4m3fn and fp32 scales. mxfp8:
@@ -181,8 +182,7 @@ class _Layout:
 
     @property
     def record_bytes(self) -> Any:
-        used = self.scale_bytes + self.code_bytes
-        return -(-used // _ALIGNMENT) * _ALIGNMENT
+        return rounded_up(self.scale_bytes + self.code_bytes, _ALIGNMENT)
 
 
 # --- arithmetic -----------------------------------------------------------------------------------
@@ -207,8 +207,8 @@ def _encoded_with_feedback(
 def _blocks(value: Tensor, count: int, parts: int, layout: _Layout) -> Tensor:
     """Returns values in fp32, padded with zeros, as [parts, blocks, width]."""
     flat = value.reshape(-1).to(torch.float32)
-    flat = _padded(flat, parts * count).view(parts, count)
-    return _padded(flat, layout.codes).view(parts, layout.blocks, layout.width)
+    flat = padded_last(flat, parts * count).view(parts, count)
+    return padded_last(flat, layout.codes).view(parts, layout.blocks, layout.width)
 
 
 def _codes(how: Encoding, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,7 +234,7 @@ def _records(layout: _Layout, scales: Tensor, codes: Tensor) -> Tensor:
         codes = _packed(codes.view(parts, layout.codes))
     as_bytes = scales if how.format == "mxfp8" else _as_bytes(scales)
     record = torch.cat([as_bytes, codes.view(torch.uint8).view(parts, layout.code_bytes)], 1)
-    return _padded(record, layout.record_bytes).reshape(-1)
+    return padded_last(record, layout.record_bytes).reshape(-1)
 
 
 def _nearest(values: Tensor, table: Sequence[float]) -> Tensor:
@@ -250,7 +250,9 @@ def _nearest(values: Tensor, table: Sequence[float]) -> Tensor:
 
 def _packed(codes: Tensor) -> Tensor:
     """Returns codes of 4 bits, uint8[parts, n], as uint8[parts, ceil(n / 2)]."""
-    high, low = _padded(codes, codes.shape[1] + codes.shape[1] % 2).unflatten(1, (-1, 2)).unbind(2)
+    high, low = (
+        padded_last(codes, codes.shape[1] + codes.shape[1] % 2).unflatten(1, (-1, 2)).unbind(2)
+    )
     packed: Tensor = (high << 4) | low
     return packed
 
@@ -272,12 +274,6 @@ def _looked_up(packed: Tensor, table: Sequence[float]) -> Tensor:
         found = [torch.where(is_set, *pair) for pair in zip(found[1::2], found[::2], strict=True)]
     values: Tensor = found[0].to(torch.float32)
     return values
-
-
-def _padded(values: Tensor, size: int) -> Tensor:
-    """Returns values with zeros at the end of the last dimension."""
-    missing = size - values.shape[-1]
-    return F.pad(values, (0, missing)) if missing else values
 
 
 def _scaled(how: Encoding, blocks: Tensor, largest: Tensor, lost: Tensor) -> tuple[Tensor, Tensor]:
@@ -516,7 +512,7 @@ def join_records(scales: Tensor, packed: Tensor, rows: int, encoding: Encoding) 
     """
     as_bytes = scales.to(torch.float32).contiguous().view(rows, -1).view(torch.uint8)
     record = torch.cat([as_bytes, packed.reshape(rows, -1)], 1)
-    return _padded(record, encoding.record_bytes(2 * packed.numel() // rows))
+    return padded_last(record, encoding.record_bytes(2 * packed.numel() // rows))
 
 
 def records_of(full: fx.Node) -> fx.Node | None:

@@ -31,6 +31,7 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.graph.aliases import view_base, written_arguments
 from zpasses.graph.dialect import AVERAGE_GRAD, TO_HOST
+from zpasses.graph.padding import rounded_up
 from zpasses.graph.queries import (
     Editor,
     calls,
@@ -156,7 +157,7 @@ def sizes_of(inputs: Sequence[Any], places: Mapping[Any, SizePlace]) -> dict[Any
 
 def aligned(size: int) -> int:
     """Returns the bytes that a value of `size` bytes takes of an arena."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return rounded_up(size, _ALIGNMENT)
 
 
 _ALIGNMENT = 64

@@ -29,6 +29,7 @@ from zpasses.graph.linear_values import NotLinearError
 from zpasses.graph.loss_gradients import UnitGradients, with_unit_gradients
 from zpasses.graph.loss_regions import RowRegion, find_regions, phase_numbers
 from zpasses.graph.loss_steps import Read, Step, contiguous_view
+from zpasses.graph.padding import rounded_up
 from zpasses.graph.queries import Editor, value_of
 from zpasses.graph.walks import reachable
 from zpasses.option_values import format_size
@@ -95,9 +96,8 @@ def rows_per_chunk(rows: int, chunks: int) -> int:
     """Returns the rows of each chunk but the last. They are a multiple of 64 or 16 if the chunks
     are that large, which suits the tiles and the alignment that kernels expect.
     """
-    size = -(-rows // chunks)
     step = next((step for step in (64, 16) if step * chunks <= rows), 1)
-    return -(-size // step) * step
+    return rounded_up(-(-rows // chunks), step)
 
 
 @dataclass

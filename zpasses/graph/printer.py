@@ -11,19 +11,7 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.graph.queries import value_of
 from zpasses.graph.tags import tag_of
-
-_SHORT = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-}
+from zpasses.short_names import SHORT_DTYPES
 
 
 def listing(graph: fx.Graph | fx.GraphModule) -> str:
@@ -85,7 +73,8 @@ def _argument(value: Any) -> str:
             return f"[{inside}]"
         return f"({inside},)" if len(value) == 1 else f"({inside})"
     if isinstance(value, torch.dtype):
-        return _SHORT.get(value, str(value).removeprefix("torch."))
+        name = str(value).removeprefix("torch.")
+        return SHORT_DTYPES.get(name, name)
     if isinstance(value, (torch.memory_format, torch.layout, torch.device)):
         return str(value).removeprefix("torch.")
     return repr(value)

@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from zpasses import compat
 from zpasses.graph.dialect import rows_per_rank
+from zpasses.graph.padding import padded_last
 
 _library = torch.library.Library("zpasses", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides)
@@ -93,8 +93,8 @@ def _distinct_rows(indices: Sequence[Tensor], rows: int, parts: int) -> list[Ten
         torch.embedding(numbers, each.long().clamp(0, rows - 1)).squeeze(-1) for each in indices
     ]
     block = rows_per_rank(rows, parts)
-    blocks = F.pad(is_named.view(-1), (0, parts * block - rows)).view(parts, block)
-    bits = F.pad(blocks, (0, _bit_bytes(rows, parts) * 8 - block)).view(-1, 8)
+    blocks = padded_last(is_named.view(-1), parts * block).view(parts, block)
+    bits = padded_last(blocks, _bit_bytes(rows, parts) * 8).view(-1, 8)
     marks = (bits << _places_of_bits(bits)).sum(1, dtype=torch.uint8).view(parts, -1)
     return [torch.cat([marks, worst.expand(parts, -1)], 1).view(-1), *places]
 

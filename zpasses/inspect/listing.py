@@ -8,13 +8,8 @@ from fnmatch import fnmatchcase
 
 from zpasses.dumps.nodes import Argument, Items, Node, Ref, Repr, Snapshot, Value
 from zpasses.inspect.units import bytes_text
+from zpasses.short_names import SHORT_DTYPES
 
-_SHORT = {
-    **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},
-    **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": f"u{bits}" for bits in (8, 16, 32, 64)},
-    "bfloat16": "bf16",
-}
 _PLAIN_NAMESPACES = ("aten.", "_c10d_functional.", "operator.")
 
 MAX_ITEMS = 6
@@ -144,7 +139,7 @@ def argument_text(
         return names.get(argument.node, f"<node {argument.node}>")
     if isinstance(argument, Repr):
         text = argument.text.removeprefix("torch.")
-        return _SHORT.get(text, text)
+        return SHORT_DTYPES.get(text, text)
     if isinstance(argument, tuple):
         return f"[{_joined([argument_text(item, names, most) for item in argument], most)}]"
     if isinstance(argument, Items):
@@ -162,7 +157,7 @@ def _joined(items: Sequence[str], most: int | None) -> str:
 
 def value_text(vals: Sequence[Value], most: int | None = MAX_ITEMS) -> str:
     """ "f32[64, 128]", or several values in parentheses."""
-    each = [f"{_SHORT.get(value.dtype, value.dtype)}{_shape(value)}" for value in vals]
+    each = [f"{SHORT_DTYPES.get(value.dtype, value.dtype)}{_shape(value)}" for value in vals]
     return each[0] if len(each) == 1 else f"({_joined(each, most)})" if each else ""
 
 

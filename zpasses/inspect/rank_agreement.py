@@ -10,10 +10,10 @@ from typing import Any
 from zpasses.dumps.dump_errors import DumpError
 from zpasses.dumps.format import Dump, Graph
 from zpasses.dumps.nodes import Node, Snapshot
-from zpasses.errors import some_of
 from zpasses.inspect.find import is_executed
 from zpasses.inspect.listing import op_text, value_text
 from zpasses.inspect.modules import modules_of, modules_text
+from zpasses.ranks.sequence_difference import first_difference, tensor_texts
 
 _READ_NODES = 200_000
 """Nodes of all ranks' graphs up to which they are read if the ranks recorded no digest."""
@@ -125,9 +125,9 @@ def _agreement(dump: Dump, compiled: str, name: str, graphs: dict[int, Graph]) -
     difference = ""
     if len(alike) > 1:
         one, other = alike[0][0], alike[1][0]
-        difference = _difference(one, graphs[one], other, graphs[other])
+        difference = _difference(name, one, graphs[one], other, graphs[other])
         low, high = sorted((one, other))
-        difference += f" Shown by: zpasses diff {dump.path} {name} --ranks {low} {high}"
+        difference += f"Shown by: zpasses diff {dump.path} {name} --ranks {low} {high}"
     return RankAgreement(compiled, name, tuple(alike), missing, difference)
 
 
@@ -151,7 +151,7 @@ def _signature(graph: Graph, *, exchanged: bool, small: bool) -> Hashable:
     if small:
         try:
             if graph.last.snapshot is not None:
-                return tuple(_identity(node) for node in _collectives(graph.last.snapshot))
+                return tuple(map(_line, _collectives(graph.last.snapshot)))
         except DumpError:
             pass
     return tuple((step.after, step.counts) for step in graph.steps)
@@ -161,75 +161,44 @@ def _collectives(snapshot: Snapshot) -> list[Node]:
     return [node for node in snapshot.nodes if node.collective is not None]
 
 
-def _identity(node: Node) -> Hashable:
-    collective = node.collective
-    assert collective is not None
-    values = tuple((each.shape, each.dtype) for each in node.vals)
-    return (collective.title, node.target, values, node.params)
-
-
-def collective_text(node: Node) -> str:
-    """A collective with its parameters, modules and source line."""
-    source = node.source
-    place = f" at {source.file}:{source.line}" if source is not None and source.file else ""
-    modules = modules_text(modules_of(node))
-    of = f" of {some_of(node.params)}" if node.params else ""
-    inside = f" (module {modules})" if modules else ""
-    return f"{op_text(node.target)} -> {value_text(node.vals, 2)}{of}{inside}{place}"
-
-
-def _first_tensor(one: Node, other: Node) -> int | None:
-    """The first tensor that differs between two collectives of several parameters; None if none
-    does.
-    """
-    count = len(one.params)
-    if one.target != other.target or count < 2:
-        return None
-    if not count == len(other.params) == len(one.vals) == len(other.vals):
-        return None
-    tensors = [
-        [(each.shape, each.dtype, name) for each, name in zip(node.vals, node.params, strict=True)]
-        for node in (one, other)
+def _calls(name: str, snapshot: Snapshot) -> dict[str, Any]:
+    """The collectives of a graph, as `first_difference` takes them."""
+    nodes = _collectives(snapshot)
+    places = [
+        f"{node.source.file}:{node.source.line}" if node.source and node.source.file else ""
+        for node in nodes
     ]
-    return next((at for at in range(count) if tensors[0][at] != tensors[1][at]), None)
+    return {
+        "graph": name,
+        "lines": [_line(node) for node in nodes],
+        "places": places,
+        "modules": [modules_text(modules_of(node)) for node in nodes],
+        "tensors": [
+            tensor_texts(
+                [value_text([each]) for each in node.vals], node.params, [place] * len(node.vals)
+            )
+            for node, place in zip(nodes, places, strict=True)
+        ],
+    }
 
 
-def _tensor_text(node: Node, at: int) -> str:
-    name = node.params[at]
-    owner = name.rpartition(".")[0]
-    return (
-        f"{op_text(node.target)} of {len(node.params):,} tensors, of which tensor {at + 1} is "
-        f"{value_text(node.vals[at : at + 1])} of {name}" + (f" (module {owner})" if owner else "")
-    )
+def _line(node: Node) -> str:
+    """`all_gather_into_tensor -> f32[8, 2] of layers.0.weight over dp`."""
+    call = node.collective
+    assert call is not None
+    of = f" of {', '.join(node.params)}" if node.params else ""
+    over = f" over {call.label}" if call.label else f" on group {call.group!r}"
+    return f"{op_text(node.target)} -> {value_text(node.vals, None)}{of}{over}"
 
 
-def _difference(one: int, first: Graph, other: int, second: Graph) -> str:
+def _difference(name: str, one: int, first: Graph, other: int, second: Graph) -> str:
     try:
         a, b = first.last.snapshot, second.last.snapshot
     except DumpError as error:
-        return f"The graphs cannot be read: {error}"
+        return f"The graphs cannot be read: {error} "
     if a is None or b is None:
-        return "One of the graphs is not in the dump."
-    old, new = _collectives(a), _collectives(b)
-    shared = min(len(old), len(new))
-    at = next((i for i in range(shared) if _identity(old[i]) != _identity(new[i])), shared)
-    tensor = _first_tensor(old[at], new[at]) if at < shared else None
-    said, only = [], ""
-    for rank, own, others in ((one, old, new), (other, new, old)):
-        text = "nothing more" if at >= len(own) else collective_text(own[at])
-        said.append(text if tensor is None else _tensor_text(own[at], tensor))
-        if names := _only_params(own, others):
-            only += f" Only on rank {rank}: {some_of(names, 6)}."
-    return (
-        f"First difference: collective {at + 1:,} is {said[0]} on rank {one}, of {len(old):,}, but "
-        f"{said[1]} on rank {other}, of {len(new):,}.{only}"
-    )
-
-
-def _only_params(own: Sequence[Node], others: Sequence[Node]) -> list[str]:
-    """Parameters that only the first of two lists of collectives carries."""
-    known = {name for node in others for name in node.params}
-    return list(dict.fromkeys(name for node in own for name in node.params if name not in known))
+        return "One of the graphs is not in the dump. "
+    return first_difference(one, _calls(name, a), other, _calls(name, b))
 
 
 def ranks_text(ranks: Sequence[int], most: int = 6) -> str:

@@ -268,8 +268,6 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         sharded = {key: _made(make, value) for key, value in loaded.items() if _is_described(value)}
         if sharded:
             load(sharded, checkpoint_id=os.fspath(path / TENSORS))
-        if "state_dict" not in loaded:  # of an earlier version, which kept the weights there
-            load_states(path / STATES, self.lightning_module, [], with_model=True)
         return {**loaded, **sharded, "optimizer_states": path / STATES}
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zpasses import compat
-from zpasses.optim.rows import Rows, SumOverRanks, run_in_rounds
+from zpasses.optim.rows import Rows, StepOnRows, SumOverRanks, run_in_rounds
 
 
-class Adafactor(torch.optim.Adafactor):
+class Adafactor(StepOnRows, torch.optim.Adafactor):
     """`torch.optim.Adafactor` for sharded parameters, with the same arguments.
 
     Ranks exchange two small all-reduces per step and group: the column sums of squared gradients
@@ -20,21 +20,8 @@ class Adafactor(torch.optim.Adafactor):
     parameters, but for the order of summation. `foreach` has no effect.
     """
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one step. Call it on every rank.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            found = [Rows.of(param) for param in group["params"] if param.grad is not None]
-            run_in_rounds([(rows, self._update(rows, group)) for rows in found])
-        return loss
+    def _step_group(self, found: Sequence[Rows], group: dict[str, Any]) -> None:
+        run_in_rounds([(rows, self._update(rows, group)) for rows in found])
 
     def _update(self, rows: Rows, group: dict[str, Any]) -> SumOverRanks:
         state = self._state_of(rows)

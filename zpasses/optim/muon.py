@@ -11,11 +11,12 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.graph.dialect import rows_per_rank
-from zpasses.optim.rows import Rows
+from zpasses.graph.padding import padded
+from zpasses.optim.rows import Rows, StepOnRows
 from zpasses.runtime.run_checks import limited_over
 
 
-class Muon(torch.optim.Muon):
+class Muon(StepOnRows, torch.optim.Muon):
     """`torch.optim.Muon` for sharded parameters, with the same arguments.
 
     Each matrix is gathered onto one rank, which orthogonalises it and scatters the rows. In each
@@ -23,22 +24,9 @@ class Muon(torch.optim.Muon):
     bfloat16, in which Muon computes, so the result has the bits of the unsharded optimizer.
     """
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one step. Call it on every rank.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            found = [Rows.of(param) for param in group["params"] if param.grad is not None]
-            for batch in _rounds(found):
-                self._step_round(batch, group)
-        return loss
+    def _step_group(self, found: Sequence[Rows], group: dict[str, Any]) -> None:
+        for batch in _rounds(found):
+            self._step_round(batch, group)
 
     def _step_round(self, batch: Sequence[Rows], group: dict[str, Any]) -> None:
         lr, momentum = float(group["lr"]), group["momentum"]
@@ -91,7 +79,7 @@ def _on_one_rank_each(
     parts: list[Tensor] | None = None
     works = []
     for i, (update, block) in enumerate(zip(updates, blocks, strict=True)):
-        sent = _bytes(_padded(update, block))
+        sent = _bytes(padded(update, block))
         received = [torch.empty_like(sent) for _ in range(ranks)] if i == own else None
         works.append(dist.gather(sent, received, dst=owners[i], group=group, async_op=True))
         parts = received or parts
@@ -106,8 +94,7 @@ def _on_one_rank_each(
         result = updates[i].new_empty((block, batch[i].shape[1]))
         pieces = None
         if i == own and full is not None:
-            padded = _padded(full.contiguous(), block * ranks)
-            pieces = [_bytes(piece) for piece in padded.chunk(ranks)]
+            pieces = [_bytes(piece) for piece in padded(full, block * ranks).chunk(ranks)]
         target = _bytes(result)
         works.append(dist.scatter(target, pieces, src=owners[i], group=group, async_op=True))
         results.append(result)
@@ -118,14 +105,6 @@ def _on_one_rank_each(
 def _wait(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()
-
-
-def _padded(rows: Tensor, block: int) -> Tensor:
-    if rows.shape[0] == block:
-        return rows.contiguous()
-    padded = rows.new_zeros((block, rows.shape[1]))
-    padded[: rows.shape[0]] = rows
-    return padded
 
 
 def _bytes(rows: Tensor) -> Tensor:

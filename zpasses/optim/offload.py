@@ -16,7 +16,6 @@ waits for these only where it reads a state (`RestingState`).
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,7 +25,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zpasses import compat
 from zpasses.cost.memory import device_memory
@@ -66,7 +64,7 @@ from zpasses.runtime.free_memory import planned_peak_bytes, usable_bytes
 from zpasses.runtime.offloaded import OFFLOAD_ATTRIBUTE, device_of_shard, is_offloaded
 from zpasses.runtime.partial_step import PartialStep
 from zpasses.runtime.platform import SideStream, platform_of
-from zpasses.runtime.step_hook import EARLY_ATTRIBUTE, run_last, with_evaluated_closure
+from zpasses.runtime.step_hook import EARLY_ATTRIBUTE, install_step_hook, with_evaluated_closure
 
 log = logging.getLogger("zpasses")
 
@@ -146,7 +144,7 @@ def offload_optimizer(
     setattr(optimizer, OFFLOAD_ATTRIBUTE, offload)
     optimizer.register_load_state_dict_pre_hook(offload.before_load)
     optimizer.register_load_state_dict_post_hook(offload.after_load)
-    _install_hook()
+    install_step_hook()
     return optimizer
 
 
@@ -168,23 +166,6 @@ def state_plan(optimizer: Optimizer) -> StatePlan:
             "after optimizer.step()."
         )
     return offload.plan
-
-
-@functools.cache
-def _install_hook() -> None:
-    # Disabled for the compiler: a step that a program compiles runs as it is.
-    step: Any = torch.compiler.disable(_step)
-
-    def come_last(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if is_offloaded(optimizer):
-            run_last(optimizer, step)
-
-    register_optimizer_step_pre_hook(torch.compiler.disable(come_last))
-
-
-def _step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Nothing but the optimizer holds what is offloaded, so the host memory goes when it does.
-    return getattr(optimizer, OFFLOAD_ATTRIBUTE).step(optimizer, args, kwargs)
 
 
 @dataclass(frozen=True)

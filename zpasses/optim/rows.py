@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
 from zpasses import compat
 from zpasses.errors import ShardingError
@@ -67,6 +69,30 @@ class Rows:
         if replicated:
             placements = (Replicate(),) * mesh.ndim
         return compat.make_dtensor(rows, mesh, placements, torch.Size(shape))
+
+
+class StepOnRows(Optimizer):
+    """The step of an optimizer that computes with the rows of this rank."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform one step. Call it on every rank.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            found = [Rows.of(param) for param in group["params"] if param.grad is not None]
+            self._step_group(found, group)
+        return loss
+
+    @abstractmethod
+    def _step_group(self, found: Sequence[Rows], group: dict[str, Any]) -> None:
+        """Perform the step of the parameters of a group that have gradients."""
 
 
 SumOverRanks = Generator[Tensor, Tensor, None]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zpasses import compat
+from zpasses.graph.padding import rounded_up
 
 _ALIGN = 64
 """Values start at multiples of so many bytes, which suits the vector instructions of any kernel."""
@@ -29,7 +30,7 @@ class ValueLayout:
     @property
     def nbytes(self) -> int:
         """Its bytes, up to where the next value may start."""
-        return -(-math.prod(self.shape) * self.dtype.itemsize // _ALIGN) * _ALIGN
+        return rounded_up(math.prod(self.shape) * self.dtype.itemsize, _ALIGN)
 
 
 def layout_of_value(key: Any, value: Any) -> ValueLayout | None:

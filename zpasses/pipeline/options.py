@@ -19,12 +19,6 @@ from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.pipeline.runner import Verify
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
-_REMOVED = {
-    "blocks": "Call zpasses.compile_blocks(model, 'layers.*') in place of torch.compile.",
-    "tuned": "`zpasses tune` prints the options to write into the program.",
-}
-"""Options of earlier releases -> what to do instead."""
-
 
 @dataclass(frozen=True)
 class Options:
@@ -77,7 +71,8 @@ class Options:
     grad_accum: Literal["full", "shards"] = "full"
     """What accumulates between reductions: `"full"` gradients, and nothing is communicated before
     the last backward; or `"shards"`, for hybrid sharding: every backward reduces within a replica,
-    and only the average over replicas waits. Needs less memory and more communication."""
+    and only the average over replicas waits. Needs less memory and more communication. `"shards"`
+    sets `defer-reduction{part=average}` in the pipeline."""
     prefetch: int | Literal["auto"] = 0
     """For how many graphs ahead gathers start, and how many backwards reductions may take, if a
     model runs as several graphs: `"auto"` plans it, 0 keeps all collectives inside their graphs.
@@ -103,7 +98,7 @@ class Options:
                 suggests the most similar known name.
         """
         _refuse_options_of_passes(given or {})
-        options = build_dataclass(cls, given or {}, "backend 'zpasses'", _REMOVED)
+        options = build_dataclass(cls, given or {}, "backend 'zpasses'")
         if options.zero_stage is not None and options.pipeline is not None:
             raise OptionError(
                 f"zero_stage={options.zero_stage} and pipeline={str(options.pipeline)!r} both "
@@ -254,8 +249,12 @@ class Options:
 
 def _refuse_options_of_passes(given: Mapping[str, Any]) -> None:
     """Raises an error that says where to give a pass, or an option that only a pass has."""
-    for name in given.keys() - field_types(Options).keys() - _REMOVED.keys():
+    for name in given.keys() - field_types(Options).keys():
         what = f"backend 'zpasses' has no option {name!r}; "
+        if name == "blocks":
+            raise OptionError(
+                f"{what}call zpasses.compile_blocks(model, 'layers.*') in place of torch.compile."
+            )
         owners = [each.name for each in Pipeline.parse("zero3") if name in field_types(type(each))]
         if owners:
             raise OptionError(

@@ -219,7 +219,7 @@ _REMOVED = {
     "'schedule{plan=one-ahead,cap_mb=0}' in place of 'overlap' alone.",
     "zero3-sdma": "Write 'zero3', which uses copy engines where the target has them.",
 }
-"""Passes and named pipelines of earlier releases -> what to do instead."""
+"""Passes and named pipelines that `schedule` and `zero3` replaced -> what to write."""
 
 
 def unknown_pass(name: str) -> str:

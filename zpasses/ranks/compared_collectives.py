@@ -33,10 +33,10 @@ from zpasses.graph.queries import Collective, collectives, is_wait
 from zpasses.graph.source_lines import describe_source
 from zpasses.graph.tags import params_of, tag_of
 from zpasses.ranks.agree import compare
-from zpasses.ranks.current_compile import compiled_graph
+from zpasses.ranks.current_compile import compiled_graph, how_to_compare, options_differ
 from zpasses.ranks.group_texts import name_group
 from zpasses.ranks.run_order import RunEvent
-from zpasses.ranks.sequence_difference import first_difference
+from zpasses.ranks.sequence_difference import first_difference, tensor_texts
 from zpasses.ranks.vote import Ballot, group_state, has_other_ranks
 
 
@@ -137,7 +137,13 @@ def _compare(group: str, graph_name: str, sequence: CallSequence) -> None:
     def difference(rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> str | None:
         if a["digest"] == b["digest"]:
             return None
-        return first_difference(name_group(group), rank_a, a, rank_b, b)
+        return (
+            f"ranks would run different collectives on {name_group(group)}. "
+            + first_difference(rank_a, a, rank_b, b)
+            + options_differ(rank_a, a["options"], rank_b, b["options"])
+            + "Every rank must take the same branches and read the same parameters in the same "
+            "order. " + how_to_compare(rank_a, a["dump"], rank_b, b["dump"])
+        )
 
     missed = f"compile a graph with new collectives (graph {graph_name} here)"
     compare(group, "compiling a graph", ballot, difference, missed=missed)
@@ -151,18 +157,8 @@ def _modules(params: Sequence[str], most: int = 3) -> str:
 
 
 def _tensors(node: fx.Node, each: Collective) -> list[str]:
-    """`float32[4, 2] of layers.0.weight (module layers.0) at FILE:LINE: CODE` for each tensor."""
-    texts, params = _shaped(each), params_of(node)
-    if len(params) != len(texts):
-        return texts
-    owners = [name.rpartition(".")[0] for name in params]
-    places = [_place(node, index) for index in range(len(texts))]
-    return [
-        f"{text} of {name}"
-        + (f" (module {owner})" if owner else "")
-        + (f" at {place}" if place else "")
-        for text, name, owner, place in zip(texts, params, owners, places, strict=True)
-    ]
+    texts = _shaped(each)
+    return tensor_texts(texts, params_of(node), [_place(node, at) for at in range(len(texts))])
 
 
 def _place(node: fx.Node, index: int) -> str:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
-from zpasses.ranks.vote import end_key, group_state, has_other_ranks, pack, unpack
+from zpasses.ranks.vote import end_key, failure_of, group_state, has_other_ranks, pack, unpack
 
 
 def report_failure(
@@ -77,7 +77,7 @@ def post_failure(name: str, reason: str, *, recoverable: bool = False) -> None:
     if not has_other_ranks(name):
         return
     state, store = group_state(name), compat.default_store()
-    failure = {"rank": dist.get_rank(), "reason": reason, "recoverable": recoverable}
+    failure = pack(failure_of(dist.get_rank(), reason, recoverable=recoverable))
     with contextlib.suppress(*heartbeat.STORE_ERRORS):  # the others find it gone, too
-        store.compare_set(end_key(state.key()), "", pack({"failure": failure}))
+        store.compare_set(end_key(state.key()), "", failure)
     state.next_epoch(resumed=False)

@@ -1,28 +1,26 @@
-"""The text of an AgreementError: where the collectives of two ranks first differ.
+"""Where the collectives of two ranks first differ, as text: for an AgreementError and for dumps.
 
 It names what differs and nothing else, so it stays short for buckets of a thousand parameters.
+Loads no torch.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
-
-from zpasses.ranks.current_compile import how_to_compare, options_differ
-from zpasses.ranks.vote import Ballot
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 _MOST = 3
 """Tensors of a list in an error."""
 
 
-def first_difference(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> str:
-    """The error about two ranks whose sequences of collectives differ.
+Calls = Mapping[str, Any]
+"""The fields of a `CallSequence`, and the name of its graph as "graph"."""
 
-    Args:
-        group: the process group, as `name_group` calls it.
-        rank_a, a: a rank, and the fields of its CallSequence with its graph and dump.
-        rank_b, b: the other rank.
-    """
+
+def first_difference(rank_a: int, a: Calls, rank_b: int, b: Calls) -> str:
+    """Returns the first difference between the collectives of two ranks, in sentences."""
     lines_a, lines_b = a["lines"], b["lines"]
     shared = min(len(lines_a), len(lines_b))
     at = next((i for i in range(shared) if lines_a[i] != lines_b[i]), shared)
@@ -31,18 +29,36 @@ def first_difference(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot)
     only_a, only_b = _only(a, b, at), _only(b, a, at)
     told = tensor is not None and max(len(only_a), len(only_b)) <= 1
     only = "" if told else _only_text(rank_a, only_a) + _only_text(rank_b, only_b)
-    options = options_differ(rank_a, a.get("options"), rank_b, b.get("options"))
     return (
-        f"ranks would run different collectives on {group}. First difference: "
-        f"collective {at + 1} is {said_a} on rank {rank_a} (graph {a['graph']}, {len(lines_a)} "
-        f"collectives) but {said_b} on rank {rank_b} (graph {b['graph']}, {len(lines_b)} "
-        f"collectives). {only}{options}"
-        "Every rank must take the same branches and read the same parameters in the same order. "
-        + how_to_compare(rank_a, a.get("dump"), rank_b, b.get("dump"))
+        f"First difference: collective {at + 1} is {said_a} on rank {rank_a} (graph {a['graph']}, "
+        f"{len(lines_a)} collectives) but {said_b} on rank {rank_b} (graph {b['graph']}, "
+        f"{len(lines_b)} collectives). {only}"
     )
 
 
-def _only(own: Ballot, other: Ballot, at: int) -> list[str]:
+def tensor_texts(values: Sequence[str], params: Sequence[str], places: Sequence[str]) -> list[str]:
+    """Returns the tensors of a collective: `float32[4, 2] of layers.0.weight (module layers.0) at
+    FILE:LINE`.
+
+    Args:
+        values: dtype and shape of each tensor.
+        params: parameters, one per tensor. Several that share a tensor are a part of it each.
+        places: source line of each tensor, "" if it is not known.
+    """
+    if not params:
+        return list(values)
+    if len(params) != len(values):
+        values, places = ["a part"] * len(params), [""] * len(params)
+    owners = [name.rpartition(".")[0] for name in params]
+    return [
+        f"{text} of {name}"
+        + (f" (module {owner})" if owner else "")
+        + (f" at {place}" if place else "")
+        for text, name, owner, place in zip(values, params, owners, places, strict=True)
+    ]
+
+
+def _only(own: Calls, other: Calls, at: int) -> list[str]:
     """Tensors of parameters that only one rank communicates, as often as it does: those of the
     collective that differs first, and then those of later ones.
     """
@@ -69,7 +85,7 @@ def _key(tensor: str) -> str:
     return tensor.partition(" (module ")[0].partition(" at ")[0]
 
 
-def _first_tensor(a: Ballot, b: Ballot, at: int) -> int | None:
+def _first_tensor(a: Calls, b: Calls, at: int) -> int | None:
     """The first tensor that differs between two collectives of several; None if none does, or if
     one collective has tensors more.
     """
@@ -79,11 +95,11 @@ def _first_tensor(a: Ballot, b: Ballot, at: int) -> int | None:
     return next((i for i in range(len(one)) if one[i] != other[i]), None)
 
 
-def _op(ballot: Ballot, at: int) -> str:
-    return str(ballot["lines"][at].partition("(")[0])
+def _op(ballot: Calls, at: int) -> str:
+    return re.split(r"\(| -> ", ballot["lines"][at])[0]
 
 
-def _said(ballot: Ballot, at: int, tensor: int | None) -> str:
+def _said(ballot: Calls, at: int, tensor: int | None) -> str:
     if at >= len(ballot["lines"]):
         return "nothing more"
     tensors: list[str] = ballot["tensors"][at]
@@ -102,9 +118,9 @@ def _said(ballot: Ballot, at: int, tensor: int | None) -> str:
 
 def _details(line: str) -> str:
     """What a line says besides the operator and its tensors: ", avg on group '3'"."""
-    reduce_op = line.partition(")")[0].rpartition("]")[2]
-    _, on, group = line.rpartition(" on group ")
-    return reduce_op + (f"{on}{group}" if on else "")
+    call, _, rest = line.partition(")")
+    _, on, group = rest.rpartition(" on group ")
+    return (call.rpartition("]")[2] if rest else "") + (f"{on}{group}" if on else "")
 
 
 def _some(texts: Sequence[str]) -> str:

@@ -339,7 +339,7 @@ class _Attempt:
         reason = f"{type(error).__name__}: {error}".removesuffix(": ")
         text = f"rank {compat.global_rank()} left the vote to {self._vote.missed} by {reason}"
         with contextlib.suppress(*heartbeat.STORE_ERRORS):  # the others find it gone, too
-            self._end({"failure": self._failure(text)})
+            self._fail(text)
 
     # --- ballots ----------------------------------------------------------------------------------
     def _tally_key(self, rank: int) -> str:
@@ -360,7 +360,7 @@ class _Attempt:
         count = Count(self._tally, self._ballot)
         other = count.other_occasion(self._vote.occasion)
         if other is not None and "details" in other[1]:
-            return self._end({"failure": self._failure(self._mismatch_error(*other))})
+            return self._fail(self._mismatch_error(*other))
         ask = count.unknown() if other is None else [other[0]]
         ended = {"in_full": ask} if ask else {"combined": combine(count.ballots(self._size))}
         return self._end(ended)
@@ -395,7 +395,7 @@ class _Attempt:
             if self.store.check(resumed):
                 return {"superseded": str(failure["reason"])}
             time.sleep(self._last_poll_s)
-        return {"error": reason, "diverged": failure.get("diverged", False)}
+        return {"error": reason, "diverged": failure["diverged"]}
 
     def _follow(self) -> dict[str, Any]:
         """Wait for the end of the vote."""
@@ -410,16 +410,10 @@ class _Attempt:
             limit = time.monotonic() + _RESULT_SLACK_S
             if (ended := self._wait(None, limit)) is not None:
                 return ended
-        error = self._missing_error(self._missing() or [0])
-        return self._end({"failure": self._failure(error)})
+        return self._fail(self._missing_error(self._missing() or [0]))
 
-    def _failure(self, reason: str) -> dict[str, Any]:
-        return {
-            "rank": dist.get_rank(),
-            "reason": reason,
-            "diverged": True,
-            "recoverable": False,
-        }
+    def _fail(self, reason: str) -> dict[str, Any]:
+        return self._end(failure_of(dist.get_rank(), reason, diverged=True))
 
     # --- waits ------------------------------------------------------------------------------------
     @property
@@ -465,7 +459,7 @@ class _Attempt:
                 for rank in ranks_below(0, self._size)
                 if not self.store.check([self._tally_key(rank)])
             ]
-        return self._end({"failure": self._failure(self._missing_error(missing))})
+        return self._fail(self._missing_error(missing))
 
     # --- missing ranks ----------------------------------------------------------------------------
     def _missing(self) -> list[int]:
@@ -527,10 +521,11 @@ def rejoin_after_failure(groups: Sequence[str]) -> None:
 
 def _tell_end(store: Any, votes: Sequence[GroupState], rank: int, how: str) -> None:
     """Let the votes that the other ranks are in, or come to next, end: this rank leaves."""
-    reason = f"rank {rank} has ended {how}. The other ranks cannot go on without it; look at its "
-    failure = {"rank": rank, "reason": f"{reason}log.", "recoverable": False}
+    reason = (
+        f"rank {rank} has ended {how}. The other ranks cannot go on without it; look at its log."
+    )
     for state in list(votes):
-        store.compare_set(end_key(state.key()), "", pack({"failure": failure}))
+        store.compare_set(end_key(state.key()), "", pack(failure_of(rank, reason)))
 
 
 # --- the store -----------------------------------------------------------------------------------
@@ -540,6 +535,19 @@ def _read(store: Any, keys: list[str]) -> list[bytes]:
         store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
     )
     return found
+
+
+def failure_of(
+    rank: int, reason: str, *, recoverable: bool = False, diverged: bool = False
+) -> dict[str, Any]:
+    """Returns the end of a vote that a rank leaves; `reason` is the error on the other ranks.
+
+    Args:
+        recoverable: whether the vote starts again if the rank's program continues.
+        diverged: whether the ranks forget which events they have agreed on.
+    """
+    how = {"rank": rank, "reason": reason, "recoverable": recoverable, "diverged": diverged}
+    return {"failure": how}
 
 
 def end_key(vote_key: str) -> str:

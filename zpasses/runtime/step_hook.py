@@ -1,43 +1,51 @@
-"""The last hook before the step of an optimizer: it does the step on the shards of parameters."""
+"""The last hook before the step of an optimizer: it does the step on the shards of parameters, or
+with states that come from the host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zpasses import compat
 from zpasses.runtime.early_steps import SteppedGrad
-from zpasses.runtime.offloaded import is_offloaded
+from zpasses.runtime.offloaded import OFFLOAD_ATTRIBUTE, is_offloaded
 from zpasses.runtime.partial_step import PartialStep
 from zpasses.runtime.shard_step import steps_by_element
 
 
-def let_step_run_on_shards(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Let the step of an optimizer run on the shards of its parameters, if it can (on_shards).
-
-    A global hook before steps. Those of offloaded optimizers are partial steps already.
+@functools.cache
+def install_step_hook() -> None:
+    """Install the global hook that does the step of optimizers whose states rest on the host, and
+    on the shards of parameters where that is possible (on_shards). Further calls do nothing.
     """
-    if is_offloaded(optimizer) or not steps_by_element(optimizer):
+    register_optimizer_step_pre_hook(compat.dynamo_disable(_step_last))
+
+
+def _step_last(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Move the hook that does the step behind the optimizer's other hooks, before which global
+    hooks run.
+    """
+    if is_offloaded(optimizer):
+        step = _offloaded_step
+    elif _has_shards(optimizer) and steps_by_element(optimizer):
+        step = _whole_step
+    else:
         return
-    groups = optimizer.param_groups
-    if any(isinstance(param, DTensor) for group in groups for param in group["params"]):
-        run_last(optimizer, _whole_step)
-
-
-def run_last(optimizer: Optimizer, hook: Callable[..., Any]) -> None:
-    """Move a hook before the steps of an optimizer behind its others. For global hooks, which run
-    before those.
-    """
     handle = getattr(optimizer, _HANDLE, None)
     if handle is not None:
         handle.remove()
-    setattr(optimizer, _HANDLE, optimizer.register_step_pre_hook(hook))
+    setattr(optimizer, _HANDLE, optimizer.register_step_pre_hook(step))
+
+
+def _has_shards(optimizer: Optimizer) -> bool:
+    groups = optimizer.param_groups
+    return any(isinstance(param, DTensor) for group in groups for param in group["params"])
 
 
 _HANDLE = "_zpasses_last_hook"
@@ -45,6 +53,12 @@ _HANDLE = "_zpasses_last_hook"
 EARLY_ATTRIBUTE = "_zpasses_early_steps"
 """Attribute of an optimizer that has stepped on a part of its parameters in backward. Its `finish`
 returns the partial step of the rest (zpasses.runtime.early_steps)."""
+
+
+@compat.dynamo_disable
+def _offloaded_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Nothing but the optimizer holds what is offloaded, so the host memory goes when it does.
+    return getattr(optimizer, OFFLOAD_ATTRIBUTE).step(optimizer, args, kwargs)
 
 
 @compat.dynamo_disable

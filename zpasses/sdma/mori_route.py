@@ -31,6 +31,7 @@ from torch import Tensor
 from zpasses import compat
 from zpasses.cost.time.route_figures import MAX_RANKS
 from zpasses.errors import AgreementError
+from zpasses.graph.padding import rounded_up
 from zpasses.ranks.agree import exchange
 from zpasses.runtime.gloo import gathered_shape
 from zpasses.runtime.platform import Platform, SideStream
@@ -293,12 +294,12 @@ class MoriRoute(Route):
         """
         stream, size = self._state.stream, len(self._state.ranks)
         packed = stream.empty(
-            sum(_round_up_to_word(source.nbytes) for source, _ in pairs), pairs[0][0].device
+            sum(rounded_up(source.nbytes, _WORD) for source, _ in pairs), pairs[0][0].device
         )
         gathered = stream.empty(packed.numel() * size, packed.device)
         places = list(
             itertools.accumulate(
-                (_round_up_to_word(source.nbytes) for source, _ in pairs), initial=0
+                (rounded_up(source.nbytes, _WORD) for source, _ in pairs), initial=0
             )
         )
         for (source, _), place in zip(pairs, places, strict=False):
@@ -331,7 +332,7 @@ class MoriRoute(Route):
         self, source: Tensor, target: Tensor, offset: int, count: int
     ) -> tuple[Tensor, Tensor]:
         stream, size = self._state.stream, len(self._state.ranks)
-        part, padded = source[offset : offset + count], _round_up_to_word(count)
+        part, padded = source[offset : offset + count], rounded_up(count, _WORD)
         if padded != count or part.data_ptr() % _ALIGNMENT:
             given, part = part, stream.empty(padded, source.device)
             stream.run(functools.partial(part[:count].copy_, given))
@@ -356,10 +357,6 @@ class MoriRoute(Route):
             )
 
 
-def _round_up_to_word(nbytes: int) -> int:
-    return -(-nbytes // _WORD) * _WORD
-
-
 def _group_into_calls(
     pairs: Sequence[tuple[Tensor, Tensor]], capacity_bytes: int
 ) -> list[list[tuple[Tensor, Tensor]]]:
@@ -367,7 +364,7 @@ def _group_into_calls(
     packs: list[list[tuple[Tensor, Tensor]]] = []
     room = 0
     for source, target in pairs:
-        needed = _round_up_to_word(source.nbytes)
+        needed = rounded_up(source.nbytes, _WORD)
         if packs and 0 < needed <= room:
             packs[-1].append((source, target))
             room -= needed

@@ -26,6 +26,7 @@ from torch.utils.dlpack import from_dlpack
 
 from zpasses import compat
 from zpasses.errors import AgreementError
+from zpasses.graph.padding import rounded_up
 from zpasses.ranks.agree import exchange
 from zpasses.runtime.gloo import gathered_shape
 from zpasses.runtime.platform import Platform, ZeroSmGathers
@@ -144,7 +145,7 @@ class _Buffers:
 
     def _fitting(self, nbytes: int) -> list[int]:
         """The free buffers that are large enough and not twice as large, the smallest first."""
-        size = _rounded(nbytes)
+        size = rounded_up(nbytes, _GRANULE)
         fitting = [each for each in self._free if size <= self._all[each].memory.nbytes <= 2 * size]
         return sorted(fitting, key=lambda each: self._all[each].memory.nbytes)
 
@@ -156,7 +157,7 @@ class _Buffers:
         back = [number for number, each in enumerate(self._all) if each.is_back()]
         question = f"sdma: registered memory for {nbytes} bytes"
         self._free = exchange(self._group, question, back, self._timeout_s, merge=_in_all)
-        size = _rounded(nbytes)
+        size = rounded_up(nbytes, _GRANULE)
         alike = sum(size <= each.memory.nbytes <= 2 * size for each in self._all)
         if 2 * len(self._fitting(nbytes)) <= alike:
             self.add(nbytes)
@@ -165,7 +166,7 @@ class _Buffers:
         """Register another buffer on all ranks if there is room. Returns why it failed; then none
         is added again.
         """
-        size, made = _rounded(nbytes), list[Tensor]()
+        size, made = rounded_up(nbytes, _GRANULE), list[Tensor]()
         if sum(each.memory.nbytes for each in self._all) + size > self._most_bytes:
             return "the limit is reached"
 
@@ -181,10 +182,6 @@ class _Buffers:
         self._free.append(len(self._all))
         self._all.append(_Buffer(made[0], lambda: True))
         return None
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _GRANULE) * _GRANULE
 
 
 def _in_all(answers: Sequence[Sequence[int]]) -> list[int]:

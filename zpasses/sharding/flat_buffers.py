@@ -18,6 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.graph.dialect import rows_per_rank
+from zpasses.graph.padding import rounded_up
 from zpasses.runtime.layout import ParamLayout
 
 _MIB = 1 << 20
@@ -76,7 +77,7 @@ def pack_parameters(
         own = {i: tensor for i, tensor in enumerate(tensors) if tensor.dtype == dtype}
         for key in dict.fromkeys(map(id, own.values())):
             offsets[key] = end
-            end += -(-room[key] // grain) * grain
+            end += rounded_up(room[key], grain)
         buffer = torch.zeros(end, dtype=dtype, device=target)
         views = {i: _copied(tensor, buffer, offsets[id(tensor)]) for i, tensor in own.items()}
         buffers.append(FlatBuffer(buffer, views))

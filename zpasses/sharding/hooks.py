@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from zpasses import compat
 from zpasses.runtime.param_value import count_step
-from zpasses.runtime.step_hook import let_step_run_on_shards
+from zpasses.runtime.step_hook import install_step_hook
 from zpasses.runtime.step_windows import end_windows_before_step
 from zpasses.sharding.registrations import on_buffer, on_parameter
 from zpasses.sharding.saved_shards import check_before_step, check_state
@@ -30,10 +30,11 @@ def install_hooks() -> None:
     calls do nothing.
 
     Before a step, what may refuse it comes first: such a step has not begun. The windows end, the
-    optimizer's own hooks run, and then a hook that `let_step_run_on_shards` has added steps.
+    optimizer's own hooks run, and then a hook that `install_step_hook` adds steps.
     """
-    for before in (check_before_step, let_step_run_on_shards, end_windows_before_step):
+    for before in (check_before_step, end_windows_before_step):
         register_optimizer_step_pre_hook(compat.dynamo_disable(before))
+    install_step_hook()
     register_optimizer_step_post_hook(compat.dynamo_disable(count_step))
     compat.call_after_optimizer_load(check_state)
     register_module_module_registration_hook(on_module)

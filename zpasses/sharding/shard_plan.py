@@ -42,9 +42,7 @@ from zpasses.sharding.replaced_params import mark_replaced, sharded_form
 from zpasses.sharding.rnn import LIST_OF_WEIGHTS, drop_weights, rnns_with
 from zpasses.sharding.scalars import refuse_parts_as_numbers
 from zpasses.sharding.wrappers import check_no_ddp_inside, prepare_for_wrappers
-
-REPLICATE_DIMENSIONS = ("replicate", "dp_replicate")
-"""Names of a mesh dimension that say that it holds replicas, as for `zpasses capture --mesh`."""
+from zpasses.short_names import REPLICATE_DIMENSIONS
 
 _Places = dict[int, list[tuple[str, nn.Module, str]]]
 """Identity of a parameter -> path, module and name of each place that holds it."""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD, padded, padded_grad, rows_per_rank
+from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD, padded_grad, rows_per_rank
 from zpasses.graph.encoding import Encoding, decode, decode_mean, encode
+from zpasses.graph.padding import padded
 from zpasses.graph.row_exchange import marked
 
 Semantics = Callable[[Sequence[Tensor], Sequence[Mapping[str, Any]]], Sequence[Tensor]]

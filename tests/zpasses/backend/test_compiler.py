@@ -139,7 +139,7 @@ THROUGH_INDUCTOR = [
 
 
 @pytest.mark.inductor
-@pytest.mark.slow(quick="test_train_gpt.py and test_simple_plans_on_ranks.py, on two ranks")
+@pytest.mark.slow(quick="test_sharded_training_equals_unsharded, on two ranks")
 @pytest.mark.parametrize("how", THROUGH_INDUCTOR, ids=str)
 def test_training_through_inductor_equals_the_unsharded_model(how):
     run_on_ranks(_trains, depth=1, **how, timeout_s=240)

@@ -1,13 +1,10 @@
 """Property tests of memory budgets: what a step keeps, caches and moves, for drawn models."""
 
-import itertools
-
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from tests.graphs import drawn_examples, few_examples
+from tests.zpasses.backend.budgets import TARGETS, steps
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.step_time import step_time
 from zpasses.cost.time.target import Target
@@ -18,33 +15,7 @@ from zpasses.runtime.forward_variants import (
 )
 from zpasses.testing import assert_step_equals_reference, capture_graphs, capture_ranks, fake_world
 
-WIDTHS = st.lists(st.sampled_from([1, 8, 24, 65, 129]), min_size=3, max_size=6)
-TARGETS = st.sampled_from(
-    ["h100", "mi300x", "h100,link_gb_s=0.05,network_gb_s=0.05", "h100,ranks_per_node=1"]
-)
 WORLD = 2
-
-
-class Stack(nn.Module):
-    def __init__(self, widths, frozen):
-        super().__init__()
-        pairs = itertools.pairwise(widths)
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairs)
-        for number, layer in enumerate(self.layers):
-            layer.requires_grad_(number not in frozen)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().sum()
-
-
-@st.composite
-def steps(draw):
-    widths = draw(WIDTHS)
-    frozen = draw(st.sets(st.integers(0, len(widths) - 3), max_size=2))
-    rows = draw(st.sampled_from([2, 40]))
-    return Stack(widths, frozen), torch.linspace(-1, 1, rows * widths[0]).view(rows, widths[0])
 
 
 def figures(after, target, frozen=(), backwards_per_step=1):

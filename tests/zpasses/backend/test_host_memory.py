@@ -18,15 +18,15 @@ from tests.cases import some_quick
 from tests.frozen_training import assert_same
 from tests.on_ranks import on_ranks
 from tests.zpasses.backend.budgets import peak, within_compile
+from tests.zpasses.backend.values_on_host import TARGET, copies
 from tests.zpasses.cost.memory.allocations import allocated
-from tests.zpasses.dumps.test_dump import only_compile
+from tests.zpasses.dumps.written import only_compile
 from tests.zpasses.models import Blocks
 from zpasses import AgreementError, MemoryBudgetError, OptionError, compat
 from zpasses.cost.memory import device_memory
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.offloaded_values import fewest_that_fit, worthwhile
 from zpasses.cost.time.fused_kernels import use_fusion
-from zpasses.graph.host_copies import host_copy_of
 from zpasses.host import host_pool
 from zpasses.host.host_pool import agreed_host_bytes, available_host_bytes
 from zpasses.host.saved_arenas import HostBytes, SavedArenas, host
@@ -37,8 +37,6 @@ from zpasses.testing import capture_graphs, world_mesh
 from zpasses.tools.cli.main import cli
 
 X = torch.linspace(-1, 1, 2048 * 64).reshape(2048, 64)
-TARGET = "h100,tflops=1,host_out_gb_s=2000,host_in_gb_s=2000"
-"""Copies to the host are faster than matmuls there."""
 
 
 class Net(Blocks):
@@ -53,10 +51,6 @@ class Net(Blocks):
 def model(layers=4):
     torch.manual_seed(0)
     return Net(64, layers)
-
-
-def copies(graph):
-    return [each for node in graph.nodes if (each := host_copy_of(node)) is not None]
 
 
 @functools.cache

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -16,13 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import zpasses
 from tests.frozen_training import assert_same
 from tests.on_ranks import on_ranks
-from tests.zpasses.backend.test_host_memory import TARGET, copies
+from tests.zpasses.backend.values_on_host import TARGET, WIDTH, Block, copies, steps_of
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.fused_kernels import use_fusion
-from zpasses.host.saved_arenas import host
 from zpasses.pipeline.events import observe_graphs
 
-WIDTH = 64
 SIDES = ("forward", "backward")
 ENCODED = "{gather-params.encode=int8,gather-params.exact_below_kib=0,reduce-grads.encode=fp8}"
 
@@ -78,18 +75,6 @@ CASES = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self, width, rank):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.a = nn.Linear(width, rank, bias=False) if rank else None
-        self.b = nn.Linear(rank, width, bias=False) if rank else None
-
-    def forward(self, x):
-        y = self.down(nn.functional.gelu(self.up(x)))
-        return x + y if self.a is None else x + y + self.b(self.a(x))
-
-
 class Half(nn.Sequential):
     def forward(self, x):  # Dynamo does not capture that of torch
         for block in self:
@@ -111,36 +96,6 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         return x.square().mean()
-
-
-def batch(step, rows=1024):
-    draw = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(rows, WIDTH, generator=draw)
-
-
-def steps_of(model, optimizer, case, evaluates=False):
-    """Trains at least two steps. Returns losses, gradients and parameters, and the bytes on the
-    host between each forward and its backward.
-    """
-    results, held, window = [], [], case.options.get("backwards_per_step", 1)
-    for at in range(2 * max(2, len(case.lengths))):
-        x = batch(at, case.lengths[at % len(case.lengths)])
-        if len(case.lengths) > 1:
-            torch._dynamo.mark_dynamic(x, 0)
-        if evaluates:
-            with torch.no_grad():
-                results.append(model(x))
-        loss = model(x)
-        held.append(host.live)
-        loss.backward()
-        results.append(loss.detach())
-        if (at + 1) % window == 0:
-            grads = [each.grad for each in model.parameters() if each.grad is not None]
-            results += [each.to_local().clone() for each in grads]
-            optimizer.step()
-            optimizer.zero_grad()
-    assert host.live == 0
-    return results + [each.to_local().clone() for each in model.parameters()], held
 
 
 def trained(case, budget=None):

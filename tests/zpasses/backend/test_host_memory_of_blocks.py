@@ -29,7 +29,7 @@ from tests.zpasses.backend.blocks_on_host import (
 )
 from tests.zpasses.backend.blocks_on_host import build as build_model
 from tests.zpasses.backend.cache.starts import COLD, on_fresh_ranks, said_by_cache, words
-from tests.zpasses.backend.test_host_memory_combined import WIDTH, Block, batch, steps_of
+from tests.zpasses.backend.values_on_host import WIDTH, Block, batch, steps_of
 from tests.zpasses.cost.memory.allocations import allocated
 from tests.zpasses.layered_models import Checkpointed
 from zpasses.backend import partitioner

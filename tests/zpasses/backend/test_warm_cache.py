@@ -6,22 +6,13 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.nn as nn
 
 import zpasses
+from tests.zpasses.backend.cache.starts import Net
 from zpasses.dumps import read
 from zpasses.testing import run_in_fresh_ranks, world_mesh
 
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
-
-    def forward(self, x):
-        return (self.down(torch.tanh(self.up(x))) - x).square().mean()
 
 
 def _train(options):

@@ -86,7 +86,7 @@ def test_every_rank_loads_the_buffers_of_rank_0(tmp_path):
 
 
 @on_ranks(2)
-def test_checkpoints_of_earlier_versions_load(tmp_path):
+def test_states_of_torch_load(tmp_path):
     for documented in (True, False):
         model = zpasses.shard(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), mesh=world_mesh())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

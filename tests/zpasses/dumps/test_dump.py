@@ -12,6 +12,7 @@ from torch import nn
 
 import zpasses
 from tests.programs import start_python
+from tests.zpasses.dumps.written import only_compile
 from zpasses import Level, Pass, PassError, Pipeline, compat
 from zpasses.dumps import DumpError, DumpPathError, DumpVersionError, NotADumpError, read
 from zpasses.dumps.reader import HEADER
@@ -44,11 +45,6 @@ def train(options, *, world=2, rank=0, model=None, backward=True, **shard):
         if backward:
             loss.backward()
     return model
-
-
-def only_compile(folder, rank=0):
-    (found,) = read(folder).ranks[rank].compiles
-    return found
 
 
 def test_a_dump_holds_every_graph_before_and_after_every_pass(tmp_path):

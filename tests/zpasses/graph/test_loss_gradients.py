@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.zpasses.graph.test_loss_chunks import (
+from tests.zpasses.graph.losses import (
     BF16,
     F32,
     LOSSES,

@@ -59,3 +59,15 @@ def real_dump():
     folder = Path(_folders[-1].name) / "dump"
     dump_training_step(folder, rank=1)
     return folder, dump_training_step(folder)
+
+
+class ExtraParameter(Layers):
+    """`Layers` with one parameter more, which comes first among its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(64))
+        self._parameters = {"scale": self._parameters["scale"], **self._parameters}
+
+    def forward(self, x):
+        return super().forward(x * self.scale)

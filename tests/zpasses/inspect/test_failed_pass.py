@@ -112,7 +112,7 @@ def test_the_raising_line_is_that_of_the_cause():
     assert raising_line(ValueError("never raised")) == ""
 
 
-def test_old_dumps_without_the_line_are_readable():
+def test_a_failure_of_an_unknown_line_names_none():
     failure = replace(FAILURE, raised="")
     dump = dump_of(graph_of("joint", (None, two_gathers()), ("sdma", None), error=failure))
     assert "Raised" not in str(Inspection(dump).overview())

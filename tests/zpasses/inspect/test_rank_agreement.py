@@ -16,8 +16,7 @@ from tests.zpasses.inspect.graphs import (
     snapshot,
     two_gathers,
 )
-from tests.zpasses.inspect.real import dump_training_step
-from tests.zpasses.inspect.test_real_dump import ExtraParameter
+from tests.zpasses.inspect.real import ExtraParameter, dump_training_step
 from zpasses.dumps.format import Agreement, Dump
 from zpasses.dumps.nodes import Value
 from zpasses.inspect import Inspection
@@ -53,8 +52,8 @@ def test_the_rank_that_differs_is_named_with_its_first_collective():
     dump = ranks_of(same, same, early, forward(chain(3)))
     (found,) = rank_agreements(dump)
     assert found.alike == ((0, 1, 2), (3,))  # the order of starts is equal on ranks 0 to 2
-    assert "collective 1 is all_gather_into_tensor -> f32[4, 4] of w" in found.difference
-    assert "nothing more on rank 3, of 0" in found.difference
+    assert "collective 1 is all_gather_into_tensor -> f32[4, 4] of w " in found.difference
+    assert "nothing more on rank 3 (graph forward, 0 collectives)" in found.difference
     assert found.difference.endswith("zpasses diff dump forward --ranks 0 3")
     text = str(Inspection(dump).overview())
     assert "0/0 forward DIFFERS: ranks 0 to 2; 3" in text
@@ -121,7 +120,7 @@ def disagreeing(tmp_path_factory):
 def test_the_parameter_that_only_one_rank_gathers_is_named(disagreeing):
     text = str(disagreeing.overview())
     assert "0/0 forward DIFFERS: ranks 0; 1" in text
-    assert "Only on rank 1: scale." in text
+    assert "Only on rank 1: f32[64] of scale." in text
     assert f"zpasses diff {disagreeing.dump.path} forward --ranks 0 1" in text
 
 
@@ -132,7 +131,7 @@ def test_the_page_says_which_ranks_differ_and_compares_them(page, disagreeing):
     shown = page(disagreeing, "", Inspection(disagreeing.dump, 1))
     text = one(shown, ".failure").text
     assert "Ranks run different collectives" in text
-    assert "Only on rank 1: scale." in text
+    assert "Only on rank 1: f32[64] of scale." in text
     one(shown, ".failure button", "Compare these ranks").click()
     assert "scale" in one(shown, ".cell.after.inserted").text
 

@@ -4,10 +4,9 @@ import itertools
 import json
 
 import pytest
-import torch
 
 import zpasses
-from tests.zpasses.inspect.real import Layers, dump_training_step, real_dump
+from tests.zpasses.inspect.real import ExtraParameter, Layers, dump_training_step, real_dump
 from zpasses.inspect import DumpError, compare
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.report.payload import payload
@@ -89,18 +88,6 @@ def test_trace_has_two_tracks_per_graph_and_the_times_of_the_schedule(dump):
 def test_a_folder_that_is_no_dump_is_refused(tmp_path):
     with pytest.raises(DumpError, match="is not a dump"):
         zpasses.inspect.open(tmp_path)
-
-
-class ExtraParameter(Layers):
-    """`Layers` with one parameter more, which comes first among its inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(64))
-        self._parameters = {"scale": self._parameters["scale"], **self._parameters}
-
-    def forward(self, x):
-        return super().forward(x * self.scale)
 
 
 @pytest.mark.parametrize("graph", ["joint", "forward", "backward"])

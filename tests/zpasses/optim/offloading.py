@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import zpasses
 from zpasses import compat
 from zpasses.simulate.equality import bits
+from zpasses.testing import capture_graphs
 
 __all__ = [
     "ONE",
@@ -179,3 +180,10 @@ def measured(options, steps=3, prepare=lambda model: model):
                 peak = max(peak, live)
         found.append((rest, peak - rest))
     return optimizer, found
+
+
+def captured_of(net, shard, pipeline, capture=capture_graphs, layers=4, width=256, **options):
+    """The graphs of a net of this many layers of a width, on a slow device of two ranks."""
+    about = {"pipeline": pipeline, "options": {"target": "h100,tflops=1", **options}}
+    x = (torch.randn(8 * width, width),)
+    return capture(net(layers, width), x, world_size=2, shard=shard, **about)

@@ -10,6 +10,8 @@ from torch import nn
 
 import zpasses
 from tests.streams import assert_each_wait_is_needed
+from tests.zpasses.models import Adapted
+from tests.zpasses.optim.offloading import captured_of
 from zpasses import MemoryBudgetError, OptionError, ShardingError, ZpassesError
 from zpasses.cost.memory import device_memory
 from zpasses.cost.memory.liveness import liveness
@@ -24,35 +26,13 @@ from zpasses.option_values import parse_size
 from zpasses.testing import capture_graphs, capture_ranks, fake_world
 
 
-class Net(nn.Module):
-    """Layers whose matrices are frozen, with a small trained part each, as with adapters."""
-
-    def __init__(self, layers=3, width=64):
-        super().__init__()
-        self.frozen = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.trained = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x):
-        for frozen, trained in zip(self.frozen, self.trained, strict=True):
-            x = x + torch.tanh(frozen(x)) + trained(x)
-        return x.square().mean()
-
-
 def offloaded(model, mesh, **options):
     zpasses.shard(model, mesh=mesh)
     zpasses.offload_parameters(model, **options)
 
 
-def captured_of(net, shard, pipeline, capture=capture_graphs, layers=4, width=256, **options):
-    """The graphs of a net of this many layers of a width, on a slow device of two ranks."""
-    about = {"pipeline": pipeline, "options": {"target": "h100,tflops=1", **options}}
-    x = (torch.randn(8 * width, width),)
-    return capture(net(layers, width), x, world_size=2, shard=shard, **about)
-
-
 def captured(pipeline="zero3", **options):
-    return captured_of(Net, offloaded, pipeline, **options)
+    return captured_of(Adapted, offloaded, pipeline, **options)
 
 
 KEEPS_NOTHING = "zero3{reshard-after-forward.keep=nothing}"
@@ -64,7 +44,7 @@ def graphs_of(found):
 
 # --- what is moved --------------------------------------------------------------------------------
 def test_the_smallest_shards_stay_and_the_plan_says_where_bytes_rest():
-    net = Net()
+    net = Adapted()
     with fake_world(2) as mesh:
         zpasses.shard(net, mesh=mesh)
         before = [param.detach().clone() for param in net.parameters()]
@@ -83,7 +63,7 @@ def test_the_smallest_shards_stay_and_the_plan_says_where_bytes_rest():
 
 def test_host_memory_is_refused_with_what_is_given_needed_and_available(monkeypatch):
     with fake_world(2) as mesh:
-        net = Net()
+        net = Adapted()
         zpasses.shard(net, mesh=mesh)
         with pytest.raises(
             MemoryBudgetError,
@@ -97,8 +77,8 @@ def test_host_memory_is_refused_with_what_is_given_needed_and_available(monkeypa
 
 
 def test_what_cannot_move_is_refused_by_name():
-    net = Net()
-    with pytest.raises(ZpassesError, match=r"Net has no sharded parameter"):
+    net = Adapted()
+    with pytest.raises(ZpassesError, match=r"Adapted has no sharded parameter"):
         zpasses.offload_parameters(net)
     with pytest.raises(ZpassesError, match=r"got AdamW; expected a torch\.nn\.Module"):
         zpasses.offload_parameters(torch.optim.AdamW(net.parameters()))
@@ -106,7 +86,7 @@ def test_what_cannot_move_is_refused_by_name():
         zpasses.offload_parameters(net, device_bytes="much")
     with fake_world(2) as mesh:
         with torch.device("meta"):
-            empty = Net()
+            empty = Adapted()
         zpasses.shard(empty, mesh=mesh)
         with pytest.raises(ZpassesError, match=r"on meta\. Call to_empty"):
             zpasses.offload_parameters(empty)
@@ -117,7 +97,7 @@ def test_what_cannot_move_is_refused_by_name():
 
 def test_what_would_leave_the_host_is_refused_by_name():
     with fake_world(2) as mesh:
-        net = Net()
+        net = Adapted()
         offloaded(net, mesh)
         with pytest.raises(ShardingError, match=r"'weight', which rests on the host"):
             net.to(torch.bfloat16)
@@ -133,7 +113,7 @@ def test_what_would_leave_the_host_is_refused_by_name():
 
 def test_moves_copies_and_state_dicts_keep_the_shards_on_the_host():
     with fake_world(2) as mesh:
-        net, other = Net(), Net()
+        net, other = Adapted(), Adapted()
         offloaded(net, mesh)
         zpasses.shard(other, mesh=mesh)
         param, plan = net.frozen[0].get_parameter("weight"), parameter_plan(net)
@@ -235,7 +215,7 @@ def test_leaving_out_a_wait_is_found_by_the_check_and_by_simulation(monkeypatch)
 def test_a_world_of_one_rank_reads_what_came_without_another_copy():
     torch.manual_seed(0)
     found = capture_graphs(
-        Net(), (torch.randn(8, 64),), world_size=1, pipeline="zero3", shard=offloaded
+        Adapted(), (torch.randn(8, 64),), world_size=1, pipeline="zero3", shard=offloaded
     )
     for wait in calls(found.after.forward.graph, RELOAD_WAIT):
         assert all(user.target is not torch.ops.aten.clone.default for user in wait.users)

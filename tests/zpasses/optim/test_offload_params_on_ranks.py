@@ -21,7 +21,6 @@ from tests.frozen_training import (
     WIDTH,
     Net,
     assert_same,
-    blocks,
     measured,
     started,
     train,
@@ -107,14 +106,6 @@ CASES = {
 def test_runs_have_the_bits_of_those_without(name, kind):
     net = functools.partial(KINDS[kind][0], checkpoints=name == "checkpoints")
     compare(kind, net=net, **CASES[name])
-
-
-@pytest.mark.slow(quick=QUICK)
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(2, timeout_s=400)
-def test_blocks_have_the_bits_of_those_without(kind):
-    reloads = compare(kind, compiled=blocks)
-    assert reloads["forward"] > 0
 
 
 @pytest.mark.slow(quick=QUICK)

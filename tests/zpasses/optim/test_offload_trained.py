@@ -11,7 +11,7 @@ from torch import nn
 import zpasses
 from tests.host_stream import HostStream
 from tests.streams import assert_each_wait_is_needed
-from tests.zpasses.optim.test_offload_params import captured_of
+from tests.zpasses.optim.offloading import captured_of
 from zpasses import MemoryBudgetError, OptionError, ShardingError, ZpassesError
 from zpasses.cost.memory import device_memory
 from zpasses.graph.dialect import TO_HOST

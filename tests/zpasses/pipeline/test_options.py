@@ -28,7 +28,7 @@ def test_a_stage_chooses_its_named_pipeline_which_may_be_text_or_an_object():
     ("given", "message"),
     [
         ({"zero_stag": 3}, "no option 'zero_stag'. Did you mean \"zero_stage\""),
-        ({"blocks": "auto"}, "no longer has the option 'blocks'. Call zpasses.compile_blocks("),
+        ({"blocks": "auto"}, "no option 'blocks'; call zpasses.compile_blocks("),
         ({"encode": "int8"}, "pipeline='zero3{gather-params.encode=...}'"),
         ({"chunks": 4}, "names that pass, as chunk-loss{chunks=...}"),
         ({"exchange_rows": "on"}, "'exchange-rows' is written in the option 'pipeline'"),

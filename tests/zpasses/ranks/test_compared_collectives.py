@@ -1,8 +1,5 @@
 """Ranks that would run different collectives raise, all of them, and in time."""
 
-import os
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +9,6 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 import zpasses
 from tests.zpasses.ranks.outcomes import compiled, in_time, outcome_of
 from zpasses.graph.queries import Collective
-from zpasses.pipeline.events import observe_graphs
 from zpasses.ranks.compared_collectives import digest
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
@@ -124,38 +120,6 @@ def test_ranks_may_exchange_different_numbers_of_rows(stage):
 def test_the_same_branch_agrees():
     for each in run_in_fresh_ranks(_another_branch, "second"):
         assert in_time(each) is None
-
-
-def _dies_while_compiling():
-    def observe(graph):
-        if dist.get_rank() == 1:
-            os._exit(3)
-
-    step = branches(Branches())
-    with observe_graphs(observe):
-        return outcome_of(lambda: step(torch.ones(2, 4)))
-
-
-@pytest.mark.slow(quick="test_a_rank_that_fails_to_compile_is_an_error_on_all_within_a_second")
-def test_a_rank_that_dies_while_compiling_makes_the_others_raise():
-    survivor, dead = run_in_fresh_ranks(_dies_while_compiling, timeout_s=100)
-    assert dead.exit_code == 3
-    assert re.search("rank 1 of group .* did not compile a graph", in_time(survivor))
-
-
-def _votes_twice():
-    step = branches(Branches())
-    step(torch.ones(2, 4)).sum().backward()
-    if dist.get_rank() == 0:
-        step(torch.ones(3, 5, 4)).sum()  # recompiles; in step with the other rank's second call
-    else:
-        step(torch.ones(2, 4)).sum()
-    return True
-
-
-@pytest.mark.slow(quick="test_the_same_branch_agrees")
-def test_what_was_agreed_once_needs_no_second_vote():
-    assert run_on_ranks(_votes_twice) == [True, True]
 
 
 def _votes_cast(agreement):

@@ -16,7 +16,7 @@ from zpasses.dumps import runs
 from zpasses.errors import AgreementError
 from zpasses.passes.schedule import Schedule
 from zpasses.pipeline.events import observe_graphs
-from zpasses.ranks import heartbeat, vote
+from zpasses.ranks import heartbeat
 from zpasses.ranks.failures import is_reported
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
@@ -234,31 +234,6 @@ def test_a_rank_that_waits_in_a_collective_hears_the_cause_at_the_limit():
     assert "rank 0 waited in a collective while running graph 0/0 forward" in error
     assert "rank 1 failed while compiling graph 0/1: ValueError: told to fail" in error
     assert "told to fail" in results[1][1]
-
-
-def _recovers_from_a_failed_recompile():
-    # How long a rank waits for the failed one to go on is not what is tested.
-    vote._RECOVERY_S = vote._LATE_RECOVERY_S = LIMIT_S
-    _, step = compiled(4)
-    step(batch()).sum().backward()
-    if dist.get_rank() == 1:
-
-        def told_to_fail(graph):
-            raise ValueError("told to fail")
-
-        with observe_graphs(told_to_fail), pytest.raises(Exception, match="told to fail"):
-            step(torch.ones(2, 3, 4))
-    # Collectives that no rank has compiled yet, so that the ranks vote.
-    _, other = compiled(6)
-    other(batch()).sum().backward()
-    return True
-
-
-def test_votes_meet_again_after_a_failure_that_one_rank_caught():
-    results = [
-        each.result or str(each) for each in run_in_fresh_ranks(_recovers_from_a_failed_recompile)
-    ]
-    assert results == [True, True]
 
 
 def _goes_on_after_a_failed_backward():

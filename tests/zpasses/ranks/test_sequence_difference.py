@@ -30,7 +30,7 @@ def bucket(count):
 
 
 def said(one, other):
-    return first_difference("group 0", 0, one, 1, other)
+    return first_difference(0, one, 1, other)
 
 
 def test_a_bucket_with_a_tensor_more_names_that_tensor_and_its_line():

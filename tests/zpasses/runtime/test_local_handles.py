@@ -8,7 +8,8 @@ from torch.distributed.tensor import DTensor
 
 import zpasses
 from tests.on_ranks import on_ranks
-from tests.zpasses.runtime.test_watched import EAGER, X, build, compiled, whole
+from tests.zpasses.parallel_models import whole
+from tests.zpasses.runtime.watched_models import EAGER, X, build, compiled
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes

@@ -18,35 +18,18 @@ import zpasses
 from tests.cases import some_quick
 from tests.on_ranks import on_ranks
 from tests.training_programs import act, check, program
+from tests.zpasses.parallel_models import whole
+from tests.zpasses.runtime.watched_models import EAGER, X, build, compiled
 from zpasses.ranks.edit_log import EditLog
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 from zpasses.tools.stress.training_actions import EDITS
 
 pytestmark = pytest.mark.processes
 
-X = torch.linspace(-1, 1, 12).reshape(2, 6)
-EAGER = {"codegen": "eager", "agreement_timeout_s": 20.0}
-
-
-def build(sharded):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5))
-    return zpasses.shard(model, mesh=world_mesh()) if sharded else model
-
-
-def compiled(model, stage, **options):
-    return torch.compile(
-        model, backend="zpasses", options={"zero_stage": stage, **EAGER, **options}
-    )
-
 
 def set_group_timeout(seconds):
     backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
     backend._set_default_timeout(datetime.timedelta(seconds=seconds))
-
-
-def whole(value):
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def raised(rank):
@@ -62,22 +45,11 @@ def edited(*ways):
     return program(*itertools.chain(*actions))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.slow(quick="test_edits_of_all_kinds_are_seen_by_one_model")
-def test_edits_are_seen(stage):
-    for way in EDITS:
-        check(edited(way), zero_stage=stage)
-
-
-@pytest.mark.inductor
-@pytest.mark.slow(quick="test_edits_of_all_kinds_are_seen_by_one_model")
-def test_edits_are_seen_by_the_defaults():
-    ways = "data =", "foreach_lerp", "swapped and restored"
-    check(edited(*ways), zero_stage=2, codegen="inductor")
-
-
-def test_edits_of_all_kinds_are_seen_by_one_model():
-    check(edited(*EDITS), zero_stage=2)
+@pytest.mark.parametrize(
+    ("stage", "codegen"), some_quick([(2, "eager"), (3, "eager"), (2, "inductor")], [(2, "eager")])
+)
+def test_edits_of_all_kinds_are_seen_by_one_model(stage, codegen):
+    check(edited(*EDITS), zero_stage=stage, codegen=codegen)
 
 
 @pytest.mark.parametrize("stage", some_quick([2, 3], [2]))

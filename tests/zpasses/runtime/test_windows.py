@@ -498,33 +498,30 @@ def test_a_cached_parameter_is_not_gathered_again_in_a_window(one_rank):
 
 
 # --- one model for many checks --------------------------------------------------------------------
-def test_what_counts_as_a_backward(one_rank):
-    model, step, weight = linear(one_rank)
-    for check in (
-        one_backward_through_two_forwards_is_one,
-        a_backward_inside_a_forward_counts,
-        a_backward_in_a_hook_of_another_backward_counts_by_itself,
-        a_reentrant_checkpoint_is_part_of_its_backward,
-        a_backward_for_some_inputs_does_not_change_the_others,
-        one_graph_may_run_backward_twice,
-        a_backward_in_another_thread_counts,
-        a_new_shape_in_mid_window_keeps_pending_gradients,
-        a_window_can_be_entered_again_once_it_was_left,
-        pending_gradients_are_updated_in_place,
-    ):
-        check(model, step, weight)
-        assert is_clean(model), check.__name__
-        model.zero_grad()
+COUNTED = (
+    one_backward_through_two_forwards_is_one,
+    a_backward_inside_a_forward_counts,
+    a_backward_in_a_hook_of_another_backward_counts_by_itself,
+    a_reentrant_checkpoint_is_part_of_its_backward,
+    a_backward_for_some_inputs_does_not_change_the_others,
+    one_graph_may_run_backward_twice,
+    a_backward_in_another_thread_counts,
+    a_new_shape_in_mid_window_keeps_pending_gradients,
+    a_window_can_be_entered_again_once_it_was_left,
+    pending_gradients_are_updated_in_place,
+)
+FAILED = (
+    windows_of_two_threads_do_not_nest,
+    a_backward_that_raises_half_way_and_is_not_caught,
+    a_backward_that_fails_in_compiled_code_fails_the_window_even_if_it_is_caught,
+    a_backward_that_fails_outside_of_compiled_code_fails_the_window_even_if_it_is_caught,
+)
 
 
-def test_refusals_and_failures_drop_pending_gradients(one_rank):
+@pytest.mark.parametrize("checks", [COUNTED, FAILED], ids=["counted", "failed"])
+def test_what_counts_as_a_backward_and_failures_drop_pending_gradients(one_rank, checks):
     model, step, weight = linear(one_rank)
-    for check in (
-        windows_of_two_threads_do_not_nest,
-        a_backward_that_raises_half_way_and_is_not_caught,
-        a_backward_that_fails_in_compiled_code_fails_the_window_even_if_it_is_caught,
-        a_backward_that_fails_outside_of_compiled_code_fails_the_window_even_if_it_is_caught,
-    ):
+    for check in checks:
         check(model, step, weight)
         assert is_clean(model), check.__name__
         model.zero_grad()

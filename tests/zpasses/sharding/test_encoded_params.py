@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 import zpasses
 from tests.cases import some_quick
+from tests.zpasses.models import Adapted
 from zpasses import OptionError, ShardingError, ZpassesError
 from zpasses.graph.aliases import memory_root
 from zpasses.graph.encoding import DECODE, Encoding, decode, encode
@@ -30,21 +31,6 @@ RECORD = 4 * 4 + 100 + 12
 """Bytes of a row: four scales, two codes per byte, and 12 up to a multiple of 16."""
 
 
-class Net(nn.Module):
-    """Layers whose matrices are frozen, with a small trained part each, as with adapters."""
-
-    def __init__(self, layers=3, width=WIDTH):
-        super().__init__()
-        self.frozen = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.trained = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x):
-        for frozen, trained in zip(self.frozen, self.trained, strict=True):
-            x = x + torch.tanh(frozen(x)) + trained(x)
-        return x.square().mean()
-
-
 def encoded(net, mesh, format="nf4", **shard):
     return zpasses.encode_parameters(zpasses.shard(net, mesh=mesh, **shard), format)
 
@@ -57,7 +43,7 @@ def rounded(value, how):
 
 # --- what is encoded ------------------------------------------------------------------------------
 def test_the_name_of_a_parameter_says_how_its_rows_rest():
-    net = Net(1)
+    net = Adapted(1, WIDTH)
     value = net.frozen[0].weight.detach().clone()
     with fake_world(2, 1) as mesh:
         before = sum(param.numel() * 4 for param in zpasses.shard(net, mesh=mesh).parameters()) / 2
@@ -81,9 +67,9 @@ def test_decoded_rows_have_the_dtype_that_the_model_computes_in():
             ({}, torch.float32),
             ({"param_dtype": torch.bfloat16}, torch.bfloat16),
         ):
-            net = encoded(Net(1), mesh, "int8", **shard)
+            net = encoded(Adapted(1, WIDTH), mesh, "int8", **shard)
             assert net.frozen[0].weight.dtype == dtype
-        net = encoded(Net(1).bfloat16(), mesh, "int8")
+        net = encoded(Adapted(1, WIDTH).bfloat16(), mesh, "int8")
         assert net.frozen[0].weight.dtype == torch.bfloat16
 
 
@@ -120,7 +106,7 @@ def test_stacked_matrices_are_rows_of_several_dimensions():
 
 def test_calls_after_the_first_encode_what_was_frozen_since():
     with fake_world(2) as mesh:
-        net = encoded(Net(1), mesh)
+        net = encoded(Adapted(1, WIDTH), mesh)
         net.trained.requires_grad_(False)
         zpasses.encode_parameters(net, "int8", block=50)
         assert [name for name, param in net.named_parameters() if param.dtype == torch.uint8] == [
@@ -132,25 +118,27 @@ def test_calls_after_the_first_encode_what_was_frozen_since():
 # --- what is refused ------------------------------------------------------------------------------
 def test_what_cannot_be_encoded_is_refused_by_name():
     with pytest.raises(OptionError, match=r"format: got 'int4'; expected one of 'int8'"):
-        zpasses.encode_parameters(Net(), "int4")
+        zpasses.encode_parameters(Adapted(width=WIDTH), "int4")
     for block in (0, "64", True, 1.5):
         with pytest.raises(OptionError, match=r"block: got .*; expected values per scale"):
-            zpasses.encode_parameters(Net(), "nf4", block=block)
+            zpasses.encode_parameters(Adapted(width=WIDTH), "nf4", block=block)
     with pytest.raises(ZpassesError, match=r"got list; expected a torch\.nn\.Module"):
-        zpasses.encode_parameters([Net()], "nf4")
-    with pytest.raises(ZpassesError, match="Net has no sharded parameter"):
-        zpasses.encode_parameters(Net(), "nf4")
+        zpasses.encode_parameters([Adapted(width=WIDTH)], "nf4")
+    with pytest.raises(ZpassesError, match="Adapted has no sharded parameter"):
+        zpasses.encode_parameters(Adapted(width=WIDTH), "nf4")
     with fake_world(2) as mesh:
-        with pytest.raises(ZpassesError, match="of 9 parameters of Net, 9 are trained, 0 are enc"):
-            encoded(Net().requires_grad_(True), mesh)
+        with pytest.raises(
+            ZpassesError, match="of 9 parameters of Adapted, 9 are trained, 0 are enc"
+        ):
+            encoded(Adapted(width=WIDTH).requires_grad_(True), mesh)
         with torch.device("meta"):
-            empty = Net()
+            empty = Adapted(width=WIDTH)
         with pytest.raises(ZpassesError, match=r"'frozen\.0\.weight' is on meta"):
             encoded(empty, mesh)
         columns = {"shard_placement_fn": lambda param: Shard(1) if param.dim() == 2 else None}
         with pytest.raises(ZpassesError, match=r"'frozen\.0\.weight' is cut along dimension 1"):
-            encoded(Net(), mesh, **columns)
-        away = zpasses.offload_parameters(zpasses.shard(Net(), mesh=mesh))
+            encoded(Adapted(width=WIDTH), mesh, **columns)
+        away = zpasses.offload_parameters(zpasses.shard(Adapted(width=WIDTH), mesh=mesh))
         with pytest.raises(ZpassesError, match=r"'frozen\.0\.weight' rests on the host"):
             zpasses.encode_parameters(away, "nf4")
 
@@ -168,7 +156,7 @@ def test_pieces_of_tensor_parallelism_are_refused_by_name():
 
 def test_edits_that_codes_cannot_hold_are_refused_by_name():
     with fake_world(1) as mesh:
-        net = encoded(Net(1), mesh)
+        net = encoded(Adapted(1, WIDTH), mesh)
         layer = net.frozen[0]
         for value in (nn.Parameter(torch.zeros(WIDTH, WIDTH)), torch.zeros(1)):
             with pytest.raises(ShardingError, match=r"'weight' of a Linear, which rests encoded"):
@@ -186,8 +174,8 @@ def test_edits_that_codes_cannot_hold_are_refused_by_name():
         with pytest.raises(ValueError, match="does not have a parameter"):
             parametrize.register_parametrization(layer, "weight", nn.Identity())
         with pytest.raises(ShardingError, match=r"has 'frozen\.0\.weight', which rests encoded"):
-            net.load_state_dict(Net(1).state_dict(), strict=False)
-        other = encoded(Net(1), mesh, "int8")
+            net.load_state_dict(Adapted(1, WIDTH).state_dict(), strict=False)
+        other = encoded(Adapted(1, WIDTH), mesh, "int8")
         with pytest.raises(RuntimeError, match=r"Missing key.*frozen\.0\.weight_nf4_64"):
             net.load_state_dict(other.state_dict())
         step = torch.compile(_Writes(net), backend="zpasses", options={"agreement": False})
@@ -208,7 +196,7 @@ class _Writes(nn.Module):
 
 def test_moves_copies_and_records_of_a_state_dict():
     with fake_world(2) as mesh:
-        net, other = encoded(Net(), mesh), encoded(Net(), mesh)
+        net, other = encoded(Adapted(width=WIDTH), mesh), encoded(Adapted(width=WIDTH), mesh)
         net.to("cpu")
         other.load_state_dict(net.state_dict())
         copied = copy.deepcopy(net)
@@ -225,7 +213,7 @@ def test_moves_copies_and_records_of_a_state_dict():
 def captured(pipeline="zero3", format="nf4", **options):
     x, about = (torch.randn(8, WIDTH),), {"pipeline": pipeline, "options": options}
     about["shard"] = lambda net, mesh: encoded(net, mesh, format)
-    return capture_graphs(Net(), x, world_size=2, **about)
+    return capture_graphs(Adapted(width=WIDTH), x, world_size=2, **about)
 
 
 @pytest.mark.parametrize("pipeline", some_quick(["zero3", "zero2"], ["zero3"]))

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 from tests import frozen_training
+from tests.cases import some_quick
 from tests.frozen_training import (
     BF16,
     KEEPS_NOTHING,
     WIDTH,
     assert_same,
-    blocks,
     measured,
     started,
     train,
@@ -80,9 +80,10 @@ QUICK = "test_generated_code_has_the_same_bits"
 
 
 @pytest.mark.inductor
+@pytest.mark.parametrize("format", some_quick(["nf4", "int8", "mxfp8", "fp4"], ["nf4"]))
 @on_ranks(2, timeout_s=400)
-def test_generated_code_has_the_same_bits():
-    compare(steps=2, net=lambda: Net(1), codegen="inductor", cache=False)
+def test_generated_code_has_the_same_bits(format):
+    compare(format, steps=2, net=lambda: Net(1), codegen="inductor", cache=False)
 
 
 CASES = {
@@ -99,20 +100,6 @@ CASES = {
 @on_ranks(2, timeout_s=400)
 def test_runs_have_the_bits_of_decoded_values(name):
     compare(**CASES[name])
-
-
-@pytest.mark.slow(quick=QUICK)
-@pytest.mark.inductor
-@pytest.mark.parametrize("format", ["int8", "mxfp8", "fp4"])
-@on_ranks(2, timeout_s=400)
-def test_generated_code_of_other_formats_has_the_same_bits(format):
-    compare(format, codegen="inductor", cache=False)
-
-
-@pytest.mark.slow(quick=QUICK)
-@on_ranks(2, timeout_s=400)
-def test_blocks_have_the_bits_of_decoded_values():
-    compare(compiled=blocks)
 
 
 @pytest.mark.slow(quick=QUICK)

@@ -24,7 +24,7 @@ from zpasses.errors import OptionError, ShardingError
 from zpasses.graph.queries import collectives
 from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
-from zpasses.sharding.shard_plan import REPLICATE_DIMENSIONS
+from zpasses.short_names import REPLICATE_DIMENSIONS
 from zpasses.testing import (
     fake_world,
     run_on_ranks,

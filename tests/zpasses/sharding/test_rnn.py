@@ -83,24 +83,15 @@ def test_a_sharded_rnn_trains_as_the_unsharded_one(name):
 
 
 @pytest.mark.slow(quick="test_a_sharded_rnn_trains_as_the_unsharded_one")
+@pytest.mark.parametrize(("rnn", "traced"), [(nn.LSTM, False), (nn.GRU, True)])
 @on_ranks(2)
-def test_a_sharded_rnn_trains_by_the_code_of_inductor():
+def test_a_sharded_rnn_trains_by_the_code_of_inductor(rnn, traced):
     torch.manual_seed(0)
-    plain = Tagger(nn.LSTM(3, 5))
+    plain = Tagger(rnn(3, 5))
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
-    run = torch.compile(model, backend="zpasses")
-    _check_steps(plain, model, run, 2)
-
-
-@pytest.mark.slow(quick="test_a_sharded_rnn_trains_as_the_unsharded_one")
-@on_ranks(2)
-def test_a_sharded_rnn_that_dynamo_traces_trains_as_the_unsharded_one():
-    torch.manual_seed(0)
-    plain = Tagger(nn.GRU(3, 5))
-    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
-    with torch._dynamo.config.patch(allow_rnn=True):
-        run = torch.compile(model, backend="zpasses", fullgraph=True)
-        _check_steps(plain, model, run)
+    with torch._dynamo.config.patch(allow_rnn=traced):
+        run = torch.compile(model, backend="zpasses", fullgraph=traced)
+        _check_steps(plain, model, run, 2)
 
 
 class _CountReads(TorchDispatchMode):

@@ -22,9 +22,6 @@ from zpasses.probe import is_probed
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.layout import layout_of
 
-_FORMAT = 1
-"""Version of the files."""
-
 _NOT_IN_KEY = (
     "agreement",  # read when the code runs, not when it is made
     "agreement_timeout_s",
@@ -108,7 +105,6 @@ def graph_key(
         if each.name not in _NOT_IN_KEY
     ]
     parts = [
-        f"format {_FORMAT}",
         package_digest(),
         pipeline.digest(),
         repr(current_target()),

@@ -162,14 +162,14 @@ def run_in_fresh_ranks(
         ValueError: if the ranks cannot import the function.
     """
     _check_that_ranks_can_import(fn)
-    job = _Ranks(ranks, env)
+    started = _Ranks(ranks, env)
     try:
         # There is no early deadline, because such a test is about what the other ranks do after one
         # failed.
-        outcomes = job.call(fn, args, kwargs, timeout_s, grace_s=timeout_s, answers=answers)
-        return job.finish(outcomes)
+        outcomes = started.call(fn, args, kwargs, timeout_s, grace_s=timeout_s, answers=answers)
+        return started.finish(outcomes)
     finally:
-        job.kill()
+        started.kill()
 
 
 def _check_that_ranks_can_import(fn: Callable[..., Any]) -> None:

@@ -79,8 +79,8 @@ def serve(settings: RankSettings, connection: Connection) -> None:
 
     _reset_state()  # the first time takes long
     connection.send_bytes(pickle.dumps((True, None)))  # ready
-    while (job := _next(connection)) is not None:
-        connection.send_bytes(_run(job))
+    while (data := _next(connection)) is not None:
+        connection.send_bytes(_run(data))
     dist.destroy_process_group()
 
 
@@ -110,10 +110,10 @@ def _next(connection: Connection) -> bytes | None:
     return None
 
 
-def _run(job: bytes) -> bytes:
+def _run(data: bytes) -> bytes:
     """Returns the pickled reply: whether the call returned, and its result or what failed."""
     try:
-        call: Call = pickle.loads(job)
+        call: Call = pickle.loads(data)
         os.chdir(call.cwd)
         _reset_state()
         return pickle.dumps((True, call.fn(*call.args, **call.kwargs)))

@@ -2,6 +2,11 @@
 
 import bisect
 
+from zpasses.cost.memory.liveness import (
+    liveness,
+)
+from zpasses.cost.time.fused_kernels import use_fusion
+
 
 def allocated(profiled, name):
     """(bytes allocated when the code with this mark started, peak above them).
@@ -30,3 +35,8 @@ def allocated(profiled, name):
             else:
                 peak = max(peak, live)
     return resting, peak - resting
+
+
+def one_by_one(graph):
+    with use_fusion(False):
+        return liveness(graph).peak_bytes

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import zpasses
 from tests.graphs import Param, joint, rewritten
 from tests.streams import GraphBuilder
+from tests.zpasses.cost.memory.allocations import one_by_one
 from zpasses import compat
 from zpasses.cost.memory.liveness import (
     liveness,
@@ -224,11 +225,6 @@ def decomposed(function, *shapes, device="cpu"):
 def peaks(graph):
     """The peak of fused kernels, and that of operators one by one."""
     return liveness(graph).peak_bytes // UNIT, one_by_one(graph) // UNIT
-
-
-def one_by_one(graph):
-    with use_fusion(False):
-        return liveness(graph).peak_bytes
 
 
 def test_a_value_that_is_inlined_takes_no_memory():

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zpasses
-from tests.zpasses.cost.memory.allocations import allocated
-from tests.zpasses.cost.memory.test_liveness import one_by_one
+from tests.zpasses.cost.memory.allocations import allocated, one_by_one
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.errors import MemoryBudgetError
