@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.one_ahead import OneAheadPeak
 from zpasses.cost.plan.schedule_evaluation import Plan, live_bytes
 from zpasses.cost.plan.schedule_planner import PRICE, plan_schedule
@@ -291,10 +292,15 @@ def choose_kept(
         limit_bytes: the largest allowed peak of either graph.
         caches: whether parameters may be cached throughout the step.
         asked: whether the program set the limit. Without that, memory above that of one gather and
-            one reduction in flight must gain time as in `plan_schedule`, and only schedules of few
-            changes are compared.
+            one reduction in flight must gain time as in `plan_schedule`, only schedules of few
+            changes are compared, and none if all that can be kept would gain less.
     """
     search = _KeptSearch(step, limit_bytes, 0.0 if asked else PRICE)
+    search.offer_shares(candidates, (), most=0.0)
+    if not asked:
+        bound_us = step.keeping(candidates).mean_us(schedule_bound_us)
+        if search.best(thorough=False).total_us <= bound_us * (1 + PRICE):
+            return search.best(thorough=False)
     search.offer_shares(candidates, ())
     cacheable = sorted(
         (each for each in candidates if caches and each.unchanged > 0),
@@ -324,15 +330,20 @@ class _KeptSearch:
         return min(self.lean_bytes, self._limit) + int(share * more)
 
     def offer_shares(
-        self, candidates: Sequence[KeptParam], cached: Sequence[KeptParam], least: float = 0.0
+        self,
+        candidates: Sequence[KeptParam],
+        cached: Sequence[KeptParam],
+        least: float = 0.0,
+        most: float = 1.0,
     ) -> None:
         """Compares shares of the memory for kept parameters, beside cached ones.
 
         Args:
             least: the share that the cached parameters may have.
+            most: the largest share to compare.
         """
         self._offer((), cached)
-        shares = [each for each in _SHARES if each >= least]
+        shares = [each for each in _SHARES if least <= each <= most]
         for share in shares if self._limit > self.lean_bytes else shares[:1]:
             kept = fitting_params(self._step, candidates, self.limit(share), beside=cached)
             self._offer(kept, cached)
