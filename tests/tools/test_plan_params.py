@@ -18,10 +18,12 @@ from zpasses.optim import offload_params, parameter_plan, state_plan
 from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import fake_world
 from zpasses.testing.step_graphs import capture_step
+from zpasses.tools.capture.mesh_shapes import AutoMesh
 from zpasses.tools.cli.main import cli
 from zpasses.tools.plan.plan_request import PlanRequest
 from zpasses.tools.plan.plan_view import plan_view
-from zpasses.tools.plan.step_plans import plan_step
+from zpasses.tools.plan.shape_table import shape_view
+from zpasses.tools.plan.step_plans import plan_shapes, plan_step
 
 HERE, NET = "tests.tools.test_plan_params", "tests.tools.test_plan_blocks:net"
 
@@ -146,11 +148,25 @@ def test_blocks_rest_like_one_graph_and_wait_for_their_copies():
     assert longer == pytest.approx(travel, rel=0.1)
 
 
+@pytest.mark.slow(quick="test_what_does_not_go_together_is_refused")
+@pytest.mark.parametrize("which", ["frozen", "all"])
+def test_each_mesh_is_planned_as_by_itself(which):
+    asked = request(which=which, optimizer="adamw")
+    found = plan_shapes(asked, AutoMesh.parse("auto"), lambda point: None)
+    assert [each.mesh for each in found.points] == ["shard=4", "replicate=2,shard=2"]
+    for point, shape in zip(found.points, AutoMesh.parse("auto").shapes(WORLD), strict=True):
+        alone = plan_step(replace(asked, mesh=shape))
+        assert alone.resting.params_on_host > 0
+        assert point.total_bytes in [each.device.total_bytes for each in alone.plans]
+        assert point.shard_bytes == alone.resting.shard_bytes
+    assert "zpasses.offload_parameters(model" in str(shape_view(found))
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (["some"], "--offload-parameters: got 'some'; expected 'frozen', or"),
-        (["all", "--mesh", "auto"], "does not go together with --mesh auto"),
+        (["all", "--mesh", "auto"], "goes together with --mesh auto only beside --optimizer"),
         (["all", "--repeat-layers", "layers"], "does not go together with --repeat-layers"),
         (
             ["all", "--step-in-backward", "--compile-blocks", "auto", "--optimizer", "sgd"],

@@ -40,6 +40,8 @@ def test_everything_is_drawn():
         seen["block"] |= {*program.model.blocks}
         shard = program.shard.get("param_dtype"), program.shard.get("reduce_dtype")
         seen["bfloat16"].add((program.dtype, *shard, program.autocast))
+        seen["offloads"].add((program.offloads or {}).get("device_bytes"))
+        seen["rests"].add(program.rests and program.rests.get("trained", False))
         for action in program.actions:
             seen["action"].add(action.name)
             seen["edit"].add(action.arguments.get("way"))
@@ -52,6 +54,8 @@ def test_everything_is_drawn():
             (full, low, reduced, False),
             (full, None, reduced, True),
         }
+    assert seen["offloads"] == {None, "0B", "512B", "2KiB", "auto"}
+    assert seen["rests"] == {None, False, True}
     assert seen["action"] == {*ACTIONS}
     assert seen["edit"] >= {*EDITS}
     for option in field_types(Options):
@@ -66,7 +70,7 @@ def test_programs_in_bfloat16_have_twins_in_stage_1_and_round_after_each_operato
     for each, twin in twins:
         Options.parse(twin.options)
         assert not {"memory_budget", "host_memory"} & {*twin.options}
-        assert (twin.offloads, twin.rests, twin.actions) == (False, False, each.actions)
+        assert (twin.offloads, twin.rests, twin.actions) == (None, None, each.actions)
         assert "inductor" not in each.options
     for each in programs[:20]:
         options = draw(each.seed, "inductor").options
@@ -126,20 +130,33 @@ ON_HOST = 218
 """A program whose activations, parameters and states rest on the host."""
 
 
-@pytest.mark.processes
-def test_programs_are_equal_or_refused():
+FROZEN_ON_HOST = 166
+"""A program whose frozen parameters rest on the host, and which asks twice how many states do."""
+
+
+def test_programs_that_offload_are_drawn():
     program = draw(ON_HOST)
     assert "host_memory" in program.options
-    assert program.rests
-    assert program.offloads
-    done = stress("programs", "--count", "1", "--seed", str(ON_HOST))
+    assert program.rests == {"trained": True, "device_bytes": "128B"}
+    assert program.offloads is not None
+    program = draw(FROZEN_ON_HOST)
+    assert program.rests == {"device_bytes": "0B"}
+    assert (program.offloads or {})["device_bytes"] == "auto"
+    assert "offload_again(device_bytes='0B')" in map(str, program.actions)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("seed", [ON_HOST, FROZEN_ON_HOST])
+def test_programs_are_equal_or_refused(seed):
+    done = stress("programs", "--count", "1", "--seed", str(seed))
     assert done.exit_code == 0, done.output
+    assert "refused by" not in done.stdout
 
 
 @pytest.mark.slow(quick="test_programs_are_equal_or_refused")
 @pytest.mark.processes
 @pytest.mark.inductor
-@pytest.mark.parametrize("seed", [20, 21, ON_HOST])
+@pytest.mark.parametrize("seed", [20, 21, ON_HOST, FROZEN_ON_HOST])
 def test_programs_with_code_from_inductor(seed):
     done = stress("programs", "--count", "1", "--seed", str(seed), "--codegen", "inductor")
     assert done.exit_code == 0, done.output

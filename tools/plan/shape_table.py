@@ -26,7 +26,7 @@ class ShapePoint:
     missing: str | None
     """Why none fits."""
     shard_bytes: int
-    """Bytes of this rank's shards of all parameters."""
+    """Bytes of this rank's shards on the device."""
 
     @property
     def total_bytes(self) -> int:
@@ -200,7 +200,7 @@ def _columns(found: ShapeTable) -> list[Column[ShapePoint]]:
         Column(
             "shards",
             lambda point: bytes_text(point.shard_bytes),
-            "this rank's part of all parameters.",
+            "this rank's part of the parameters on the device.",
         ),
         *((with_adamw,) if found.optimizer is None else map(_of_plan, DEVICE)),
         _of_plan(COLLECTIVES),

@@ -143,10 +143,11 @@ def plan_shapes(
         CaptureError, ShardingError: as `plan_step`.
     """
     request.check()
-    if request.offload_parameters is not None:
+    if request.offload_parameters is not None and request.optimizer is None:
         raise OptionError(
-            "--offload-parameters does not go together with --mesh auto, whose shards are on the "
-            "device; plan one mesh at a time, such as --mesh replicate=2,shard=4."
+            "--offload-parameters goes together with --mesh auto only beside --optimizer: without "
+            "it, all shards and the states of AdamW count as on the device. Add the optimizer, "
+            "such as --optimizer adamw."
         )
     target, given = request.parsed_target(), request.device_memory
     device_bytes = parse_size(given, "--device-memory") if given else target.memory_bytes

@@ -16,8 +16,10 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,9 @@ from torch.distributed.tensor import DTensor, Shard
 import zpasses
 from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
+from zpasses.optim import offload
 from zpasses.pipeline.options import Options
+from zpasses.runtime.free_memory import planned_peak_bytes
 from zpasses.testing.ranks import Outcome as RankOutcome
 from zpasses.testing.ranks import close_pools
 from zpasses.testing.ranks.pool import call_on_ranks
@@ -65,7 +69,7 @@ def run_program(program: Program) -> RankReport:
     report = RankReport(at="the setup")
     try:
         # Without these guards, compiled code ignores hooks that modules get later.
-        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False), _room_for_states(program):
             _run_actions(program, report)
     except Exception as error:
         report.error = f"{type(error).__name__}: {error}"
@@ -73,6 +77,15 @@ def run_program(program: Program) -> RankReport:
         report.own = isinstance(cause, (ZpassesError, OptionError))
         traceback.print_exc()
     return report
+
+
+def _room_for_states(program: Program) -> AbstractContextManager[Any]:
+    """Have `device_bytes="auto"` find little memory on a device of any size."""
+
+    def usable_bytes(*_: object) -> int:
+        return planned_peak_bytes() + program.room_bytes
+
+    return mock.patch.object(offload, "usable_bytes", usable_bytes)
 
 
 def _run_actions(program: Program, report: RankReport) -> None:
@@ -90,8 +103,8 @@ def _sharded_side(program: Program, model: nn.Module) -> Side:
     if given.pop("cut_last", None):
         given["shard_placement_fn"] = _cut_last
     zpasses.shard(model, mesh=_mesh(program.mesh), **given)
-    if program.rests:
-        zpasses.offload_parameters(model, trained=True)
+    if program.rests is not None:
+        zpasses.offload_parameters(model, **program.rests)
     return _side(program, dist.get_rank(), model, sharded=True)
 
 
@@ -258,7 +271,9 @@ def _optimizer(program: Program, sharded: bool, model: nn.Module) -> torch.optim
     name, arguments = program.optimizer
     home = zpasses.optim if sharded and hasattr(zpasses.optim, name) else torch.optim
     built: torch.optim.Optimizer = getattr(home, name)(model.parameters(), **arguments)
-    return zpasses.offload_optimizer(built) if sharded and program.offloads else built
+    if sharded and program.offloads is not None:
+        zpasses.offload_optimizer(built, **program.offloads)
+    return built
 
 
 def _pairs(sharded: Side, reference: Side) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:

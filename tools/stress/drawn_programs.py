@@ -14,8 +14,8 @@ from zpasses.option_values import field_types
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.testing.drawing import draw_pipeline, values_of
-from zpasses.tools.stress.drawn_models import ModelChoice, deepened, draw_model
-from zpasses.tools.stress.training_actions import ACTIONS, EDITS, Edit, Rows
+from zpasses.tools.stress.drawn_models import Model, ModelChoice, deepened, draw_model
+from zpasses.tools.stress.training_actions import ACTIONS, EDITS, DeviceBytes, Edit, Rows
 
 _VOTE_LIMIT_S = 30.0
 
@@ -73,6 +73,7 @@ _ARGUMENTS: Mapping[Any, Sequence[Any]] = {
     float: (0.5, 1.25),
     Rows: ((3, 3), (3, 3), (4, 4), (5, 2)),
     Edit: tuple(EDITS),
+    DeviceBytes: ("0B", "512B", "2KiB", "auto", "auto"),
 }
 """Type of an action's argument -> what is drawn for it, where the type does not say it."""
 
@@ -106,11 +107,13 @@ class Program:
     """Argument of `torch.compile`, but for `zpasses.compile_blocks`."""
     options: Mapping[str, Any]
     optimizer: tuple[str, Mapping[str, Any]]
-    offloads: bool
-    """Whether the states of the optimizer rest on the host."""
-    rests: bool
-    """Whether the shards of all parameters do, and their gradients."""
+    offloads: Mapping[str, Any] | None
+    """Arguments of `zpasses.offload_optimizer`; None if the states stay on the device."""
+    rests: Mapping[str, Any] | None
+    """Arguments of `zpasses.offload_parameters`; None if the shards stay on the device."""
     actions: tuple[Action, ...]
+    room_bytes: int = 0
+    """What `device_bytes="auto"` finds free beside forward and backward."""
     rows_factor: int = 1
     """How many times the rows that an action names a batch has."""
     autocast: bool = False
@@ -129,10 +132,12 @@ class Program:
         lines = [
             f"model = {self.model}  # {self.dtype}",
             f"zpasses.shard(model, mesh={self.mesh}, **{dict(self.shard)})",
-            self.rests and "zpasses.offload_parameters(model, trained=True)",
+            self.rests is not None and f"zpasses.offload_parameters(model, **{dict(self.rests)})",
             calls[self.how],
             f"optimizer = {kind}(model.parameters(), **{dict(arguments)})",
-            self.offloads and "zpasses.offload_optimizer(optimizer)",
+            self.offloads is not None
+            and f"zpasses.offload_optimizer(optimizer, **{dict(self.offloads)})"
+            f"  # 'auto' finds {self.room_bytes} bytes",
             f"# batches have {self.rows_factor} times these rows",
             self.autocast and '# forwards run in torch.autocast("cpu", torch.bfloat16)',
             *map(str, self.actions),
@@ -160,7 +165,8 @@ class Program:
         """The program with the same bits that leaves all on the device, in stage 1 if this one
         encodes or rounds; None if this is it, or if plain torch shows enough.
         """
-        moves = self.offloads or self.rests or "host_memory" in self.options
+        moves = self.offloads is not None or self.rests is not None
+        moves = moves or "host_memory" in self.options
         if not (moves or self.encodes or self.rounds):
             return None
         left_out = {"memory_budget", "host_memory"} & {*self.options}
@@ -171,7 +177,7 @@ class Program:
             options["zero_stage"] = 1
         elif "pipeline" in options:
             options["pipeline"] = _with_chunks(options["pipeline"])
-        twin = replace(self, options=options, offloads=False, rests=False)
+        twin = replace(self, options=options, offloads=None, rests=None)
         return None if twin == self else twin
 
 
@@ -204,8 +210,8 @@ def draw(seed: int, codegen: str = "eager") -> Program:
         dynamic=chance.choice((None, None, None, True, False)),
         options={"codegen": codegen, "agreement_timeout_s": _VOTE_LIMIT_S, **options},
         optimizer=(kind, arguments),
-        offloads=moved.random() < 0.2,
-        rests=moved.random() < 0.2,
+        offloads={} if moved.random() < 0.2 else None,
+        rests={"trained": True} if moved.random() < 0.2 else None,
         actions=tuple(_draw_actions(chance, how, shard, options.get("backwards_per_step", 1))),
         rows_factor=_HOST_ROWS if "host_memory" in options else 1,
         autocast=autocast,
@@ -213,10 +219,39 @@ def draw(seed: int, codegen: str = "eager") -> Program:
     if program.rounds and codegen == "inductor":  # which otherwise rounds what leaves a kernel
         emulated = {"inductor": {"emulate_precision_casts": True}}
         program = replace(program, options={**program.options, **emulated})
+    return _draw_offloads(random.Random(f"offload {seed}"), program)
+
+
+def _draw_offloads(chance: random.Random, program: Program) -> Program:
+    """The program with the arguments of what it offloads. Half of those that could offload frozen
+    parameters, and offload none, do.
+    """
     # What was frozen when it moved may not be trained, and nothing may be assigned in its place.
     refused = ("freeze", "assign")
     possible = not any(word in str(each) for each in program.actions for word in refused)
-    return replace(program, rests=program.rests and possible)
+    rests = program.rests if possible else None
+    if possible and rests is None and chance.random() < 0.5 and _has_frozen(program.model):
+        rests = {}
+    if rests is not None:
+        rests = {**rests, "device_bytes": chance.choice(("0B", "0B", "128B", "512B"))}
+    if program.offloads is None:
+        return replace(program, rests=rests)
+    offloads = {
+        "device_bytes": chance.choice(_ARGUMENTS[DeviceBytes]),
+        "bucket_bytes": chance.choice(("256MiB", "1KiB", "256B")),
+    }
+    actions = list(program.actions)
+    if chance.random() < 0.5:
+        again = _draw_action(chance, "offload_again", backwards=1, windows=False)
+        actions.insert(chance.randrange(len(actions)), again)
+    room = chance.choice((512, 2048, 8192))
+    return replace(program, rests=rests, offloads=offloads, actions=tuple(actions), room_bytes=room)
+
+
+def _has_frozen(choice: ModelChoice) -> bool:
+    """Whether a parameter is frozen that can rest on the host, which scalars cannot."""
+    with torch.device("meta"):
+        return any(each.dim() and not each.requires_grad for each in Model(choice).parameters())
 
 
 def _draw_shard(chance: random.Random, model: ModelChoice) -> dict[str, Any]:
@@ -326,7 +361,7 @@ _STEP = ("backward", "clip", "step", "zero_grad")
 def _draw_actions(
     chance: random.Random, how: str, shard: Mapping[str, Any], backwards: int
 ) -> Iterator[Action]:
-    others = [name for name in ACTIONS if name not in _STEP]
+    others = [name for name in ACTIONS if name not in (*_STEP, "offload_again")]
     if backwards > 1:
         others.remove("fail")
     if how != "whole" or backwards > 1 or chance.random() < 0.8 or "cut_last" in shard:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 import zpasses
+from zpasses.runtime.offloaded import is_offloaded
 from zpasses.tools.stress.drawn_models import WIDTH
 
 Rows = tuple[int, int]
@@ -26,6 +27,8 @@ Rows = tuple[int, int]
 Through = Literal["compiled", "module"]
 Edit = NewType("Edit", str)
 """A key of EDITS."""
+DeviceBytes = NewType("DeviceBytes", str)
+"""An argument of `zpasses.offload_optimizer`."""
 Saved = Literal["copy_", "data.copy_", "data ="]
 
 
@@ -193,6 +196,12 @@ def new_optimizer(side: Side, loads: bool) -> None:
     side.optimizer = side.build(side.model)
     if loads:
         side.optimizer.load_state_dict(state)
+
+
+def offload_again(side: Side, device_bytes: DeviceBytes) -> None:
+    """Decide again which states of an offloaded optimizer stay on the device."""
+    if is_offloaded(side.optimizer):
+        zpasses.offload_optimizer(side.optimizer, device_bytes=device_bytes)
 
 
 # --- other uses of a model ------------------------------------------------------------------------
@@ -462,7 +471,7 @@ ACTIONS: Mapping[str, Callable[..., None]] = {
     for each in (
         *(backward, clip, step, zero_grad, autograd_grad, scale_grads, new_optimizer, evaluate),
         *(full_state_dict, freeze, hook, fail, train_copy, average_model, moving_average, edit),
-        *(edit_before_backward, save_state),
+        *(edit_before_backward, save_state, offload_again),
     )
 }
 """Name -> action."""

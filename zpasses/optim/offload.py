@@ -16,7 +16,6 @@ waits for these only where it reads a state (`RestingState`).
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -248,8 +247,8 @@ class _Offload:
         try:
             layouts = expected_layouts(optimizer)
             if self._options.device_bytes == "auto":
-                held = self._bytes_on_device(watched(optimizer), layouts)
-                self._usable = usable_bytes(self._device, "device_bytes", held)
+                there = self._bytes_on_device(watched(optimizer), layouts)
+                self._usable = usable_bytes(self._device, "device_bytes", there)
                 room = self._usable - max(
                     planned_peak_bytes(), device_memory.fallen_bytes(self._device)
                 )
@@ -261,9 +260,10 @@ class _Offload:
         groups = sharding_groups_of(_params_of(optimizer))
         sizes, owner = [nbytes_of(each) for each in layouts.values()], type(optimizer).__name__
         riding = _riding_bytes(layouts)
+        held = sum(each.host.numel() for each in self._buckets)
         try:
             return layouts, agreed_sizes(
-                groups, self._options, owner, sizes, error, riding, room, self._usable
+                groups, self._options, owner, sizes, error, riding, room, self._usable, held
             )
         except ZpassesError as told:
             if failure is None:
@@ -327,26 +327,13 @@ class _Offload:
         layouts, agreed = self._agreed(optimizer)
         plan = self._planned(agreed)
         check_host_memory(self._options, plan.host_bytes, agreed.available_bytes)
-        params, sizes = list(layouts), [nbytes_of(each) for each in layouts.values()]
-        own = [sum(sizes[at] for at in bucket) for bucket in plan.buckets]
         try:
-            self.arena = HostArena(sum(own), self._device)
+            self._move(optimizer, plan, agreed.sizes, layouts)
         except (OSError, RuntimeError) as raised:
             groups = sharding_groups_of(_params_of(optimizer))
             report_failure(groups, raised, "offloading states")
             raise
         self.plan, self._layouts = plan, layouts
-        self._buckets = [
-            Bucket.of({params[at]: layouts[params[at]] for at in bucket}, self.arena, start)
-            for bucket, start in zip(
-                plan.buckets, itertools.accumulate(own, initial=0), strict=False
-            )
-        ]
-        self._values = {param: own for each in self._buckets for param, own in each.values.items()}
-        self._seen = {params[at]: {} for at in plan.resident}
-        parts = in_parts(agreed.sizes, plan.resident, self._options.bucket_bytes)
-        self._staying = [[params[at] for at in part] for part in parts]
-        self._adopt(optimizer, params)
         log.info(
             "%s: %s of states on the host, %s on the device, and up to %s more in a step",
             type(optimizer).__name__,
@@ -355,16 +342,57 @@ class _Offload:
             format_size(plan.in_flight_bytes),
         )
 
+    def _move(
+        self,
+        optimizer: Optimizer,
+        plan: StatePlan,
+        sizes: Sequence[int],
+        layouts: Mapping[Tensor, Sequence[ValueLayout]],
+    ) -> None:
+        """Bring states where a plan has them.
+
+        Each bucket has memory of its own, which is freed when the last of its values has moved. So
+        a move takes little more of the host than the larger of the two plans, and states leave the
+        device before others come. If it fails, the optimizer has all states where they are then,
+        and the next step places them again.
+        """
+        self.plan, self._layouts = None, {}
+        self._buckets, self._values, self._seen = [], {}, {}
+        params = list(layouts)
+        for positions in plan.buckets:
+            own = {params[at]: layouts[params[at]] for at in positions}
+            arena = HostArena(sum(map(nbytes_of, own.values())), self._device)
+            self._buckets.append(bucket := Bucket.of(own, arena))
+            self._values |= bucket.values
+            self._adopt(optimizer, own, layouts)
+        self._seen = {params[at]: {} for at in plan.resident}
+        if self._device.type == "cpu":  # nothing else takes values out of earlier buckets there
+            for param in self._seen:
+                entries = watched(optimizer).raw(param)
+                for key, value in entries.items():
+                    entries[key] = on_device(value, param, copy=True)
+        self._adopt(optimizer, self._seen, layouts)
+        parts = in_parts(sizes, plan.resident, self._options.bucket_bytes)
+        self._staying = [[params[at] for at in part] for part in parts]
+
     # --- new values -------------------------------------------------------------------------------
-    def _adopt(self, optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
+    def _adopt(
+        self,
+        optimizer: Optimizer,
+        params: Iterable[Tensor],
+        expected: Mapping[Tensor, Sequence[ValueLayout]],
+    ) -> bool:
         """Bring values that are not where they rest there, such as those that were loaded.
+
+        Args:
+            expected: what the optimizer holds for its parameters.
 
         Returns:
             Whether all values of these parameters are as planned.
         """
         state = watched(optimizer)
         for param in params:
-            layouts = self._layouts.get(param)
+            layouts = expected.get(param)
             if layouts is None:
                 return False
             moves, stays = self._values.get(param, {}), self._seen.get(param)
@@ -422,7 +450,7 @@ class _Offload:
             for param in group["params"]
             if param.grad is not None
         }
-        if not self._adopt(optimizer, groups):
+        if not self._adopt(optimizer, groups, self._layouts):
             self._place(optimizer)
         self._warn_of_larger_peak()
         stepped = PartialStep(optimizer)

@@ -107,6 +107,7 @@ def agreed_sizes(
     more: Sequence[int],
     room_bytes: int = 0,
     usable_bytes: int = 0,
+    held_host_bytes: int = 0,
 ) -> AgreedSizes:
     """Returns what all ranks decide from.
 
@@ -116,6 +117,7 @@ def agreed_sizes(
         sizes: the bytes per parameter on this rank.
         error: why this rank cannot offload them; None if it can.
         more, room_bytes, usable_bytes: of this rank, as in `AgreedSizes`.
+        held_host_bytes: host memory of what is offloaded already, which counts as available.
 
     Raises:
         ZpassesError: on every rank, if one of them cannot, or gives other options.
@@ -125,7 +127,7 @@ def agreed_sizes(
         "what": options.texts() | {"what is offloaded": f"{owner}, {len(sizes):,} parameters"},
         "sizes": list(sizes),
         "more": list(more),
-        "available": sys.maxsize if free is None else free,
+        "available": sys.maxsize if free is None else free + held_host_bytes,
         "room": room_bytes,
         "usable": usable_bytes,
         "error": error,

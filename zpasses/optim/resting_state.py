@@ -71,11 +71,16 @@ def watched(optimizer: Optimizer) -> RestingState:
     return optimizer.state
 
 
-def on_device(value: Any, param: Tensor) -> Any:
-    """Returns a state at rest where the optimizer would have it."""
+def on_device(value: Any, param: Tensor, *, copy: bool = False) -> Any:
+    """Returns a state at rest where the optimizer would have it.
+
+    Args:
+        copy: whether a value that is there is copied, too.
+    """
     if layout_of_value(None, value) is None:
         return value
-    return wrapped(compat.local_part(value).to(compat.local_part(param).device), value)
+    device = compat.local_part(param).device
+    return wrapped(compat.local_part(value).to(device, copy=copy), value)
 
 
 def wrapped(local: Tensor, like: Any) -> Any:
@@ -109,26 +114,24 @@ class StateValue:
 
 @dataclass
 class Bucket:
-    """Parameters whose states come and go together. They lie in the arena as on the device."""
+    """Parameters whose states come and go together, in memory of its own."""
 
     values: dict[Tensor, dict[Any, StateValue]]
     host: Tensor
-    """uint8[bytes of the bucket]: its part of the arena."""
+    """uint8[bytes of the bucket]: its memory, laid out as on the device."""
 
     @classmethod
-    def of(
-        cls, layouts: Mapping[Tensor, Sequence[ValueLayout]], arena: HostArena, start: int
-    ) -> Bucket:
-        """A bucket that begins at this byte of the arena."""
+    def of(cls, layouts: Mapping[Tensor, Sequence[ValueLayout]], arena: HostArena) -> Bucket:
+        """A bucket that fills this arena."""
         values: dict[Tensor, dict[Any, StateValue]] = {}
-        end = start
+        end = 0
         for param, own in layouts.items():
             values[param] = {}
             for each in own:
                 host = arena.tensor(end, each.dtype, each.shape, each.stride)
-                values[param][each.key] = StateValue(each, end - start, host)
+                values[param][each.key] = StateValue(each, end, host)
                 end += each.nbytes
-        return cls(values, arena.bytes.narrow(0, start, end - start))
+        return cls(values, arena.bytes.narrow(0, 0, end))
 
     def exists(self) -> bool:
         """Whether one of its values is on the host."""

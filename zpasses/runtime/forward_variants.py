@@ -146,8 +146,8 @@ def build_forward_variant(
     """Build a variant as a new graph; `gm` is not changed.
 
     Args:
-        strides: the strides that an earlier variant returned, per output of `gm`; () if there is
-            none.
+        strides: the strides that an earlier variant returned, per output of `gm`, in its first run;
+            () if there is none.
 
     Returns:
         The graph, and the fake values of its extra inputs.
@@ -169,11 +169,12 @@ def build_forward_variant(
     output, returned = graph.output_node(), returned_values(graph)
     count = len(returned)
     output.args = ((*returned, *extra_outputs),)
-    pinned = _full_param_outputs(graph) | {
-        i: _static_or_traced(value_of(returned[i]), each)
-        for i, each in enumerate(strides)
-        if each is not None
-    }
+    chosen = dict(enumerate(strides))
+    pinned = _full_param_outputs(graph)
+    for i, each in enumerate(map(value_of, returned)):
+        found = chosen.get(i) if _has_static_strides(each) else each.stride()
+        if found is not None:
+            pinned[i] = found
     full = {count + i: value_of(node).stride() for i, node in enumerate(extra_outputs)}
     compat.pin_output_strides(output, {**pinned, **full})
     graph.lint()
@@ -209,10 +210,15 @@ def pin_shards(graph: fx.Graph) -> None:
     compat.pin_output_strides(graph.output_node(), shards)
 
 
-def _static_or_traced(value: Tensor, strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Inductor chooses strides only where sizes are static; others it reports of one run."""
-    static = all(isinstance(each, int) for each in (*value.shape, *value.stride()))
-    return strides if static else value.stride()
+def _has_static_strides(value: Any) -> bool:
+    """Whether strides that Inductor chooses for an output hold in all runs, although it reports
+    those of one. Other outputs have the strides of the trace in every variant.
+
+    A batch may vary: it comes first in every layout.
+    """
+    if not isinstance(value, Tensor):
+        return True
+    return all(isinstance(each, int) for each in (*value.shape[1:], *value.stride()))
 
 
 OutputStrides = Sequence[tuple[int, ...] | None]

@@ -1,6 +1,7 @@
 """Inductor chooses the strides of what forward saves: backward must be compiled for them."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -164,3 +165,27 @@ def test_variants_save_tensors_that_repeat_their_memory():
     ranks = run_in_fresh_ranks(_repeated_difference)
     assert all(rank.ok for rank in ranks), "\n".join(map(str, ranks))
     assert all(rank.result == pytest.approx(0, abs=1e-6) for rank in ranks)
+
+
+def _difference_of_sizes(shapes):
+    """Trains with two forwards for each backward, on inputs of these shapes. Returns how far
+    gradients are from those of plain torch."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 3, 3, padding=1), nn.GELU(), nn.Conv2d(3, 4, 3), nn.GELU())
+    plain = nn.Sequential(*layers, nn.Conv2d(4, 1, 1))
+    model = copy.deepcopy(plain)
+    zpasses.shard(model, mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, "cache": False})
+    for call in (plain, step):
+        for shape in shapes:
+            both = torch.randn(2, *shape, generator=torch.Generator().manual_seed(shape[0]))
+            torch.stack([call(x).square().mean() for x in both]).sum().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max((a.grad.full_tensor() - b.grad).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.slow(quick="test_saved_activations_have_the_strides_that_inductor_prefers")
+@pytest.mark.parametrize("shapes", [[(5, 1, 6, 6), (3, 1, 6, 6)], [(2, 1, 6, 9), (2, 1, 7, 8)]])
+def test_variants_for_sizes_that_change_save_tensors_of_the_same_strides(shapes):
+    assert run_on_ranks(_difference_of_sizes, shapes) == [pytest.approx(0, abs=1e-6)] * 2

@@ -162,32 +162,48 @@ def test_the_device_holds_what_stays_and_two_buckets_in_a_step(options, stays, f
     assert found[0][1] <= 1.02 * most + 1024  # it makes the states
 
 
-def test_host_memory_is_mapped_once_and_of_the_exact_size(monkeypatch):
-    from zpasses.optim import offload
+class Arenas:
+    """The host memory that optimizers take."""
 
-    sizes = []
+    def __init__(self, patch, fails_at=None):
+        from zpasses.optim import offload
 
-    class Arena(offload.HostArena):
-        def __init__(self, nbytes, device):
-            sizes.append(nbytes)
-            super().__init__(nbytes, device)
+        self.sizes, self.live, self.most, self.fails_at = [], {}, 0, fails_at
+        arenas = self
 
-    monkeypatch.setattr(offload, "HostArena", Arena)
+        class Arena(offload.HostArena):
+            def __init__(self, nbytes, device):
+                if len(arenas.sizes) == arenas.fails_at:
+                    raise MemoryBudgetError("the system does not give it")
+                super().__init__(nbytes, device)
+                arenas.sizes.append(nbytes)
+                arenas.live[weakref.ref(self._memory)] = nbytes
+                arenas.most = max(arenas.most, arenas.mapped())
+
+        patch.setattr(offload, "HostArena", Arena)
+
+    def mapped(self):
+        return sum(nbytes for memory, nbytes in self.live.items() if memory() is not None)
+
+
+def test_host_memory_is_mapped_by_buckets_and_of_the_exact_size(monkeypatch):
+    arenas = Arenas(monkeypatch)
     optimizer, _ = measured({"device_bytes": "128KiB", "bucket_bytes": "256KiB"})
-    assert sizes == [11 * ONE] == [state_plan(optimizer).host_bytes]
+    assert arenas.sizes == [*[2 * ONE] * 5, ONE]
+    assert sum(arenas.sizes) == state_plan(optimizer).host_bytes
 
 
-def test_host_memory_goes_when_the_optimizer_does():
+def test_host_memory_goes_when_the_optimizer_does(monkeypatch):
+    arenas = Arenas(monkeypatch)
     optimizer, _ = measured({})
     value = optimizer.state_dict()["state"][0]["exp_avg"]
-    mapped = weakref.ref(optimizer._zpasses_offload.arena._memory)
     collects = gc.isenabled()
     gc.disable()
     try:
         del optimizer
-        assert mapped() is not None  # a value of a state dict keeps it
+        assert arenas.mapped()  # a value of a state dict keeps it
         del value
-        assert mapped() is None
+        assert not arenas.mapped()
     finally:
         if collects:
             gc.enable()
@@ -486,6 +502,50 @@ def test_a_second_call_moves_the_states_and_a_refused_one_does_not():
     train(model, optimizer, [3])
     train(other, plain, range(4))
     assert_same_training(model, optimizer, other, plain)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [{"device_bytes": "0B"}, {"device_bytes": "256KiB"}],
+        [{"device_bytes": "256KiB"}, {"device_bytes": "0B"}],
+        [{"device_bytes": "256KiB"}, {"device_bytes": "256KiB", "bucket_bytes": "192KiB"}],
+    ],
+)
+def test_a_second_call_takes_host_memory_in_place_of_that_of_the_first(calls, monkeypatch):
+    arenas, largest = Arenas(monkeypatch), 12 * ONE
+    monkeypatch.setattr(device_memory, "free_bytes", lambda _: largest - arenas.mapped())
+    optimizer, needed = None, []
+    for options in calls:
+        options = {"bucket_bytes": "64KiB", **options}
+        if optimizer is None:
+            optimizer, _ = measured(options)
+        else:
+            before = copy.deepcopy(optimizer.state_dict())
+            zpasses.offload_optimizer(optimizer, **options)
+            assert_bits(optimizer.state_dict()["state"], before["state"])
+        needed.append(state_plan(optimizer).host_bytes)
+        assert arenas.mapped() == needed[-1]
+    assert arenas.most <= max(needed) + 2 * 3 * ONE
+
+
+def test_a_second_call_that_fails_midway_loses_no_state_and_the_next_step_places_them(monkeypatch):
+    model, optimizer, other, plain = pair("AdamW", bucket_bytes="1KiB")
+    train(model, optimizer, range(2))
+    train(other, plain, range(2))
+    with monkeypatch.context() as patch:
+        Arenas(patch, fails_at=2)
+        with pytest.raises(MemoryBudgetError, match="does not give it"):
+            zpasses.offload_optimizer(optimizer, device_bytes="600B", bucket_bytes="512B")
+        assert_same_training(model, optimizer, other, plain)
+        backward(model, 2)
+        with pytest.raises(MemoryBudgetError, match="does not give it"):
+            optimizer.step()
+        optimizer.zero_grad()
+    train(model, optimizer, [2])
+    train(other, plain, [2])
+    assert_same_training(model, optimizer, other, plain)
+    assert state_plan(optimizer).device_bytes == 0
 
 
 def test_wrong_calls_are_refused():
