@@ -13,7 +13,6 @@ from zpasses import compat
 from zpasses.backend.compile_job import CompileJob
 from zpasses.backend.levels import run_level
 from zpasses.backend.partition_choice import partition_step
-from zpasses.backend.product_sums import join_product_sums
 from zpasses.backend.step_trials import PartitionPolicy
 from zpasses.cost.plan.kept_params import Repetition
 from zpasses.graph.dialect import UNSHARD
@@ -59,8 +58,6 @@ def partition_joint(
         node for node in gm.graph.nodes if node.op == "call_function" and node.target is UNSHARD
     ]
     compat.eliminate_common_subexpressions(gm, reads)
-    if options.codegen == "inductor":
-        join_product_sums(gm.graph)
     run_level(job, gm, Level.JOINT, "joint")
     pipeline = job.state.pipeline
     policy = PartitionPolicy(

@@ -320,10 +320,10 @@ def _is_fusible(node: fx.Node) -> bool:
 
 def is_addmm(node: fx.Node) -> bool:
     """Whether Inductor computes a sum with the matrix product in it, by one `addmm`."""
-    return product_in(node) is not None
+    return _product_in(node) is not None
 
 
-def product_in(node: fx.Node) -> fx.Node | None:
+def _product_in(node: fx.Node) -> fx.Node | None:
     """Returns the product that `addmm` computes with a sum; None if it computes none. On
     accelerators, sums that only elementwise operators read stay apart.
     """
@@ -354,7 +354,7 @@ def _is_in_addmm(node: fx.Node) -> bool:
     if node.target is not aten.mm.default or len(node.users) != 1:
         return False
     (reader,) = node.users
-    return product_in(reader) is node
+    return _product_in(reader) is node
 
 
 def _is_elementwise(node: fx.Node) -> bool:
