@@ -179,7 +179,8 @@ def parse_budget(text: str, where: str) -> MemoryBudget:
     if match is None or (match[4] and match[3] != "%") or (match[6] and is_peak):
         raise OptionError(
             f"{where}: got {text!r}; expected how far the peak may rise ('5%', '+300MiB' or "
-            "'25% up to 16MiB') or the allowed peak ('60GiB'; units B, KiB, MiB, GiB)."
+            "'25% up to 16MiB', each also 'of 60GiB') or the allowed peak ('60GiB'; units B, KiB, "
+            "MiB, GiB)."
         )
     sign, number, unit, most, most_unit, peak, peak_unit = match.groups()
     of_bytes = int(float(peak) * _UNITS[peak_unit]) if peak else None

@@ -383,7 +383,8 @@ class StepTrials:
         budget = parse_budget(rise, "option 'memory_budget'")
         limit = budget.limit_bytes(lean)
         choice = choose_kept(trial.step, candidates, limit, asked=False)
-        text = rise if budget.most_bytes is not None else f"{rise} of {lean}B"
+        counts_from_graphs = budget.most_bytes is None and budget.of_bytes is None
+        text = f"{rise} of {lean}B" if counts_from_graphs else rise
         return StepPlan(trial, choice.kept, (), choice.total_us, choice.peak_bytes, limit, text)
 
     def fastest(self, limit_bytes: int) -> StepPlan:

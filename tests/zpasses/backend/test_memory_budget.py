@@ -58,6 +58,16 @@ def test_without_the_option_parameters_share_the_memory_of_the_schedule():
     assert peak(lean) < peak(some) <= 1.3 * peak(lean)
     unscheduled = captured("zero3{schedule.plan=one-ahead}")
     assert regathered(unscheduled) == regathered(lean)
+    for ample in ("1GiB", "10% of 1GiB", "+1MiB of 1GiB"):
+        assert regathered(captured(f"zero3{{schedule.memory_budget={ample}}}")) == 0
+
+
+def test_two_schedules_keep_to_a_budget_each():
+    both = "zero3,schedule{memory_budget=0%}"
+    capture = capture_graphs(Blocks(), (X,), world_size=2, pipeline=both, options=TARGET)
+    assert regathered(capture) == regathered(captured("0%"))
+    ran = [each.text for each in capture.records if each.name == "schedule"]
+    assert "schedule{memory_budget=0%}" in ran
 
 
 @pytest.fixture(scope="module")
