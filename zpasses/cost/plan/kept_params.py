@@ -292,10 +292,10 @@ def choose_kept(
         limit_bytes: the largest allowed peak of either graph.
         caches: whether parameters may be cached throughout the step.
         asked: whether the program set the limit. Without that, memory above that of one gather and
-            one reduction in flight must gain time as in `plan_schedule`, only schedules of few
-            changes are compared, and none if all that can be kept would gain less.
+            one reduction in flight must gain time, only schedules of few changes are compared, and
+            none if all that can be kept would gain little.
     """
-    search = _KeptSearch(step, limit_bytes, 0.0 if asked else PRICE)
+    search = _KeptSearch(step, limit_bytes, 0.0 if asked else _KEPT_PRICE)
     search.offer_shares(candidates, (), most=0.0)
     if not asked:
         bound_us = step.keeping(candidates).mean_us(schedule_bound_us)
@@ -371,6 +371,10 @@ class _KeptSearch:
         return excess, choice.total_us * (1 + self._price * share), choice.nbytes
 
 
+_KEPT_PRICE = 4 * PRICE
+"""Share of its duration by which a step must be faster to be worth the whole of the memory that it
+may take without being asked. It is more than for schedules alone, because what is kept is held
+where activations are, of which a larger batch could make more use."""
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the memory above that of one gather and one reduction in flight: the part for kept parameters.
 """

@@ -87,7 +87,7 @@ def test_memory_that_nobody_asked_to_use_must_gain_time(monkeypatch):
         return choose_kept(step, keepable_params(step), limit, asked=asked).kept
 
     assert len(kept(asked=True)) == len(kept(asked=False)) == 3
-    monkeypatch.setattr(kept_params, "PRICE", 10.0)
+    monkeypatch.setattr(kept_params, "_KEPT_PRICE", 10.0)
     assert len(kept(asked=True)) == 3
     assert [each.params for each in kept(asked=False)] == [("head.weight",)]  # needs no memory
 
