@@ -46,8 +46,8 @@ def program(*actions, blocks=("feed",), optimizer=("SGD", {"lr": 0.1}), **shard)
         dynamic=None,
         options={},
         optimizer=optimizer,
-        offloads=False,
-        rests=False,
+        offloads=None,
+        rests=None,
         actions=tuple(act(each) if isinstance(each, str) else each for each in actions),
     )
 
