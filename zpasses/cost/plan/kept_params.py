@@ -291,7 +291,7 @@ def choose_kept(
         candidates: in the order of preference.
         limit_bytes: the largest allowed peak of either graph.
         caches: whether parameters may be cached throughout the step.
-        asked: whether the program set the limit. Without that, memory above that of one gather and
+        asked: whether it is the option `memory_budget`. Else, memory above that of one gather and
             one reduction in flight must gain time, only schedules of few changes are compared, and
             none if all that can be kept would gain little.
     """
