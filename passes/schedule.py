@@ -23,14 +23,16 @@ memory stays within the budget, as modelled by `zpasses.cost.memory`. The plan i
 slower than these in the same memory. All ranks use the plan of the first rank, so the order of
 collectives is the same on all of them. With `reduction_group=own`, gradient reductions move to a
 second process group of the same ranks. On targets with copy engines, the plan chooses the route of
-every gather; which engine then does the work is decided at run time by a vote (`zpasses.sdma`),
-with the functional collective as the fallback. The tag of every gather holds the reason.
+every launch of gathers; whether a group can take it is decided at run time by a vote
+(`zpasses.sdma`), with its other routes and then the functional collective as fallbacks. The tag of
+every gather holds the reason.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -43,13 +45,13 @@ from zpasses.cost.memory.collective_moves import equal_liveness, movable_collect
 from zpasses.cost.memory.liveness import NOTABLE_BYTES
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.bucket_keys import compatibility_key
-from zpasses.cost.plan.plan_improvement import choose_routes, engine_launches
+from zpasses.cost.plan.plan_improvement import choose_routes, engine_launches, on_route
 from zpasses.cost.plan.schedule_evaluation import Action, Cost, Plan, evaluate, launch_cost
 from zpasses.cost.plan.schedule_planner import Planned, memory_limit, plan_schedule
 from zpasses.cost.plan.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.plan.simple_plans import CAP_BYTES, SIMPLE_PLANS, simple_plans
 from zpasses.cost.time.fused_kernels import fuses
-from zpasses.cost.time.route_figures import engine_route, planned_route, route_figures
+from zpasses.cost.time.route_figures import engine_routes, planned_routes, route_figures
 from zpasses.cost.time.target import current_target
 from zpasses.errors import OptionError
 from zpasses.graph.host_copies import split_shard_copies
@@ -95,9 +97,9 @@ class Schedule(Pass):
     """`coalesced` starts several tensors in one launch, and `flat` packs them into one tensor.
     `auto` takes the cheapest choice by the cost model of the target, which may be not to merge."""
     copy_engines: Literal["auto", "on", "off"] = "auto"
-    """Whether the plan may have copy engines run gathers of a group on one node. `auto` uses mori
-    where the target has it, and other routes only with measured figures; `on` uses the target's
-    preferred route in any case."""
+    """Whether the plan may have copy engines run gathers of a group on one node. `auto` chooses
+    among mori, where the target has it, and routes with measured figures; `on` uses the target's
+    other routes where these are missing."""
     reduction_group: Literal["shared", "own"] = "shared"
     """`own` runs gradient reductions on a second process group of the same ranks, beside
     all-gathers instead of in one queue with them. `shared` leaves them on their group. Graphs with
@@ -132,12 +134,12 @@ class Schedule(Pass):
 
     def _uses_engines(self) -> bool:
         if self.copy_engines == "auto":
-            return planned_route(current_target()) is not None
+            return bool(planned_routes(current_target()))
         return self.copy_engines == "on"
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of collectives saved, or 1 if nodes only moved."""
-        if self.copy_engines == "on" and engine_route(current_target()) is None:
+        if self.copy_engines == "on" and not engine_routes(current_target()):
             note(
                 f"{self.name}: copy_engines=on does nothing, because {current_target().name} has "
                 "no route for copy engines"
@@ -353,7 +355,7 @@ def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
     averages = replicate_groups(problem.nodes[-1].graph)
     later = "without the averages over replicas or nodes, which are inserted later"
     without = f" {later}" if averages else ""
-    by_engine = f"{len(adopted.engines):,} by copy engines; " if problem.has_engines else ""
+    by_engine = f"{_by_engines(problem, adopted)}; " if problem.routes else ""
     return (
         f"{len(problem.jobs) - copies:,} collectives in launches: {gathers:,} of gathers and "
         f"{len(first) - gathers - copies:,} of reductions{with_copies}; {by_engine}predicted "
@@ -362,26 +364,34 @@ def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
     )
 
 
+def _by_engines(problem: ScheduleProblem, plan: Plan) -> str:
+    count = Counter(route for _, route in plan.routes)
+    each = ", ".join(f"{count[route]:,} {route}" for route in problem.routes)
+    return f"{count.total():,} by copy engines" + (f" ({each})" if len(problem.routes) > 1 else "")
+
+
 def _peak(planned: Planned) -> str:
     return f"{format_size(planned.cost.peak_bytes)} of {format_size(planned.limit_bytes)}"
 
 
 def _routes(problem: ScheduleProblem, planned: Planned) -> dict[tuple[int, ...], str]:
     """Returns the reason for the route of each launch that a copy engine could run."""
-    plan, route, found = planned.plan, engine_route(current_target()), dict[tuple[int, ...], str]()
-    for number in engine_launches(problem, plan):
-        with_it, without = (
-            evaluate(problem, replace(plan, engines=engines)).total_us
-            for engines in (plan.engines | {number}, plan.engines - {number})
-        )
-        gain, taken = without - with_it, number in plan.engines
-        cost = launch_cost(problem, plan.launches[number], True)
-        nbytes = sum(problem.items[job.number].tag.nbytes for job in cost.members)
-        effect = f"{'gain' if gain >= 0 else 'lose'}{'s' if taken else ''} {abs(gain):.0f} us"
-        found[plan.launches[number]] = (
-            f"{'by' if taken else 'not by'} {route}: {format_size(nbytes)} per rank in "
-            f"{cost.duration_us:.0f} us, {'' if taken else 'would '}{effect}"
-        )
+    plan, found = planned.plan, dict[tuple[int, ...], str]()
+    for number, routes in engine_launches(problem, plan).items():
+        launch = plan.launches[number]
+        without = evaluate(problem, on_route(plan, number, "")).total_us
+        size = format_size(sum(problem.items[job].tag.nbytes for job in launch))
+        texts = []
+        for route in routes:
+            gain = without - evaluate(problem, on_route(plan, number, route)).total_us
+            took = launch_cost(problem, launch, route).duration_us
+            taken = (number, route) in plan.routes
+            effect = f"{'gain' if gain >= 0 else 'lose'}{'s' if taken else ''} {abs(gain):.0f} us"
+            texts.append(
+                f"{'by' if taken else 'not by'} {route}: {size} per rank in {took:.0f} us, "
+                f"{'' if taken else 'would '}{effect}"
+            )
+        found[launch] = "; ".join(sorted(texts))  # "by" comes before "not by"
     return found
 
 
@@ -410,20 +420,20 @@ def _agree_on_plan(
             [each.slot, each.kind, each.launch, bisect_left(fixed, each.slot)]
             for each in plan.actions
         ],
-        sorted(plan.engines),
+        sorted(plan.routes),
     ]
     target = current_target()
-    (launches, actions, engines), agreed_groups = adopt(
+    (launches, actions, routes), agreed_groups = adopt(
         dict.fromkeys([*groups, *replicate_groups(problem.nodes[-1].graph)]),
         "the schedule",
         (options, described),
         mine,
-        planned_for=(target, route_figures(target)) if problem.has_engines else target,
+        planned_for=(target, route_figures(target)) if problem.routes else target,
     )
     adopted = Plan(
         tuple(tuple(order[each] for each in members) for members in launches),
         tuple(Action(at, kind, launch) for at, kind, launch, _ in actions),
-        frozenset(engines),
+        frozenset((number, route) for number, route in routes),
     )
     return _fitted(problem, adopted, [before for *_, before in actions]), agreed_groups
 
@@ -531,4 +541,4 @@ def _apply(
         if members in reasons:
             note_route(launch.collective, reasons[members], origin)
     saved = len(problem.jobs) - len(plan.launches)
-    return saved or int(bool(plan.engines) or before != list(graph.nodes))
+    return saved or int(bool(plan.routes) or before != list(graph.nodes))

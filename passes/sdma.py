@@ -34,7 +34,7 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.time.route_figures import engine_obstacle, engine_route, route_figures
+from zpasses.cost.time.route_figures import engine_obstacle, engine_routes, route_figures
 from zpasses.cost.time.step_time import Timeline
 from zpasses.cost.time.target import Target, current_target
 from zpasses.graph.patterns import tag_foreign_gathers
@@ -61,6 +61,8 @@ class Decision:
     reason: str
     group: str
     """Name of the process group."""
+    route: str = ""
+    """The copy-engine route of a gather that is replaced."""
 
     def __str__(self) -> str:
         return f"{self.outcome}: {self.reason}"
@@ -84,7 +86,7 @@ class Sdma(Pass):
         decisions = _agree_on_decisions(self.decide(graph), str(self))
         for decision in decisions:
             if decision.outcome == "replaced":
-                gather_by_engine(decision.node)
+                gather_by_engine(decision.node, decision.route)
             note_route(decision.node, f"sdma {decision}", self.name)
         if decisions:
             counts = Counter(decision.outcome for decision in decisions)
@@ -100,14 +102,14 @@ class Sdma(Pass):
         gathers determine the schedule that a gather is weighed in.
         """
         target = current_target()
-        timeline, replaced = Timeline(graph, target), set[fx.Node]()
+        timeline, replaced = Timeline(graph, target), dict[fx.Node, str]()
         decisions = []
         for node in graph.nodes:
             collective = _gather_of(node)
             if collective is not None:
                 decisions.append(self._decide(node, collective, timeline, replaced, target))
                 if decisions[-1].outcome == "replaced":
-                    replaced.add(node)
+                    replaced[node] = decisions[-1].route
         return decisions
 
     def _decide(
@@ -115,14 +117,14 @@ class Sdma(Pass):
         node: fx.Node,
         collective: Collective,
         timeline: Timeline,
-        replaced: set[fx.Node],
+        replaced: dict[fx.Node, str],
         target: Target,
     ) -> Decision:
-        def decision(outcome: Outcome, reason: str) -> Decision:
-            return Decision(node, outcome, reason, collective.group)
+        def decision(outcome: Outcome, reason: str, route: str = "") -> Decision:
+            return Decision(node, outcome, reason, collective.group, route)
 
-        route = engine_route(target)
-        if route is None:
+        routes = engine_routes(target)
+        if not routes:
             return decision("route missing", f"{target.name} has no copy-engine route")
         unfit = engine_obstacle(compat.group_ranks(collective.group), target)
         if unfit:
@@ -130,14 +132,17 @@ class Sdma(Pass):
         opaque = [value.dtype for value in _inputs(node) if value.is_quantized]
         if opaque:
             return decision("dtype", f"{opaque[0]} is not plain bytes")
-        took = timeline.timing(node, True).duration_us
-        gain = timeline.run(replaced).total_us - timeline.run(replaced | {node}).total_us
+        total_us = {route: timeline.run(replaced | {node: route}).total_us for route in routes}
+        route = min(routes, key=lambda each: total_us[each])
+        took = timeline.timing(node, route).duration_us
+        gain = timeline.run(replaced).total_us - total_us[route]
         taken = gain > 0 or self.gathers == "all"
         effect = f"{'gain' if gain > 0 else 'lose'}{'s' if taken else ''} {abs(gain):.0f} us"
         return decision(
             "replaced" if taken else "no gain",
             f"{format_size(collective.nbytes)} per rank in {took:.0f} us by {route}, "
             f"{'' if taken else 'would '}{effect}",
+            route if taken else "",
         )
 
 
@@ -157,7 +162,7 @@ def _inputs(node: fx.Node) -> list[torch.Tensor]:
 
 # --- agreement ------------------------------------------------------------------------------------
 def _agree_on_decisions(decisions: list[Decision], options: str) -> list[Decision]:
-    """Mark a gather as replaced only if every rank of its group would replace it.
+    """Mark a gather as replaced only if every rank of its group would give it the same route.
 
     The predicted times depend on shapes. The same gathers always get the same answer.
     """
@@ -172,29 +177,33 @@ def _agree_on_decisions(decisions: list[Decision], options: str) -> list[Decisio
             )
             for decision in own
         ]
-        all_would_replace, same_gathers = adopt(
+        routes, same_gathers = adopt(
             [group],
             "the choice of copy-engine gathers",
             (options, described),
-            [decision.outcome == "replaced" for decision in own],
+            [decision.route for decision in own],
             planned_for=(target, route_figures(target)),
-            merge=lambda choices: [all(each) for each in zip(*choices, strict=True)],
+            merge=lambda choices: [
+                each[0] if len(set(each)) == 1 else "" for each in zip(*choices, strict=True)
+            ],
         )
-        for decision, would in zip(own, all_would_replace, strict=True):
-            agreed[decision.node] = _apply_vote(decision, bool(same_gathers) and would)
+        for decision, route in zip(own, routes, strict=True):
+            agreed[decision.node] = _apply_vote(decision, route if same_gathers else "")
     return [agreed[decision.node] for decision in decisions]
 
 
-def _apply_vote(decision: Decision, all_would_replace: bool) -> Decision:
-    """Combine this rank's decision with the answer of all ranks, which may come from an earlier
-    compile of the same gathers.
+def _apply_vote(decision: Decision, route: str) -> Decision:
+    """Combine this rank's decision with the route of all ranks, which may come from an earlier
+    compile of the same gathers; "" if they have none.
     """
-    if decision.outcome == "replaced" and not all_would_replace:
-        return replace(decision, outcome="other ranks", reason="not all ranks would replace it")
-    if decision.outcome != "replaced" and all_would_replace:
+    if decision.route and not route:
+        reason = "not all ranks would give it the same route"
+        return replace(decision, outcome="other ranks", reason=reason, route="")
+    if decision.route != route:
         return replace(
             decision,
             outcome="replaced",
+            route=route,
             reason=f"as in an earlier compile of these gathers; this compile: {decision}",
         )
     return decision

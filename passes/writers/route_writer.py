@@ -25,15 +25,15 @@ def can_take_engine(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _SWAPS
 
 
-def gather_by_engine(node: fx.Node) -> None:
-    """Replaces the operator of a gather by its copy-engine form."""
+def gather_by_engine(node: fx.Node, route: str) -> None:
+    """Replaces the operator of a gather by its copy-engine form, which takes a route."""
     collective, arguments = collective_of(node), named_arguments(node, node.target)  # type: ignore[arg-type]
     assert collective is not None
     node.target = _SWAPS[node.target]
     names = [argument.name for argument in node.target._schema.arguments]
     first, size, _, *out = names
     node.args = (arguments[first], arguments[size], collective.group)
-    node.kwargs = {name: arguments[name] for name in out}
+    node.kwargs = {name: arguments[name] for name in out if name != "route"} | {"route": route}
     if compat.is_inductor_lowering_loaded():
         compat.register_collective_lowerings()
 
@@ -44,9 +44,9 @@ def note_route(node: fx.Node, text: str, origin: str) -> None:
     """
     collective = collective_of(node)
     assert collective is not None
-    choice = route_choice(collective.group)
     by_engine = is_copy_engine_collective(collective)
-    if by_engine and choice is not None and choice.reason:
+    choice = route_choice(collective.group, str(node.kwargs["route"])) if by_engine else None
+    if choice is not None and choice.reason:
         text += f"; runs by {choice.route} because {choice.reason}"
     if tag_of(node) is None:
         inputs = [value_of(each) for each in node.all_input_nodes]

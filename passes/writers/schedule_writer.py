@@ -30,8 +30,8 @@ def write_plan(
         origin: name of the pass, for tags.
     """
     launches = _merged_launches(graph, problem, plan.launches, origin)
-    for number in sorted(plan.engines):
-        gather_by_engine(launches[number].collective)
+    for number, route in sorted(plan.routes):
+        gather_by_engine(launches[number].collective, route)
     _place_launches(problem.nodes, launches, plan.actions)
     return launches
 

@@ -83,7 +83,7 @@ def test_changes_merge_launches_start_them_early_and_choose_their_routes():
         assert all(later < earlier for earlier, later in itertools.pairwise(costs))
         assert costs[-1][1] < (0.99 if engines else 0.9) * costs[0][1]
         assert len(better[-1].launches) < len(plan.launches)
-        assert bool(better[-1].engines) == engines
+        assert bool(better[-1].routes) == engines
 
 
 def test_no_change_exceeds_the_limit():

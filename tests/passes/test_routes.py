@@ -19,7 +19,12 @@ from tests.graphs import (
 )
 from zpasses.cost.memory.collective_moves import equal_liveness
 from zpasses.cost.plan.schedule_planner import memory_limit
-from zpasses.cost.time.route_figures import CALIBRATION_VARIABLE, FORMAT
+from zpasses.cost.time.route_figures import (
+    CALIBRATION_VARIABLE,
+    FORMAT,
+    engine_routes,
+    planned_routes,
+)
 from zpasses.cost.time.step_time import step_time
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.queries import collectives
@@ -94,25 +99,88 @@ def test_targets_without_mori_keep_their_graphs_node_for_node(target):
     assert bool(weighed) == (target != "cpu")
 
 
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """Returns a function that sets the figures of a machine's routes."""
+
+    def set_figures(architecture, **figures):
+        versions = {"torch": torch.__version__}
+        c10d = {"latency_us": 1.0, "gb_s": 0.012, "compute_slowdown": 1.3}
+        found = {"c10d": c10d | {"collective_slowdown": 1.2}} | {
+            name: {"compute_slowdown": 1.0} | each for name, each in figures.items()
+        }
+        machine = {"architecture": architecture, "versions": versions, "routes": found}
+        path = tmp_path / "calibration.json"
+        path.write_text(json.dumps({"format": FORMAT, "machines": {"one": machine}}))
+        monkeypatch.setenv(CALIBRATION_VARIABLE, str(path))
+
+    return set_figures
+
+
 @pytest.mark.parametrize("route", ["nccl_zero", "symm_mem"])
-def test_measured_figures_are_enough_for_other_routes(tmp_path, monkeypatch, route):
+def test_measured_figures_are_enough_for_other_routes(measured, route):
     """On NVIDIA, nothing is known of routes but what was measured."""
-    figures = {"latency_us": 1.0, "gb_s": 0.02, "compute_slowdown": 1.0, "copied_parts": 1.0}
-    c10d = {"latency_us": 1.0, "gb_s": 0.012, "compute_slowdown": 1.3, "collective_slowdown": 1.2}
-    machine = {
-        "architecture": "sm90",
-        "versions": {"torch": torch.__version__},
-        "routes": {route: figures, "c10d": c10d},
-    }
-    path = tmp_path / "calibration.json"
-    path.write_text(json.dumps({"format": FORMAT, "machines": {"one": machine}}))
     target = f"h100,{SLOW_LINKS}"
     assert not any(routes(scheduled(PARAMS, target)[1]))
-    monkeypatch.setenv(CALIBRATION_VARIABLE, str(path))
+    measured("sm90", **{route: {"latency_us": 1.0, "gb_s": 0.02, "copied_parts": 1.0}})
     moved = scheduled(PARAMS, target)[1]
     assert any(routes(moved))
     notes = [tag.note for _, tag in tagged(moved.graph, "gather")]
     assert any(note.startswith(f"by {route}: ") for note in notes)
+
+
+QUICK_OR_FAST = {
+    "mori": {"latency_us": 200.0, "gb_s": 0.03},
+    "nccl_zero": {"latency_us": 1.0, "gb_s": 0.018},
+}
+"""One route starts early, and the other moves more."""
+
+
+@pytest.mark.parametrize("options", [{"plan": "one-ahead", "cap_mb": 0}, {}], ids=["one", "auto"])
+def test_a_plan_chooses_among_routes_for_each_launch(measured, options):
+    """Launches of one graph take the route that is faster for their size, and no other choice of
+    one route for all is as fast.
+    """
+    target = f"mi300x,{SLOW_LINKS}"
+    shapes = ((8, 8), torch.bfloat16), ((128, 128), torch.float32)  # which share no launch
+    params = [Param(*each) for each in shapes * 3]
+    options = {"memory_budget": "1GiB", "mode": "coalesced", **options}
+    alone = {}
+    for name, figures in QUICK_OR_FAST.items():
+        measured(
+            "gfx942", **QUICK_OR_FAST | {"mori": UNUSABLE, "nccl_zero": UNUSABLE, name: figures}
+        )
+        alone[name] = scheduled(params, target, **options)[1]
+        assert named_routes(alone[name]) <= {"", name}
+    measured("gfx942", **QUICK_OR_FAST)
+    _, both = scheduled(params, target, **options)
+    assert {"mori", "nccl_zero"} <= named_routes(both)
+    assert time_us(both, target) < min(time_us(each, target) for each in alone.values())
+    for (node, tag), is_engine in zip(tagged(both.graph, "gather"), routes(both), strict=True):
+        route = node.kwargs.get("route")
+        assert is_engine == bool(route)
+        assert not is_engine or tag.note.startswith(f"by {route}: ")
+        assert "not by " in tag.note
+
+
+UNUSABLE = {"latency_us": 1e6, "gb_s": 0.001}
+
+
+def named_routes(gm):
+    return {node.kwargs.get("route", "") for node, tag in tagged(gm.graph, "gather")}
+
+
+def test_routes_that_others_are_as_good_as_in_every_figure_are_left_out(measured):
+    target = Target.parse("mi300x")
+    assert engine_routes(target) == planned_routes(target) == ("mori",)
+    assert planned_routes(Target.parse("h100")) == ()
+    assert engine_routes(Target.parse("h100")) == ("nccl_zero",)  # the other one copies, too
+    measured("gfx942", **QUICK_OR_FAST)
+    assert planned_routes(target) == ("mori", "nccl_zero")
+    measured("gfx942", **QUICK_OR_FAST, symm_mem=QUICK_OR_FAST["nccl_zero"])
+    assert planned_routes(target) == ("mori", "nccl_zero")
+    measured("gfx942", **QUICK_OR_FAST, symm_mem={"latency_us": 0.5, "gb_s": 0.04})
+    assert planned_routes(target) == ("symm_mem",)
 
 
 @pytest.mark.parametrize(

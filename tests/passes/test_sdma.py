@@ -78,7 +78,8 @@ def test_gathers_into_given_memory_are_swapped():
         gm = build.returns(build.call(functional.wait_tensor.default, started))
         after = rewritten(gm, ALL)
     (replaced,) = after.graph.find_nodes(op="call_function", target=SDMA_ALL_GATHER_OUT)
-    assert (list(replaced.args[1:]), list(replaced.kwargs)) == ([2, "0"], ["out"])
+    assert (list(replaced.args[1:]), list(replaced.kwargs)) == ([2, "0"], ["out", "route"])
+    assert replaced.kwargs["route"] == "mori"
     # Rank 1 writes its part to rank 0's place and gathers it from there. It only matters that both
     # graphs do the same.
     values = [[torch.full((4, 2), float(rank))] for rank in range(2)]
@@ -229,10 +230,13 @@ def voted(monkeypatch, votes, passes=(ALL,)):
     return [op == "sdma_all_gather" for op in gathers], notes
 
 
-def test_gather_that_one_rank_would_not_swap_is_swapped_by_no_rank(monkeypatch):
-    swapped, notes = voted(monkeypatch, lambda mine: [mine, [mine[0], [True, False, True]]])
-    assert swapped == [True, False, True]
-    assert "sdma other ranks: not all ranks would replace it" in notes[1]
+def test_gather_that_one_rank_would_not_swap_or_otherwise_is_swapped_by_no_rank(monkeypatch):
+    others = ["mori", "", "nccl_zero"]
+    swapped, notes = voted(monkeypatch, lambda mine: [mine, [mine[0], others]])
+    assert swapped == [True, False, False]
+    said = "sdma other ranks: not all ranks would give it the same route"
+    assert said in notes[1]
+    assert said in notes[2]
 
 
 def test_ranks_with_different_gathers_swap_nothing(monkeypatch):
@@ -241,9 +245,9 @@ def test_ranks_with_different_gathers_swap_nothing(monkeypatch):
 
 def test_recompiled_gathers_get_the_earlier_decision(monkeypatch):
     """A rank that recompiles for other shapes must match the graphs that the other ranks keep."""
-    earlier = [True, False, False]  # none gains now
+    earlier = ["mori", "", ""]  # none gains now
     swapped, notes = voted(monkeypatch, lambda mine: [[mine[0], earlier]] * 2, (Sdma(),))
-    assert swapped == earlier
+    assert swapped == [True, False, False]
     said = "sdma replaced: as in an earlier compile of these gathers; this compile: no gain: "
     assert notes[0].startswith(said)
 
@@ -253,7 +257,7 @@ def test_tag_names_the_route_if_it_is_already_chosen(monkeypatch):
 
     monkeypatch.setattr(
         "zpasses.passes.writers.route_writer.route_choice",
-        lambda group: RouteChoice(group, "cuda", "c10d", "mori: rank 3: no"),
+        lambda group, route: RouteChoice(group, "cuda", "c10d", f"{route}: rank 3: no"),
     )
     gm = lowered(Param((4, 2)), passes=(ALL,))
     ((_, tag),) = tagged(gm.graph, "gather")

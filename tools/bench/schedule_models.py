@@ -16,7 +16,7 @@ from torch import fx
 import zpasses
 from zpasses import compat
 from zpasses.backend.step_trials import StepPlan, StepTrials
-from zpasses.cost.time.route_figures import planned_route
+from zpasses.cost.time.route_figures import planned_routes
 from zpasses.cost.time.target import Target, use_target
 from zpasses.pipeline.events import ObservedGraph, listen, observe_graphs
 from zpasses.testing import copy_graph, fake_world
@@ -102,7 +102,7 @@ def captured_step(
     def partition(trials: StepTrials) -> None:
         for target in targets:
             with use_target(target):
-                ours = trials.again(planned_route(target) is not None)
+                ours = trials.again(bool(planned_routes(target)))
                 steps = planned.setdefault(target.name, {})
                 for name, make in plans.items():
                     plan = make(ours)

@@ -70,7 +70,7 @@ class PlanPoint:
     """One plan of the step, or a stage without a budget."""
 
     name: str
-    """"plan", "zero2", "zero3" or "pipeline"; also "zero3, no copy engines"."""
+    """"plan", "zero2", "zero3" or "pipeline"; also these with ", no copy engines"."""
     budget: str | None
     """Text of the option `memory_budget`; None for a stage without a budget."""
     limit_bytes: int | None
@@ -95,6 +95,8 @@ class PlanPoint:
     least_us: float | None = None
     """Duration that no plan within the budget can beat, whatever it saves, keeps and moves; None if
     it is not known."""
+    routes: tuple[str, ...] = ()
+    """Of each launch of gathers that copy engines could run: which route it takes, and why."""
 
     @property
     def fits_device(self) -> bool:
@@ -259,8 +261,6 @@ class PlanTable(StepTable):
     seconds: float
     """Duration of the planning."""
     resting: Resting = Resting()
-    routes: tuple[str, ...] = ()
-    """Of stage 3 without a budget: each gather that a copy engine can run, its route and why."""
     uncompiled: Mapping[str, int] = field(default_factory=dict)
     """Module that has a notable part of the parameters, outside of the blocks -> their bytes in the
     unsharded model."""
@@ -352,7 +352,6 @@ class PlanTable(StepTable):
             "memory": self.memory,
             "plans": [{**each.to_json(), "chosen": each is self.chosen} for each in self.plans],
             "stages": [each.to_json() for each in self.stages],
-            "routes": list(self.routes),
             **({} if self.blocks is None else {"uncompiled": dict(self.uncompiled)}),
             "options": self.options,
             **self._device_json(),

@@ -165,8 +165,8 @@ def plan_view(found: PlanTable) -> View:
             Text(tuple(_graph_line(*each) for each in found.chosen.graphs.items())),
             found.calls_of(found.chosen),
         ]
-    if found.routes:
-        result.append(_routes_text(found.routes, found.stages[-1].name))
+        if found.chosen.routes:
+            result.append(_routes_text(found.chosen.routes))
     legend = legend_of(columns)
     if found.resting.optimizer is not None:
         legend.append(_rank_has(found))
@@ -216,12 +216,12 @@ def _blocks_legend(blocks: str, uncompiled: Mapping[str, int]) -> tuple[str, ...
 _MOST_ROUTES = 10
 
 
-def _routes_text(routes: Sequence[str], name: str) -> Text:
+def _routes_text(routes: Sequence[str]) -> Text:
     taken = sum(": by " in each for each in routes)
     shown = [f"  {each}" for each in routes[:_MOST_ROUTES]]
     if len(routes) > _MOST_ROUTES:
         shown.append(f"  and {len(routes) - _MOST_ROUTES} more, which --json has")
-    title = f"{name}, no budget: copy engines run {taken} of {len(routes)} gathers"
+    title = f"Copy engines run {taken} of {len(routes)} launches of gathers:"
     return Text((title, *shown))
 
 

@@ -296,7 +296,9 @@ def _numbers(part: _Part, copies: int) -> Mapping[tuple[int, int], int]:
 
 
 def _moved(job: Job, number: int, by: int, old_end: int, end: int) -> Job:
-    other = job.by_engine and _moved(job.by_engine, number, by, old_end, end)
+    others = {
+        route: _moved(each, number, by, old_end, end) for route, each in job.on_routes.items()
+    }
     held = end if job.held_from == old_end else job.held_from + by
     at = _anchor(job) + by
     return replace(
@@ -305,7 +307,7 @@ def _moved(job: Job, number: int, by: int, old_end: int, end: int) -> Job:
         earliest=0 if job.is_gather else at,
         latest=at if job.is_gather else end,
         held_from=at if job.is_gather else held,
-        by_engine=other,
+        on_routes=others,
     )
 
 

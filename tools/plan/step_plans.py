@@ -26,7 +26,7 @@ from zpasses.backend.step_trials import (
 )
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import KeptParam
-from zpasses.cost.time.route_figures import planned_route
+from zpasses.cost.time.route_figures import planned_routes
 from zpasses.cost.time.target import Target, use_target
 from zpasses.errors import OptionError
 from zpasses.graph.tags import tagged
@@ -187,7 +187,6 @@ class _Planner:
         self._also, self._progress = also, progress
         self._graphs: dict[Any, Graphs] = {}
         self._made: dict[str, PlanPoint] = {}
-        self._routes: list[str] = []
 
     def run(self) -> PlanTable:
         started, memory = time.perf_counter(), self._request.memory
@@ -210,7 +209,6 @@ class _Planner:
             chosen=chosen if chosen is not None or missing is not None else plans[-1],
             missing=missing,
             seconds=time.perf_counter() - started,
-            routes=tuple(self._routes),
             host_memory=self._request.host_memory,
         )
 
@@ -246,26 +244,13 @@ class _Planner:
         return self._made[budget]
 
     def _zero3(self) -> list[PlanPoint]:
-        """Returns stage 3, or the pipeline, without a budget; before it the same without copy
-        engines, if its plan may use them.
-        """
+        """Returns stage 3, or the pipeline, without a budget."""
         plan = self._trials.fitting(self._trials.rise)
         pipeline, budget = self._request.passes, plan.memory_budget
         name = "zero3" if pipeline is ZERO3 else "pipeline"
         pipeline = pipeline if budget is None else pipeline.with_memory_budget(budget)
-        without = PlanPoint(name, None, None, {}, _bytes(*plan.kept), 0, 1.0)
-        points = []
-        if planned_route(self._target) is not None:
-            first = replace(without, name=f"{name}, no copy engines")
-            points.append(self._judged(first, _without_engines(pipeline), self._graphs_of(plan)))
-        graphs = self._graphs_of(plan)
-        points.append(self._judged(without, pipeline, graphs))
-        for side, gm in zip(("forward", "backward"), graphs, strict=True):
-            for _, tag in tagged(gm.graph, "gather"):
-                if tag.note:
-                    more = f" and {len(tag.params) - 1} more" if len(tag.params) > 1 else ""
-                    self._routes.append(f"{side}, {tag.params[0]}{more}: {tag.note}")
-        return points
+        stage = PlanPoint(name, None, None, {}, _bytes(*plan.kept), 0, 1.0)
+        return self._with_and_without_engines(stage, pipeline, self._graphs_of(plan))
 
     def _zero2(self) -> list[PlanPoint]:
         """Returns stage 2 without a budget, if the joint graph has not been rewritten for a
@@ -278,7 +263,19 @@ class _Planner:
         recomputes = Options(zero_stage=2).recomputes_elementwise()
         kept = sum(size for *_, size in full_params(self._joint))
         graphs = self._trials.other(self._joint, recomputes)
-        return [self._judged(PlanPoint("zero2", None, None, {}, kept, kept, 1.0), ZERO2, graphs)]
+        stage = PlanPoint("zero2", None, None, {}, kept, kept, 1.0)
+        return self._with_and_without_engines(stage, ZERO2, graphs)
+
+    def _with_and_without_engines(
+        self, stage: PlanPoint, pipeline: Pipeline, graphs: Graphs
+    ) -> list[PlanPoint]:
+        """Returns a stage; before it the same without copy engines, if its plan may use them."""
+        found = []
+        if planned_routes(self._target):
+            first = replace(stage, name=f"{stage.name}, no copy engines")
+            copies = compat.clone_graph_module(graphs[0]), compat.clone_graph_module(graphs[1])
+            found.append(self._judged(first, _without_engines(pipeline), copies))
+        return [*found, self._judged(stage, pipeline, graphs)]
 
     def _graphs_of(self, plan: StepPlan) -> Graphs:
         """Returns the graphs of a plan as copies, which are rewritten."""
@@ -300,7 +297,7 @@ class _Planner:
             "forward": self._forward_figures(graphs[0], predictors[Level.FORWARD]),
             "backward": self._figures(graphs[1], predictors[Level.BACKWARD]),
         }
-        point = replace(point, graphs=figures)
+        point = replace(point, graphs=figures, routes=tuple(_routes(graphs)))
         self._progress(point)
         return point
 
@@ -375,6 +372,15 @@ def _captured(pipeline: Pipeline) -> Iterator[Pass]:
             yield each
         elif isinstance(each, Schedule):
             yield _Unscheduled(**vars(each))
+
+
+def _routes(graphs: Graphs) -> Iterator[str]:
+    """Yields the reason for the route of each launch of gathers that has one."""
+    for side, gm in zip(("forward", "backward"), graphs, strict=True):
+        for _, tag in tagged(gm.graph, "gather"):
+            if tag.note:
+                more = f" and {len(tag.params) - 1} more" if len(tag.params) > 1 else ""
+                yield f"{side}, {tag.params[0]}{more}: {tag.note}"
 
 
 def _without_engines(pipeline: Pipeline) -> Pipeline:

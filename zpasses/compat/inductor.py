@@ -283,13 +283,13 @@ def register_collective_lowerings() -> None:
     kernel: Any = cast(Any, ir)._CollectiveKernel
 
     def out_of_place(op: torch._ops.OpOverload) -> Callable[..., Any]:
-        return lambda inputs, *args: pytree.tree_map(
-            ir.TensorBox.create, kernel.create_out_of_place(op, inputs, *args)
+        return lambda inputs, *args, **named: pytree.tree_map(
+            ir.TensorBox.create, kernel.create_out_of_place(op, inputs, *args, **named)
         )
 
     def in_place(op: torch._ops.OpOverload) -> Callable[..., Any]:
-        def lower(source: Any, *args: Any, out: Any) -> Any:
-            kernel.create_inplace(op, source, *args, out=out)
+        def lower(source: Any, *args: Any, out: Any, **named: Any) -> Any:
+            kernel.create_inplace(op, source, *args, out=out, **named)
             # Only `out` is awaited. Inductor may free the input before the wait, because the op
             # keeps it alive, but must not reuse its memory.
             V.graph.never_reuse_buffers.add(source.get_name())

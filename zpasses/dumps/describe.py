@@ -18,12 +18,11 @@ from zpasses import compat
 from zpasses.cost.memory.liveness import Liveness, liveness
 from zpasses.cost.time.fused_kernels import FusedKernels
 from zpasses.cost.time.roofline import compute_us
-from zpasses.cost.time.route_figures import engine_route
 from zpasses.cost.time.step_time import (
     Timeline,
     collective_timing,
     host_copy_timing,
-    is_copy_engine_collective,
+    route_named,
 )
 from zpasses.cost.time.target import Target
 from zpasses.dumps import nodes as data
@@ -231,7 +230,7 @@ class GraphDescriber:
             gathers = "gather" in communicates.op or node.target is UNSHARD
             full = nbytes(value) if gathers else communicates.nbytes
             sizes = (ranks, input_nbytes(node, communicates), full)
-            said = (self._route(communicates, tag), tag.note if tag is not None else "")
+            said = (self._route(node, communicates, tag), tag.note if tag is not None else "")
             label = self._describer.label(communicates.group)
             about = (communicates.op, communicates.group)
             collective = data.Collective(*about, *sizes, waits, *said, label)
@@ -261,12 +260,11 @@ class GraphDescriber:
         self._known[node] = (key, described)
         return described
 
-    def _route(self, communicates: Collective, tag: Tag | None) -> str:
+    def _route(self, node: fx.Node, communicates: Collective, tag: Tag | None) -> str:
         flat = "flat" if tag is not None and tag.bucket is not None else ""
         packed = "coalesced" if "coalesced" in communicates.op else flat
-        by_engine = is_copy_engine_collective(communicates)
-        route = engine_route(self._describer.target) if by_engine else None
-        return " ".join(each for each in (route, packed) if each)
+        route = route_named(node, communicates, self._describer.target)
+        return " ".join(each for each in (route, packed) if each and each != "c10d")
 
     def _cost(
         self, node: fx.Node, communicates: Collective | None

@@ -217,7 +217,10 @@ _REMOVED = {
     "'schedule{plan=single,...}' in place of 'bucket{...}' alone. plan_for_overlap is gone.",
     "overlap": "Write 'schedule{plan=one-ahead,...}' in place of 'bucket{...},overlap', and "
     "'schedule{plan=one-ahead,cap_mb=0}' in place of 'overlap' alone.",
-    "zero3-sdma": "Write 'zero3', which uses copy engines where the target has them.",
+    **{
+        f"{stage}-sdma": f"Write {stage!r}, which uses copy engines where the target has them."
+        for stage in ("zero1", "zero2", "zero3")
+    },
 }
 """Passes and named pipelines that `schedule` and `zero3` replaced -> what to write."""
 

@@ -358,16 +358,18 @@ def implement_collective(
         shape_of: returns the shape of an output, of that of its input and the number of ranks.
     """
 
-    def fake(source: Tensor, *rest: Any) -> Tensor:
+    def fake(source: Tensor, *rest: Any, **_: Any) -> Tensor:
         return source.new_empty(shape_of(source.shape, rest[-2]))
 
     several = f"{name}_coalesced"
     kind = "CompositeExplicitAutograd"
-    _library.impl(name, lambda source, *rest: run([source], *rest)[0], kind)
+    _library.impl(name, lambda source, *rest, **named: run([source], *rest, **named)[0], kind)
     _library.impl(several, run, kind)
     register = functools.partial(torch.library.register_fake, lib=_library)
     register(f"zpasses::{name}", fake)
-    register(f"zpasses::{several}", lambda sources, *rest: [fake(each, *rest) for each in sources])
+    register(
+        f"zpasses::{several}", lambda sources, *rest, **_: [fake(each, *rest) for each in sources]
+    )
 
 
 implement_collective("gloo_all_gather", _gather_all, gathered_shape)

@@ -1,8 +1,9 @@
-"""Chooses the route of each process group, and keeps it from the first collective (or `init`) to
+"""Starts the routes of each process group, and keeps them from the first collective (or `init`) to
 `shutdown`.
 
-The ranks choose a route once per process group and device type, by vote. Nothing falls back after a
-launch. The first rank of the group logs the choice and its reason.
+The ranks try a route once per process group and device type, by vote. A plan may name another route
+for each launch, so a group can have several. Nothing falls back after a launch. The first rank of
+the group logs each choice and its reason.
 """
 
 from __future__ import annotations
@@ -60,8 +61,95 @@ class RouteChoice:
         return f"group {self.group!r} on {self.device} gathers by {self.route}{reason}"
 
 
+class _Routes:
+    """The routes of one process group on one type of device."""
+
+    def __init__(self, group: str, device: str, capacity_bytes: int) -> None:
+        self._group, self._device, self._capacity_bytes = group, device, capacity_bytes
+        self._platform = platform_of(device)
+        self._answers: list[Answer] | str | None = None
+        """What the ranks can tell before any route is started, or why none can be."""
+        self._tried: dict[str, Route | str] = {}
+        """The routes that were started, or why they could not be."""
+        self.chosen: dict[str, tuple[Route, RouteChoice]] = {}
+        """By the name of the preferred route; "" for the order of `_CANDIDATES`."""
+
+    def choose(self, preferred: str, timeout_s: float) -> tuple[Route, RouteChoice]:
+        if preferred not in self.chosen:
+            names = sorted(_CANDIDATES, key=lambda each: each != preferred)
+            route, reason = self.first_of(names, timeout_s)
+            choice = RouteChoice(self._group, self._device, route.name, reason)
+            is_new = choice not in (each for _, each in self.chosen.values())
+            self.chosen[preferred] = route, choice
+            if not is_new:
+                return route, choice
+            members = compat.process_group(self._group)
+            fallback = isinstance(route, C10dRoute) and members.size() > 1
+            level = logging.WARNING if fallback else logging.INFO
+            log.log(level if members.rank() == 0 else logging.DEBUG, "sdma: %s", choice)
+            runtime_note("sdma", str(choice))
+        return self.chosen[preferred]
+
+    def first_of(self, names: Sequence[str], timeout_s: float) -> tuple[Route, str]:
+        """Returns the first route that the group can take, and why it cannot take those before."""
+        if self._answers is None:
+            self._answers = self._ask(timeout_s)
+        if isinstance(self._answers, str):
+            return C10dRoute(), self._answers
+        reasons: list[str] = []
+        for name in names:
+            if name not in self._tried:
+                self._tried[name] = self._try(name, self._answers, timeout_s)
+            route = self._tried[name]
+            if not isinstance(route, str):
+                return route, "; ".join(reasons)
+            reasons.append(f"{name}: {route}")
+        return C10dRoute(), "; ".join(reasons)
+
+    def leave(self, timeout_s: float) -> str | None:
+        """Gives back what the routes share with other ranks. From now on, there is only the
+        functional collective. Returns a reason if that was not possible.
+        """
+        alive, left = compat.group_names(), None
+        for route in self._tried.values():
+            if self._platform is not None and self._group in alive and isinstance(route, Route):
+                left = route.leave(self._group, timeout_s, self._platform) or left
+        self._answers = reason = "sdma was shut down"
+        gone = RouteChoice(self._group, self._device, "c10d", reason)
+        self.chosen = dict.fromkeys(self.chosen, (C10dRoute(), gone))
+        return left
+
+    def _ask(self, timeout_s: float) -> list[Answer] | str:
+        group, platform = self._group, self._platform
+        if compat.group_backend(group) == "fake" or compat.process_group(group).size() == 1:
+            return "the group has no other ranks"
+        answers = exchange(
+            group,
+            f"sdma: the capabilities of {self._device}",
+            None if platform is None else _answer(group, platform, self._capacity_bytes),
+            timeout_s,
+        )
+        if platform is None or any(answer is None for answer in answers):
+            return f"{self._device} has no copy engines for collectives"
+        return list(answers)
+
+    def _try(self, name: str, answers: Sequence[Answer], timeout_s: float) -> Route | str:
+        assert self._platform is not None
+        candidate = _CANDIDATES[name]
+        of_ranks = [{**answer, "refusal": answer["refusals"][name]} for answer in answers]
+        reason = unavailable_reason(self._group, of_ranks)
+        if reason is None and candidate is mori_route:
+            reason = mori_route.disagreement(self._group, of_ranks)
+        if reason is not None:
+            return reason
+        started: Route | str = candidate.start(
+            self._group, self._platform, self._capacity_bytes, timeout_s
+        )
+        return started
+
+
 # The state belongs to a process group, which has no attribute for it.
-_routes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[Route, RouteChoice]]] = (
+_routes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Routes]] = (
     weakref.WeakKeyDictionary()
 )
 _lock = threading.RLock()
@@ -104,20 +192,31 @@ def init(
         )
     name = compat.group_name(group if group is not None else dist.group.WORLD)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return _get_or_choose_route(name, torch.device(device), capacity_mib << 20, limit)[1]
+    return _choose(name, torch.device(device), "", capacity_mib << 20, limit)[1]
 
 
-def route_of(group: str, device: torch.device) -> Route:
-    """Returns the route of a group for tensors of a device. Chooses it now if the group has none
-    yet.
+def route_of(group: str, device: torch.device, preferred: str = "") -> Route:
+    """Returns the route of a group for tensors of a device. Chooses it now if that has not been
+    done.
+
+    Args:
+        preferred: the route to take if the group can; "" for the most preferred that it can take.
+
+    Raises:
+        ValueError: if there is no route of that name.
     """
-    return _get_or_choose_route(group, device, CAPACITY_MIB << 20, current_timeout_s())[0]
+    if preferred and preferred not in _CANDIDATES:
+        raise ValueError(
+            f"zpasses::sdma op: got route={preferred!r}; expected one of {', '.join(_CANDIDATES)}, "
+            "or nothing for the most preferred that the group can take."
+        )
+    return _choose(group, device, preferred, CAPACITY_MIB << 20, current_timeout_s())[0]
 
 
-def route_choice(group: str) -> RouteChoice | None:
-    """Returns the choice for a group, or None if it has not been made."""
-    known = _routes.get(compat.process_group(group), {})
-    return next((choice for _, choice in known.values()), None)
+def route_choice(group: str, preferred: str = "") -> RouteChoice | None:
+    """Returns the choice for a group and a preferred route, or None if it has not been made."""
+    known = _routes.get(compat.process_group(group), {}).values()
+    return next((each.chosen[preferred][1] for each in known if preferred in each.chosen), None)
 
 
 def available_routes(
@@ -134,15 +233,21 @@ def available_routes(
     """
     routes: dict[str, Route] = {"c10d": C10dRoute()}
     limit = current_timeout_s() if timeout_s is None else timeout_s
+    found = _Routes(group, device.type, CAPACITY_MIB << 20)
     for name in _CANDIDATES:
-        route, _ = _choose_route(group, device.type, CAPACITY_MIB << 20, limit, (name,))
+        route, _ = found.first_of((name,), limit)
         routes[route.name] = route
     return routes
 
 
 def report() -> list[RouteChoice]:
     """Returns all choices so far."""
-    return [choice for known in _routes.values() for _, choice in known.values()]
+    return [
+        choice
+        for known in _routes.values()
+        for each in known.values()
+        for _, choice in each.chosen.values()
+    ]
 
 
 def shutdown(timeout_s: float | None = None) -> str | None:
@@ -164,73 +269,25 @@ def shutdown(timeout_s: float | None = None) -> str | None:
     with _lock:
         platform = platform_of("cuda" if torch.cuda.is_available() else "cpu")
         left = mori_route.shut_down(limit, platform) if platform is not None else None
-        alive = compat.group_names()
         for known in _routes.values():
-            for device, (route, choice) in known.items():
-                if platform is not None and choice.group in alive:
-                    left = route.leave(choice.group, limit, platform) or left
-                known[device] = (
-                    C10dRoute(),
-                    RouteChoice(choice.group, device, "c10d", "sdma was shut down"),
-                )
+            for each in known.values():
+                left = each.leave(limit) or left
         return left
 
 
-def _get_or_choose_route(
-    group: str, device: torch.device, capacity_bytes: int, timeout_s: float
+def _choose(
+    group: str, device: torch.device, preferred: str, capacity_bytes: int, timeout_s: float
 ) -> tuple[Route, RouteChoice]:
     members = compat.process_group(group)
     found = _routes.get(members, {}).get(device.type)
-    if found is not None:
-        return found
+    if found is not None and preferred in found.chosen:
+        return found.chosen[preferred]
     raise_if_capturing(device)
     with _lock:
-        found = _routes.setdefault(members, {}).get(device.type)
-        if found is None:
-            route, reason = _choose_route(group, device.type, capacity_bytes, timeout_s)
-            choice = RouteChoice(group, device.type, route.name, reason)
-            found = _routes[members][device.type] = route, choice
-            level = (
-                logging.WARNING
-                if isinstance(route, C10dRoute) and members.size() > 1
-                else logging.INFO
-            )
-            log.log(level if members.rank() == 0 else logging.DEBUG, "sdma: %s", choice)
-            runtime_note("sdma", str(choice))
-        return found
-
-
-def _choose_route(
-    group: str,
-    device: str,
-    capacity_bytes: int,
-    timeout_s: float,
-    names: Sequence[str] = tuple(_CANDIDATES),
-) -> tuple[Route, str]:
-    fallback = C10dRoute()
-    if compat.group_backend(group) == "fake" or compat.process_group(group).size() == 1:
-        return fallback, "the group has no other ranks"
-    platform = platform_of(device)
-    answers = exchange(
-        group,
-        f"sdma: the capabilities of {device}",
-        None if platform is None else _answer(group, platform, capacity_bytes),
-        timeout_s,
-    )
-    if platform is None or any(answer is None for answer in answers):
-        return fallback, f"{device} has no copy engines for collectives"
-    reasons: list[str] = []
-    for name in names:
-        candidate = _CANDIDATES[name]
-        of_ranks = [{**answer, "refusal": answer["refusals"][name]} for answer in answers]
-        reason = unavailable_reason(group, of_ranks)
-        if reason is None and candidate is mori_route:
-            reason = mori_route.disagreement(group, of_ranks)
-        route = reason or candidate.start(group, platform, capacity_bytes, timeout_s)
-        if not isinstance(route, str):
-            return route, "; ".join(reasons)
-        reasons.append(f"{name}: {route}")
-    return fallback, "; ".join(reasons)
+        known = _routes.setdefault(members, {})
+        if device.type not in known:
+            known[device.type] = _Routes(group, device.type, capacity_bytes)
+        return known[device.type].choose(preferred, timeout_s)
 
 
 def _answer(group: str, platform: Platform, capacity_bytes: int) -> Answer:

@@ -1,19 +1,20 @@
 """Collective operators that copy engines run, which leaves the compute units to compute.
 
-    zpasses::sdma_all_gather(input, group_size, group)
+    zpasses::sdma_all_gather(input, group_size, group, *, route="")
         returns what all_gather_into_tensor returns
-    zpasses::sdma_all_gather_out(input, group_size, group, *, out)
+    zpasses::sdma_all_gather_out(input, group_size, group, *, out, route="")
         returns out; `input` may be this rank's part of it
-    zpasses::sdma_all_gather_coalesced(inputs, group_size, group)
+    zpasses::sdma_all_gather_coalesced(inputs, group_size, group, *, route="")
         returns one output per input
     zpasses::sdma_reduce_scatter(input, op, group_size, group)
         returns what reduce_scatter_tensor returns
 
 They take the arguments and return the results of the functional collectives of the same name. They
 return at once, and the ordinary `wait_tensor` awaits them. On an accelerator, `wait_tensor` makes
-the current stream wait, never the CPU. Inputs and outputs stay alive until then. The route is
-chosen once per group (`zpasses.sdma.lifecycle`), and is the same on all ranks. If no copy engine is
-available, the route is the functional collective.
+the current stream wait, never the CPU. Inputs and outputs stay alive until then. `route` names the
+route that a plan prefers. Whether a group can take it is found out once
+(`zpasses.sdma.lifecycle`), and is the same on all ranks. If it cannot, or if none is named, the
+group takes the first of the others that it can, and the functional collective if there is none.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ _library = torch.library.Library("zpasses", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides)
 # Newer torch functionalizes an op by the tag `out`.
 _OUT_TAGS = (*_TAGS, torch.Tag.out) if hasattr(torch.Tag, "out") else _TAGS
-_GROUP = "int group_size, str group_name"
+_GROUP, _ROUTE = "int group_size, str group_name", "str route=''"
 for _schema, _tags in (
-    (f"sdma_all_gather(Tensor input, {_GROUP}) -> Tensor", _TAGS),
-    (f"sdma_all_gather_out(Tensor input, {_GROUP}, *, Tensor(a!) out) -> Tensor(a!)", _OUT_TAGS),
-    (f"sdma_all_gather_coalesced(Tensor[] inputs, {_GROUP}) -> Tensor[]", _TAGS),
+    (f"sdma_all_gather(Tensor input, {_GROUP}, *, {_ROUTE}) -> Tensor", _TAGS),
+    (
+        f"sdma_all_gather_out(Tensor input, {_GROUP}, *, Tensor(a!) out, {_ROUTE}) -> Tensor(a!)",
+        _OUT_TAGS,
+    ),
+    (f"sdma_all_gather_coalesced(Tensor[] inputs, {_GROUP}, *, {_ROUTE}) -> Tensor[]", _TAGS),
     (f"sdma_reduce_scatter(Tensor input, str reduce_op, {_GROUP}) -> Tensor", _TAGS),
 ):
     _library.define(_schema, tags=_tags)
@@ -47,7 +51,9 @@ SDMA_ALL_GATHER_COALESCED: compat.OpOverload = torch.ops.zpasses.sdma_all_gather
 SDMA_REDUCE_SCATTER: compat.OpOverload = torch.ops.zpasses.sdma_reduce_scatter.default
 
 
-def _all_gather(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+def _all_gather(
+    inputs: Sequence[Tensor], group_size: int, group_name: str, *, route: str = ""
+) -> list[Tensor]:
     """Gather tensors.
 
     Args:
@@ -55,6 +61,7 @@ def _all_gather(inputs: Sequence[Tensor], group_size: int, group_name: str) -> l
             contiguous if they are not.
         group_size: number of ranks of the group.
         group_name: the process group.
+        route: the preferred route.
 
     Returns:
         For each input [group_size * rows, ...], the parts in the order of the group's ranks.
@@ -71,13 +78,15 @@ def _all_gather(inputs: Sequence[Tensor], group_size: int, group_name: str) -> l
             for source in inputs
         ]
     return (
-        route_of(group_name, inputs[0].device).all_gather(inputs, group_size, group_name)
+        route_of(group_name, inputs[0].device, route).all_gather(inputs, group_size, group_name)
         if inputs
         else []
     )
 
 
-def _all_gather_out(input: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
+def _all_gather_out(
+    input: Tensor, group_size: int, group_name: str, *, out: Tensor, route: str = ""
+) -> Tensor:
     """Like `_all_gather`, but writes to `out`: contiguous, of the input's dtype, [group_size *
     rows, ...].
     """
@@ -96,7 +105,8 @@ def _all_gather_out(input: Tensor, group_size: int, group_name: str, *, out: Ten
         )
     if group_size == 1:
         return out.copy_(input.reshape(out.shape))
-    return route_of(group_name, input.device).all_gather_out(input, group_size, group_name, out)
+    taken = route_of(group_name, input.device, route)
+    return taken.all_gather_out(input, group_size, group_name, out)
 
 
 def _reduce_scatter(input: Tensor, reduce_op: str, group_size: int, group_name: str) -> Tensor:
@@ -112,7 +122,7 @@ def _reduce_scatter(input: Tensor, reduce_op: str, group_size: int, group_name: 
     )
 
 
-def _all_gather_out_fake(input: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
+def _all_gather_out_fake(input: Tensor, *_: object, out: Tensor, **__: object) -> Tensor:
     return out
 
 

@@ -54,7 +54,7 @@ def priced(rank: Rank, limit_bytes: int, weight: float = 1.0) -> float:
 def choose_routes(
     problem: ScheduleProblem, plan: Plan, rank: Callable[[Plan], Rank], most: int
 ) -> Plan:
-    """Moves launches of gathers to copy engines, or back, as long as the plan gets better.
+    """Changes the routes of launches of gathers as long as the plan gets better.
 
     Args:
         problem: the graph.
@@ -62,27 +62,36 @@ def choose_routes(
         rank: as for `improve_plan`.
         most: how many plans to try at most.
     """
-    best, tried, changed = rank(plan), 0, problem.has_engines
+    best, tried, changed = rank(plan), 0, bool(problem.routes)
     while changed:
         changed = False
-        for number in engine_launches(problem, plan):
-            if tried >= most:
-                return plan
-            tried += 1
-            other = replace(plan, engines=plan.engines ^ {number})
-            found = rank(other)
-            if found < best:
-                plan, best, changed = other, found, True
+        for number, routes in engine_launches(problem, plan).items():
+            for route in ("", *routes):
+                if dict(plan.routes).get(number, "") == route:
+                    continue
+                if tried >= most:
+                    return plan
+                tried += 1
+                other = on_route(plan, number, route)
+                found = rank(other)
+                if found < best:
+                    plan, best, changed = other, found, True
     return plan
 
 
-def engine_launches(problem: ScheduleProblem, plan: Plan) -> list[int]:
-    """Returns the launches that copy engines can run."""
-    return [
-        number
+def engine_launches(problem: ScheduleProblem, plan: Plan) -> dict[int, tuple[str, ...]]:
+    """Returns the launches that copy engines can run, with the routes that each can take."""
+    return {
+        number: tuple(routes)
         for number, launch in enumerate(plan.launches)
-        if problem.jobs[launch[0]].by_engine is not None
-    ]
+        if (routes := problem.jobs[launch[0]].on_routes)
+    }
+
+
+def on_route(plan: Plan, number: int, route: str) -> Plan:
+    """Returns the plan with another route for a launch; "" for compute units."""
+    others = {each for each in plan.routes if each[0] != number}
+    return replace(plan, routes=frozenset(others | ({(number, route)} if route else set())))
 
 
 class _Place(NamedTuple):
@@ -97,7 +106,8 @@ class _Launch:
     """Job numbers, in order."""
     start: _Place
     wait: _Place
-    by_engine: bool
+    route: str
+    """"" for compute units."""
 
 
 _members = attrgetter("members")
@@ -143,7 +153,7 @@ class _LocalSearch:
     def _changed(self) -> list[_Launch] | None:
         """Returns the launches with one change; None if what was drawn is impossible."""
         number = self._random.randrange(len(self._launches))
-        move = self._random.choice(_MOVES[self._problem.has_engines])
+        move = self._random.choice(_MOVES[bool(self._problem.routes)])
         changed = move(self, number)
         if changed is None or not all(map(self._is_possible, changed.values())):
             return None
@@ -216,9 +226,12 @@ class _LocalSearch:
 
     def _change_route(self, number: int) -> dict[int, _Launch] | None:
         launch = self._launches[number]
-        if self._problem.jobs[launch.members[0]].by_engine is None:
+        routes = ("", *self._problem.jobs[launch.members[0]].on_routes)
+        others = [route for route in routes if route != launch.route]
+        if not others:
             return None
-        return {number: replace(launch, by_engine=not launch.by_engine)}
+        route = others[0] if len(others) == 1 else self._random.choice(others)
+        return {number: replace(launch, route=route)}
 
     def _cut(self, launch: _Launch, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the members without the first or the last `count` of them, and these."""
@@ -274,12 +287,13 @@ def _launches_of(plan: Plan) -> list[_Launch]:
         (action.kind, action.launch): _Place(action.slot, at / len(plan.actions))
         for at, action in enumerate(plan.actions)
     }
+    routes = dict(plan.routes)
     return [
         _Launch(
             members,
             places["start", number],
             places["wait", number],
-            number in plan.engines,
+            routes.get(number, ""),
         )
         for number, members in enumerate(plan.launches)
     ]
@@ -294,5 +308,5 @@ def _plan_of(launches: list[_Launch]) -> Plan:
     return Plan(
         tuple(launch.members for launch in launches),
         tuple(action for _, action in places),
-        frozenset(number for number, launch in enumerate(launches) if launch.by_engine),
+        frozenset((number, each.route) for number, each in enumerate(launches) if each.route),
     )

@@ -36,8 +36,8 @@ class Plan:
     """The job numbers of each launch."""
     actions: tuple[Action, ...]
     """In the order of the graph. Slots never decrease."""
-    engines: frozenset[int] = frozenset()
-    """The launches that copy engines run, as indices in `launches`."""
+    routes: frozenset[tuple[int, str]] = frozenset()
+    """The launches that copy engines run, as indices in `launches`, with their routes."""
 
 
 @dataclass(frozen=True)
@@ -90,23 +90,23 @@ class LaunchCost:
     """Duration of the copies of shards from the host that end before its start."""
 
 
-def launch_cost(
-    problem: ScheduleProblem, launch: tuple[int, ...], by_engine: bool = False
-) -> LaunchCost:
-    """Returns what a launch of these job numbers costs, on compute units or on copy engines."""
-    key = launch, by_engine
+def launch_cost(problem: ScheduleProblem, launch: tuple[int, ...], route: str = "") -> LaunchCost:
+    """Returns what a launch of these job numbers costs, by a copy-engine route or, without one, on
+    compute units.
+    """
+    key = launch, route
     found: LaunchCost | None = problem.launch_costs.get(key)
     if found is None:
         members = tuple(problem.jobs[number] for number in launch)
-        if by_engine:
-            members = tuple(job.by_engine or job for job in members)
+        if route:
+            members = tuple(job.on_routes.get(route, job) for job in members)
         first, packed = members[0], members if len(members) > 1 else ()
         flat = first.key.mode == "flat" and first.is_gather
         duration = first.latency_us + sum(job.transfer_us for job in members)
-        if by_engine:
+        if route:
             assert problem.engine_us is not None
             parts = [job.full_bytes for job in members]
-            duration = problem.engine_us([sum(parts)] if flat else parts, first.ranks)
+            duration = problem.engine_us(route, [sum(parts)] if flat else parts, first.ranks)
         found = problem.launch_costs[key] = LaunchCost(
             members,
             first.timing.issue_us
@@ -123,9 +123,9 @@ def launch_cost(
 
 def _costs(problem: ScheduleProblem, plan: Plan) -> list[LaunchCost]:
     """Returns what each launch of a plan costs."""
-    engines = plan.engines
+    routes = dict(plan.routes)
     return [
-        launch_cost(problem, launch, number in engines)
+        launch_cost(problem, launch, routes.get(number, ""))
         for number, launch in enumerate(plan.launches)
     ]
 

@@ -115,9 +115,10 @@ class _Search:
         self._simple = [self._offer(plan) for plan in simple]
         for plan in varied_plans(problem):
             self._offer(plan)
-            if problem.has_engines:
-                engines = frozenset(engine_launches(problem, plan))
-                self._offer(replace(plan, engines=engines))
+            takes = engine_launches(problem, plan)
+            for route in problem.routes:
+                on_it = frozenset((each, route) for each, can in takes.items() if route in can)
+                self._offer(replace(plan, routes=on_it))
         unchanged = len(self._found)
         for start in self._best_starts():
             if self._ranked()[0][1][1].total_us <= self._near_bound_us:
@@ -164,7 +165,7 @@ class _Search:
     def _rank_of(self, plan: Plan, cost: Cost) -> _Rank:
         excess = max(0, cost.peak_bytes - self._limit)
         more = max(0, cost.peak_bytes - excess - self._least) / max(1, self._limit - self._least)
-        priced = round(cost.total_us * (1 + PRICE * more) + _ROUTE_PRICE_US * len(plan.engines), 3)
+        priced = round(cost.total_us * (1 + PRICE * more) + _ROUTE_PRICE_US * len(plan.routes), 3)
         return excess, priced, len(plan.launches), cost.peak_bytes
 
     def _most_tolerant(self) -> tuple[Plan, Cost]:

@@ -12,7 +12,7 @@ slot `s` is the place right before segment `s`. Figures of memory are equal on a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -37,7 +37,7 @@ from zpasses.cost.time.roofline import (
     copy_us,
     durations_us,
 )
-from zpasses.cost.time.route_figures import engine_obstacle, engine_route, route_figures
+from zpasses.cost.time.route_figures import engine_obstacle, engine_routes, route_figures
 from zpasses.cost.time.step_time import (
     GraphTimings,
     Transfer,
@@ -114,8 +114,8 @@ class Job:
     cached between calls."""
     ranks: int = 1
     """Size of its process group."""
-    by_engine: Job | None = None
-    """The same gather on a copy engine; None if none can run it, and in that job itself."""
+    on_routes: Mapping[str, Job] = field(default_factory=dict)
+    """The same gather by each copy-engine route that can run it; empty in these jobs themselves."""
     reload_us: float = 0.0
     """Duration of the copy of its shard from the host, which ends before it starts."""
     average: Average | None = None
@@ -124,8 +124,8 @@ class Job:
 
     def numbered(self, number: int) -> Job:
         """Returns the job with another number."""
-        other = self.by_engine and self.by_engine.numbered(number)
-        return replace(self, number=number, by_engine=other)
+        others = {route: job.numbered(number) for route, job in self.on_routes.items()}
+        return replace(self, number=number, on_routes=others)
 
     @cached_property
     def ahead_bytes(self) -> int:
@@ -145,19 +145,17 @@ class Job:
     @cached_property
     def fastest(self) -> Job:
         """The job with the better figures of each route, for lower bounds."""
-        other = self.by_engine
-        if other is None:
+        if not self.on_routes:
             return self
-        latency = min(self.latency_us, other.latency_us)
+        ways = [self, *self.on_routes.values()]
+        latency = min(way.latency_us for way in ways)
         timing = replace(
             self.timing,
-            duration_us=latency + min(self.transfer_us, other.transfer_us),
-            compute_slowdown=min(self.timing.compute_slowdown, other.timing.compute_slowdown),
-            collective_slowdown=min(
-                self.timing.collective_slowdown, other.timing.collective_slowdown
-            ),
+            duration_us=latency + min(way.transfer_us for way in ways),
+            compute_slowdown=min(way.timing.compute_slowdown for way in ways),
+            collective_slowdown=min(way.timing.collective_slowdown for way in ways),
         )
-        return replace(self, timing=timing, latency_us=latency, by_engine=None)
+        return replace(self, timing=timing, latency_us=latency, on_routes={})
 
     @property
     def channel(self) -> Channel:
@@ -205,14 +203,14 @@ class ScheduleProblem:
     """In graph order."""
     regrouped: tuple[str, ...] = ()
     """Process groups whose gradient reductions will run on a second group."""
-    engine_us: Callable[[Sequence[int], int], float] | None = None
-    """(bytes of each full tensor, ranks) -> duration of one launch on copy engines; None if the
+    engine_us: Callable[[str, Sequence[int], int], float] | None = None
+    """(copy-engine route, bytes of each full tensor, ranks) -> duration of one launch; None if the
     target has no route to plan with."""
-    launch_costs: dict[tuple[tuple[int, ...], bool], Any] = field(
+    launch_costs: dict[tuple[tuple[int, ...], str], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Job numbers of a launch, and whether copy engines run it -> its `LaunchCost`. Most launches
-    are part of many plans."""
+    """Job numbers of a launch, and its route ("" for compute units) -> its `LaunchCost`. Most
+    launches are part of many plans."""
 
     @property
     def end(self) -> int:
@@ -225,9 +223,9 @@ class ScheduleProblem:
         return tuple(itertools.accumulate(self.work_us, initial=0.0))
 
     @cached_property
-    def has_engines(self) -> bool:
-        """Whether a copy engine can run one of the gathers."""
-        return any(job.by_engine is not None for job in self.jobs)
+    def routes(self) -> tuple[str, ...]:
+        """The copy-engine routes that can run one of the gathers."""
+        return tuple(dict.fromkeys(route for job in self.jobs for route in job.on_routes))
 
     def without(self, gone: Collection[int]) -> ScheduleProblem:
         """Returns the graph without some of its collectives, given by their job numbers."""
@@ -259,13 +257,13 @@ def problem_of(
         target: hardware that the graph runs on.
         mode: how collectives share a launch; see `zpasses.cost.plan.bucket_keys.bucket_key`.
         second_group: whether gradient reductions will run on a second process group.
-        copy_engines: whether gathers may take the target's preferred copy-engine route.
+        copy_engines: whether gathers may take the target's copy-engine routes.
         items: what may move; None for all.
     """
     if items is None:
         items = movable_collectives(graph)
-    route = engine_route(target) if copy_engines else None
-    return _Reader(graph, items, mode, target, second_group, route).read()
+    routes = engine_routes(target) if copy_engines else ()
+    return _Reader(graph, items, mode, target, second_group, routes).read()
 
 
 class _Reader:
@@ -276,10 +274,11 @@ class _Reader:
         mode: Literal["auto", "coalesced", "flat"],
         target: Target,
         second_group: bool,
-        route: str | None,
+        routes: Sequence[str],
     ) -> None:
         self._items, self._mode, self._target = items, mode, target
-        self._engine = None if route is None else route_figures(target)[route]
+        figures = route_figures(target)
+        self._engines = {route: figures[route] for route in routes}
         self._regrouped = reducing_groups(item.started for item in items) if second_group else ()
         self._timings = GraphTimings(graph, target, self._regrouped)
         self._kernels = FusedKernels()
@@ -323,7 +322,7 @@ class _Reader:
             ordered,
             tuple(FixedEvent(slot_of[max(first, at)], key, timing) for at, key, timing in fixed),
             self._regrouped,
-            None if self._engine is None else self._engine_us,
+            self._engine_us if self._engines else None,
         )
 
     def _first_use(self, item: SchedulableCollective) -> int:
@@ -403,7 +402,7 @@ class _Reader:
                 reload_us=sum(each.duration_us for each in copies),
                 average=self._average(item),
             )
-            jobs.append(replace(job, by_engine=self._on_engine(item, job)))
+            jobs.append(replace(job, on_routes=self._on_routes(item, job)))
         return tuple(jobs)
 
     def _average(self, item: SchedulableCollective) -> Average | None:
@@ -415,19 +414,24 @@ class _Reader:
         latency = collective_timing(node, lowered, self._target, full_bytes=0).duration_us
         return Average(found.group, collective_timing(node, lowered, self._target), latency)
 
-    def _on_engine(self, item: SchedulableCollective, job: Job) -> Job | None:
-        """Returns a gather as a copy engine runs it; None if none can."""
+    def _on_routes(self, item: SchedulableCollective, job: Job) -> dict[str, Job]:
+        """Returns a gather as each copy-engine route runs it that can."""
         collective = collective_of(item.started)
-        if self._engine is None or not job.is_gather or collective is None:
-            return None
-        ranks, target = compat.group_ranks(collective.group), self._target
-        if engine_obstacle(ranks, target) or value_of(item.source).is_quantized:
-            return None
+        if not self._engines or not job.is_gather or collective is None:
+            return {}
+        ranks = compat.group_ranks(collective.group)
+        if engine_obstacle(ranks, self._target) or value_of(item.source).is_quantized:
+            return {}
+        return {route: self._on_route(route, item, job, collective) for route in self._engines}
+
+    def _on_route(
+        self, route: str, item: SchedulableCollective, job: Job, collective: Collective
+    ) -> Job:
         # A launch of several tensors packs them, and copies them out of a flat one.
         packed = item.tag.nbytes + item.full_bytes if job.key.mode == "coalesced" else None
-        timing = self._timings.of(item.started, collective, by_engine=True)
+        timing = self._timings.of(item.started, collective, route=route)
         once, twice = (
-            collective_on_route_us(self._engine, "gather", size, len(ranks), target)
+            collective_on_route_us(self._engines[route], "gather", size, job.ranks, self._target)
             for size in (job.full_bytes, 2 * job.full_bytes)
         )
         return replace(
@@ -439,9 +443,9 @@ class _Reader:
             packed_bytes=job.packed_bytes if packed is None else packed,
         )
 
-    def _engine_us(self, full_bytes: Sequence[int], ranks: int) -> float:
-        assert self._engine is not None
-        return copy_engine_launch_us(self._engine, "all_gather", full_bytes, ranks, self._target)
+    def _engine_us(self, route: str, full_bytes: Sequence[int], ranks: int) -> float:
+        figures = self._engines[route]
+        return copy_engine_launch_us(figures, "all_gather", full_bytes, ranks, self._target)
 
     def _result_bytes(self, item: SchedulableCollective) -> int:
         """Bytes of a reduction's result that are freed where its last steps have read it."""

@@ -51,6 +51,18 @@ class RouteFigures:
     source: str = ""
     """Where the figures are from."""
 
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """All figures, each better if it is less."""
+        return (
+            self.latency_us,
+            -self.gb_s,
+            self.compute_slowdown,
+            self.collective_slowdown,
+            self.copied_full,
+            self.copied_parts,
+        )
+
 
 @dataclass(frozen=True)
 class _Contention:
@@ -109,24 +121,44 @@ def route_figures(target: Target) -> Mapping[str, RouteFigures]:
     return figures
 
 
-def planned_route(target: Target) -> str | None:
-    """Returns the copy-engine route that schedules use on a target without being asked to.
+def planned_routes(target: Target) -> tuple[str, ...]:
+    """Returns the copy-engine routes that schedules use on a target without being asked to, the
+    preferred one first.
 
-    It is mori where the hardware has it. Other routes have only been described, so they need
-    measured figures.
+    These are mori where the hardware has it, and those with measured figures: other routes have
+    only been described. A route that another one is at least as good as in every figure is left
+    out.
     """
     figures = route_figures(target)
-    for route in target.routes:
-        if route == "mori" or figures[route].source.startswith(_MEASURED):
-            return route
-    return None
+    known = (
+        each
+        for each in target.routes
+        if each == "mori" or figures[each].source.startswith(_MEASURED)
+    )
+    return _undominated(tuple(known), figures)
 
 
-def engine_route(target: Target) -> str | None:
-    """Returns the copy-engine route whose figures count for a target: the planned one, or else the
-    first that the hardware has.
+def engine_routes(target: Target) -> tuple[str, ...]:
+    """Returns the copy-engine routes that a plan for a target chooses from: the planned ones, or
+    else those that the hardware has. The preferred one is first, and counts for gathers that name
+    no route.
     """
-    return planned_route(target) or next(iter(target.routes), None)
+    return planned_routes(target) or _undominated(target.routes, route_figures(target))
+
+
+def _undominated(routes: Sequence[str], figures: Mapping[str, RouteFigures]) -> tuple[str, ...]:
+    found: list[str] = []
+    for route in routes:
+        mine = figures[route].costs
+        others = (figures[each].costs for each in routes if each != route)
+        worse = (
+            all(theirs <= cost for theirs, cost in zip(other, mine, strict=True))
+            and (other != mine)
+            for other in others
+        )
+        if not any(worse) and all(figures[each].costs != mine for each in found):
+            found.append(route)
+    return tuple(found)
 
 
 def engine_obstacle(ranks: Sequence[int], target: Target) -> str:

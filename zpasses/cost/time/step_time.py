@@ -15,8 +15,9 @@ durations.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from torch import Tensor, fx
 
@@ -30,7 +31,7 @@ from zpasses.cost.time.roofline import (
     nodes_of,
     ring_collective_us,
 )
-from zpasses.cost.time.route_figures import engine_route, route_figures
+from zpasses.cost.time.route_figures import engine_routes, route_figures
 from zpasses.cost.time.target import Target
 from zpasses.graph.host_copies import HostCopy, host_copy_of, is_host_wait
 from zpasses.graph.queries import (
@@ -84,6 +85,9 @@ class _Event:
     awaits: fx.Node | None = None
 
 
+_AS_WRITTEN: Mapping[fx.Node, str] = MappingProxyType({})
+
+
 class Timeline:
     """The sequence of kernels, collectives and waits of one graph.
 
@@ -91,7 +95,7 @@ class Timeline:
 
     Args:
         graph: a graph with fake values. The process groups that it names must exist.
-        target: hardware that the graph runs on. Copy engines use the target's preferred route.
+        target: hardware that the graph runs on.
         regrouped: process groups whose gradient reductions will run on a second group.
         left_out: operators that count as taking no time.
         kernels: those of the graph, if the caller has them.
@@ -108,26 +112,24 @@ class Timeline:
     ) -> None:
         self._of_graph = GraphTimings(graph, target, regrouped)
         self._events: dict[fx.Node, _Event] = {}
-        self._by_engine: set[fx.Node] = set()
         self._transfers: dict[fx.Node, Transfer] = {}
-        self._timings: dict[tuple[fx.Node, bool], CollectiveTiming] = {}
+        self._timings: dict[tuple[fx.Node, str | None], CollectiveTiming] = {}
         self._nodes = tuple(graph.nodes)
         for node, work in zip(self._nodes, durations_us(self._nodes, target, kernels), strict=True):
             if node.target not in left_out:
                 self._add(node, work)
 
-    def run(self, engines: Collection[fx.Node] = ()) -> StepTime:
+    def run(self, routes: Mapping[fx.Node, str] = _AS_WRITTEN) -> StepTime:
         """Simulates the graph and returns its duration.
 
         Args:
-            engines: collectives that copy engines execute, besides those that call `zpasses::sdma`
-                ops already.
+            routes: of collectives that take another than the graph says.
         """
         clock = Clock()
         numbers: dict[fx.Node, int] = {}
         for event in self._events.values():
-            self._advance(clock, event, numbers, engines)
-        timings = [self.timing(node, node in engines) for node in numbers]
+            self._advance(clock, event, numbers, routes)
+        timings = [self.timing(node, routes.get(node)) for node in numbers]
         work_us = sum(event.work_us for event in self._events.values())
         return StepTime(
             clock.now_us,
@@ -149,13 +151,13 @@ class Timeline:
         for node in self._nodes:
             start, exposed = clock.now_us, clock.exposed_us
             if node in self._events:
-                self._advance(clock, self._events[node], numbers, ())
+                self._advance(clock, self._events[node], numbers, _AS_WRITTEN)
             spans[node] = start, clock.now_us
             issued[node] = clock.now_us - (clock.exposed_us - exposed)
         free: dict[Channel, float] = {}
         for node, number in numbers.items():
             clock.wait(number)
-            timing = self.timing(node, False)
+            timing = self.timing(node)
             start = max(issued[node], free.get(timing.channel, 0.0))
             spans[node] = start, clock.done_us[number]
             free[timing.channel] = clock.done_us[number]
@@ -166,10 +168,10 @@ class Timeline:
         clock: Clock,
         event: _Event,
         numbers: dict[fx.Node, int],
-        engines: Collection[fx.Node],
+        routes: Mapping[fx.Node, str],
     ) -> None:
         if event.starts is not None:
-            timing = self.timing(event.starts, event.starts in engines)
+            timing = self.timing(event.starts, routes.get(event.starts))
             numbers[event.starts] = len(numbers)
             clock.work(timing.issue_us)
             clock.enqueue(numbers[event.starts], timing.duration_us, timing)
@@ -177,12 +179,12 @@ class Timeline:
             clock.wait(numbers[event.awaits])
         clock.work(event.work_us)
 
-    def timing(self, node: fx.Node, by_engine: bool) -> CollectiveTiming:
-        """Returns the timing of a collective, by copy engines or as the graph has it."""
-        key = node, by_engine or node in self._by_engine
+    def timing(self, node: fx.Node, route: str | None = None) -> CollectiveTiming:
+        """Returns the timing of a collective by a route. None is the one that the graph says."""
+        key = node, route
         if key not in self._timings:
             transfer = self._transfers[node]
-            self._timings[key] = self._of_graph.of(node, transfer, by_engine=key[1])
+            self._timings[key] = self._of_graph.of(node, transfer, route=route)
         return self._timings[key]
 
     def _add(self, node: fx.Node, work: float) -> None:
@@ -193,8 +195,6 @@ class Timeline:
                 self._events[node] = _Event(awaits=started)
         elif transfer is not None:
             self._transfers[node] = transfer
-            if isinstance(transfer, Collective) and is_copy_engine_collective(transfer):
-                self._by_engine.add(node)
             self._events[node] = _Event(starts=node, awaits=node if is_dialect(node) else None)
         elif work:
             self._events[node] = _Event(work_us=work)
@@ -251,7 +251,7 @@ def collective_timing(
     target: Target,
     full_bytes: int | None = None,
     *,
-    by_engine: bool | None = None,
+    route: str | None = None,
 ) -> CollectiveTiming:
     """Returns the timing of a collective. It uses the same figures as the pass `sdma`.
 
@@ -260,14 +260,13 @@ def collective_timing(
         collective: `collective_of(node)`.
         target: hardware that the graph runs on.
         full_bytes: bytes of the full tensors, instead of those of the node.
-        by_engine: whether copy engines execute it; None takes it as the graph has it.
+        route: how it runs within a node: "c10d" or a copy-engine route. None is the one that the
+            graph says.
     """
     group = compat.group_ranks(collective.group)
     parts = _full_bytes(node, collective, len(group)) if full_bytes is None else [full_bytes]
-    if by_engine is None:
-        by_engine = is_copy_engine_collective(collective)
-    route = engine_route(target) if by_engine else None
-    figures = route_figures(target).get(route or "c10d")
+    route = route_named(node, collective, target) if route is None else route
+    figures = route_figures(target).get(route)
     queue: Queue = (
         "groups" if compat.parent_group(collective.group) == collective.group else "beside"
     )
@@ -278,7 +277,7 @@ def collective_timing(
             channel=Channel("network" if nodes > 1 else "node", queue),
             issue_us=target.issue_us,
         )
-    if route is not None:
+    if route != "c10d":
         took = copy_engine_launch_us(figures, collective.op, parts, ranks, target)
         queue = "engines"
     else:
@@ -297,6 +296,19 @@ def is_copy_engine_collective(collective: Collective) -> bool:
     return collective.op.startswith("sdma_")
 
 
+def route_named(node: fx.Node, collective: Collective, target: Target) -> str:
+    """Returns the route by which a collective runs within a node: "c10d" or a copy-engine route.
+
+    A copy-engine op names its route. One that names none, or that the target does not have, takes
+    the target's preferred one, as it does at run time.
+    """
+    if not is_copy_engine_collective(collective):
+        return "c10d"
+    named = node.kwargs.get("route")
+    known = [*engine_routes(target), "c10d"]
+    return str(named) if named in target.routes else known[0]
+
+
 class GraphTimings:
     """Timings of the collectives of one graph, as `collective_timing` returns them. Reductions that
     will run on a second group, and collectives of the model, run beside the others.
@@ -312,11 +324,11 @@ class GraphTimings:
         self._of_model = groups_of_model(graph)
 
     def of(
-        self, node: fx.Node, collective: Transfer, *, by_engine: bool | None = None
+        self, node: fx.Node, collective: Transfer, *, route: str | None = None
     ) -> CollectiveTiming:
         if isinstance(collective, HostCopy):
             return host_copy_timing(collective, self._target)
-        timing = collective_timing(node, collective, self._target, by_engine=by_engine)
+        timing = collective_timing(node, collective, self._target, route=route)
         second = collective.group in self._regrouped and is_regroupable(node)
         second = second or collective.group in self._of_model
         return (

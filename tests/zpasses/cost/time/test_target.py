@@ -6,7 +6,7 @@ import torch
 
 import zpasses
 from zpasses import OptionError
-from zpasses.cost.time.route_figures import planned_route
+from zpasses.cost.time.route_figures import planned_routes
 from zpasses.cost.time.target import TARGETS, Target, current_target, target_of, use_target
 from zpasses.passes import GatherParams
 
@@ -172,9 +172,9 @@ def test_a_detected_target_has_only_routes_that_this_machine_has(monkeypatch, ha
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if has_mori else None)
     monkeypatch.setattr("zpasses.compat.zero_sm_obstacle", lambda: obstacle)
     found = Target.detect()
-    assert planned_route(found) == ("mori" if has_mori else None)
+    assert planned_routes(found) == (("mori",) if has_mori else ())
     assert ("nccl_zero" in found.routes) == (obstacle is None)
     assert "symm_mem" in found.routes
     assert Target.parse(str(found)) == dataclasses.replace(found, routes=TARGETS["mi300x"].routes)
     # A named target is planned for whatever is installed here.
-    assert planned_route(Target.parse("mi300x")) == "mori"
+    assert planned_routes(Target.parse("mi300x")) == ("mori",)
