@@ -24,6 +24,7 @@ from zpasses.runtime.gloo import STARTED
 from zpasses.testing import (
     capture_graphs,
     run_in_fresh_ranks,
+    run_on_ranks,
     world_mesh,
 )
 
@@ -194,6 +195,36 @@ def test_ranks_with_uneven_shards_and_batches_agree(budget):
     outcomes = run_in_fresh_ranks(_trained, budget, (8, 48, 16), ranks=3, timeout_s=100)
     assert all(each.ok for each in outcomes), "\n".join(map(str, outcomes))
     assert outcomes[0].result == outcomes[1].result == outcomes[2].result
+
+
+def _step_by_default(pipeline):
+    """Returns the gradients of a step with the defaults of stage 3 and Inductor's code, and the
+    bytes that this rank sent to gather in backward.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Blocks()
+    zpasses.shard(model, mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={**TARGET, "pipeline": pipeline})
+    loss = step(X.chunk(2)[dist.get_rank()])
+    before = STARTED.sent_bytes["all_gather"]
+    loss.backward()
+    sent = STARTED.sent_bytes["all_gather"] - before
+    return [param.grad.to_local() for param in model.parameters()], sent
+
+
+def _kept_by_default():
+    (default, few), (kept_nothing, most) = map(
+        _step_by_default, (None, "zero3{schedule.memory_budget=0%}")
+    )
+    same = all(torch.equal(a, b) for a, b in zip(default, kept_nothing, strict=True))
+    return same, 0 < few < most
+
+
+@pytest.mark.processes
+@pytest.mark.inductor
+def test_parameters_that_are_kept_by_default_change_no_bit_of_inductors_code():
+    assert run_on_ranks(_kept_by_default, timeout_s=280) == [(True, True)] * 2
 
 
 @on_ranks(2)
