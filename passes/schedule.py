@@ -59,13 +59,13 @@ from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.queries import collective_of, is_dialect, is_wait
 from zpasses.graph.reduction_groups import regroup_reductions, replicate_groups
 from zpasses.option_values import MemoryBudget, format_size, parse_budget
-from zpasses.passes.writers.route_writer import note_route
 from zpasses.passes.writers.schedule_writer import copied, exact_cost, write_plan
 from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.events import note
 from zpasses.pipeline.facts import Facts
 from zpasses.ranks.agree import adopt
 from zpasses.ranks.new_groups import reduction_group
+from zpasses.sdma.engine_gathers import note_route
 
 _MIB = float(1 << 20)
 _MOST_ROUTES = 400
@@ -126,7 +126,7 @@ class Schedule(Pass):
             uses_engines=self._uses_engines(),
             cacheable=self.reduction_group == "shared",
             plans_within=self.memory_budget if searches else None,
-            # Collectives that leave their graph are functional ones.
+            # The plan of the blocks chooses routes.
             without_schedule=(
                 "schedule{plan=single,cap_mb=1e6,memory_budget=1000%,copy_engines=off}"
             ),

@@ -41,10 +41,10 @@ from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.queries import Collective, collective_of, value_of
 from zpasses.graph.tags import params_of
 from zpasses.option_values import format_size
-from zpasses.passes.writers.route_writer import can_take_engine, gather_by_engine, note_route
 from zpasses.pipeline.base_pass import Level, Pass
 from zpasses.pipeline.facts import Facts
 from zpasses.ranks.agree import adopt
+from zpasses.sdma.engine_gathers import can_take_engine, gather_by_engine, note_route
 
 log = logging.getLogger("zpasses")
 

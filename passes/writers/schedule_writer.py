@@ -15,7 +15,7 @@ from zpasses.cost.time.step_time import Timeline
 from zpasses.cost.time.target import Target
 from zpasses.graph.dialect import AVERAGE_GRAD
 from zpasses.passes.writers.bucket_writer import LaunchNodes, merge_collectives
-from zpasses.passes.writers.route_writer import gather_by_engine
+from zpasses.sdma.engine_gathers import gather_by_engine
 
 
 def write_plan(

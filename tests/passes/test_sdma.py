@@ -256,7 +256,7 @@ def test_tag_names_the_route_if_it_is_already_chosen(monkeypatch):
     from zpasses.sdma import RouteChoice
 
     monkeypatch.setattr(
-        "zpasses.passes.writers.route_writer.route_choice",
+        "zpasses.sdma.engine_gathers.route_choice",
         lambda group, route: RouteChoice(group, "cuda", "c10d", f"{route}: rank 3: no"),
     )
     gm = lowered(Param((4, 2)), passes=(ALL,))

@@ -23,7 +23,7 @@ from zpasses.tools.plan.step_plans import plan_step
 
 HERE = "tests.tools.test_plan_blocks"
 WIDTH, ROWS = 64, 128
-TARGET = "h100,link_gb_s=2,launch_us=1,hop_us=1"
+TARGET = "h100,link_gb_s=1.5,launch_us=1,hop_us=1"
 """A gather takes longer than a forward, and not as long as two."""
 
 
@@ -76,6 +76,25 @@ def table():
 
 
 # --- plans ---------------------------------------------------------------------------------------
+def test_plans_of_blocks_choose_copy_engines_and_say_why():
+    engines = "mi300x,launch_us=0.01,hop_us=0.01,link_gb_s=2"  # gain whatever the size
+    asked = request()
+    found = plan_step(replace(asked, target=engines))
+    names = [name for each in ("zero2", "zero3") for name in (f"{each}, no copy engines", each)]
+    assert [each.name for each in found.stages] == names
+    without, stage3 = found.stages[2:]
+    assert stage3.total_us < 0.99 * without.total_us
+    assert found.chosen.total_us == pytest.approx(stage3.total_us)
+    taken = [": by mori: " in each for each in found.chosen.routes]
+    text = plan_view(found).text()
+    assert f"Copy engines run {sum(taken)} of {len(taken)} launches of gathers:" in text
+    assert sum(taken) > len(taken) / 2
+    off = plan_step(
+        replace(asked, target=engines, pipeline="zero3{schedule.copy_engines=off}", stages=False)
+    )
+    assert off.chosen.routes == ()
+
+
 def test_steps_in_backward_hold_the_gradients_of_two_blocks():
     asked = request(optimizer="adamw", stages=False)
     whole, freed = (plan_step(replace(asked, step_in_backward=each)) for each in (False, True))

@@ -8,7 +8,7 @@ so the plans are made from what a training run plans from.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from zpasses.backend.block_steps import BlockStep
@@ -17,9 +17,11 @@ from zpasses.cost.plan.prefetch import (
     GraphRun,
     StepCost,
     plan_prefetch,
+    plan_routes,
     step_bound_us,
     step_cost,
 )
+from zpasses.inspect.units import bytes_text
 from zpasses.pipeline.events import listen
 from zpasses.tools.capture.captured_step import CaptureError, CaptureReport, run_capture
 from zpasses.tools.plan.plan_request import PlanRequest
@@ -51,12 +53,12 @@ def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -
         progress(point)
         return point
 
-    made: dict[tuple[int, int], PlanPoint] = {}
+    made: dict[Hashable, PlanPoint] = {}
     for peak_bytes in _peaks(step):
         budget = budget_text(peak_bytes)
         limit = step.limit_bytes(budget)
         cost = step.planned(limit)
-        key = cost.ahead, cost.host_bytes
+        key = cost.ahead, tuple(cost.routes.items()), cost.host_bytes
         if key not in made:
             made[key] = add(_point("plan", budget, limit, step.runs, cost))
     chosen, limit_bytes, missing = None, None, None
@@ -72,21 +74,17 @@ def plan_blocks(request: PlanRequest, progress: Callable[[PlanPoint], object]) -
         name: size for name, size in report.uncompiled.items() if size > _NOTABLE * gathered
     }
     plans = worth_showing(made.values(), chosen)
-    stages: tuple[PlanPoint, ...] = ()
+    stages: list[PlanPoint] = []
     if request.stages and request.pipeline is not None:
-        stages = (add(_point("pipeline", None, None, step.runs, plan_prefetch(step.runs, None))),)
+        stages = [*map(add, _stage("pipeline", step.runs))]
     elif 2 in steps:
         whole = steps[2].runs
         kept = sum(run.gathered_bytes for run in whole if not run.is_backward)
-        cost = plan_prefetch(whole, None)
-        stages = (
-            add(_point("zero2", None, None, whole, cost, kept)),
-            add(_point("zero3", None, None, step.runs, plan_prefetch(step.runs, None))),
-        )
+        stages = [*map(add, (*_stage("zero2", whole, kept), *_stage("zero3", step.runs)))]
     table = PlanTable(
         **request.about(target),
         plans=tuple(plans),
-        stages=stages,
+        stages=tuple(stages),
         memory=memory,
         memory_bytes=limit_bytes,
         chosen=chosen if memory is not None else plans[-1],
@@ -103,10 +101,14 @@ _LEANER = 4
 
 
 def _peaks(step: BlockStep) -> list[int]:
-    """Peaks to plan for: without values on the host for each number of graphs ahead, and from the
-    least one without to the least one with them.
+    """Peaks to plan for: without values on the host for each number of graphs ahead, on compute
+    units and with the best routes, and from the least one without to the least one with them.
     """
-    peaks = {step_cost(step.runs, ahead).peak_bytes for ahead in range(MOST_AHEAD + 1)}
+    peaks = {
+        cost.peak_bytes
+        for ahead in range(MOST_AHEAD + 1)
+        for cost in (step_cost(step.runs, ahead), plan_routes(step.runs, ahead, None, ()))
+    }
     least = step.planned(0).peak_bytes
     between = min(peaks) - least
     return sorted(peaks | {least + between * at // _LEANER for at in range(_LEANER)})
@@ -149,6 +151,16 @@ def _stage_of(request: PlanRequest) -> int | None:
     return 3 if request.pipeline is None else None
 
 
+def _stage(name: str, runs: Sequence[GraphRun], kept_bytes: int = 0) -> Iterator[PlanPoint]:
+    """Yields a stage without a budget; before it the same without copy engines, if its plan may use
+    them.
+    """
+    if any(run.engines for run in runs):
+        without = [replace(run, engines=()) for run in runs]
+        yield from _stage(f"{name}, no copy engines", without, kept_bytes)
+    yield _point(name, None, None, runs, plan_prefetch(runs, None), kept_bytes)
+
+
 def _point(
     name: str,
     budget: str | None,
@@ -174,4 +186,17 @@ def _point(
         1.0,
         cost.ahead,
         cost.host_bytes,
+        routes=tuple(_routes(runs, cost)),
     )
+
+
+def _routes(runs: Sequence[GraphRun], cost: StepCost) -> Iterator[str]:
+    """Yields what each graph's gathers take by the copy-engine routes that they could take."""
+    for run in runs:
+        for route, timing, _ in run.engines:
+            taken = "by" if cost.routes.get(run.number) == route else "not by"
+            graph, size = run.name.partition(", sharded in")[0], bytes_text(run.gathered_bytes)
+            yield (
+                f"{graph}: {taken} {route}: {size} in {timing.duration_us:.0f} us; by compute "
+                f"units in {run.gather.duration_us:.0f} us"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.prefetch import (
+    Agreed,
+    EngineGather,
     GraphRun,
     MovableValue,
     StepCost,
@@ -21,8 +24,10 @@ from zpasses.cost.plan.prefetch import (
     plan_prefetch,
     step_cost,
 )
+from zpasses.cost.time.clock import CollectiveTiming, in_sequence
 from zpasses.cost.time.roofline import durations_us
-from zpasses.cost.time.step_time import host_copy_timing, step_time
+from zpasses.cost.time.route_figures import engine_obstacle, planned_routes
+from zpasses.cost.time.step_time import Timeline, host_copy_timing, step_time
 from zpasses.cost.time.target import Target
 from zpasses.errors import MemoryBudgetError
 from zpasses.graph.aliases import CLONES, view_base
@@ -35,6 +40,7 @@ from zpasses.pipeline.events import runtime_note
 from zpasses.ranks.agree import exchange
 from zpasses.runtime.block_schedule import TURNING_POINT
 from zpasses.runtime.forward_variants import cached_params, is_cached_param
+from zpasses.sdma.engine_gathers import can_take_engine
 
 log = logging.getLogger("zpasses")
 
@@ -102,7 +108,32 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def _reduce_us(reductions: ReductionPart, target: Target) -> float:
-    return step_time([reductions.start.graph, reductions.end.graph], target).collective_us
+    return _reduce(reductions, target).duration_us
+
+
+def _reduce(reductions: ReductionPart, target: Target) -> CollectiveTiming:
+    parts = reductions.start.graph, reductions.end.graph
+    return in_sequence(Timeline(part, target).transfers() for part in parts)
+
+
+def _engine_gathers(
+    graph: fx.Graph, timeline: Timeline, target: Target
+) -> tuple[EngineGather, ...]:
+    """Returns the gathers before a graph by each copy-engine route that can run all of them."""
+    nodes = [node for node in graph.nodes if _starts(node)]
+    if not nodes or not all(map(can_take_engine, nodes)):
+        return ()
+    found = [collective_of(node) for node in nodes]
+    if any(each and engine_obstacle(compat.group_ranks(each.group), target) for each in found):
+        return ()
+    packed = sum(
+        each.nbytes + nbytes(value_of(node))
+        for node, each in zip(nodes, found, strict=True)
+        if each is not None and len(each.shapes) > 1
+    )
+    return tuple(
+        EngineGather(route, timeline.transfers(route), packed) for route in planned_routes(target)
+    )
 
 
 def graph_cost(
@@ -111,20 +142,27 @@ def graph_cost(
     target: Target,
     movable: Sequence[int] = (),
     outputs: int | None = None,
+    *,
+    copy_engines: bool = False,
 ) -> GraphRun:
     """Describes one run of a graph.
 
     Args:
         movable: positions of the outputs that may rest on the host until backward.
         outputs: number of outputs before those that go to the cache; None if none do.
+        copy_engines: whether its gathers may take the target's copy-engine routes.
     """
     body = hoisted.body.graph
-    gather_us = reduce_us = 0.0
+    gather = reduce = in_sequence(())
+    engines: tuple[EngineGather, ...] = ()
     reduced_bytes = 0
     if hoisted.gathers is not None:
-        gather_us = step_time([hoisted.gathers.graph.graph], target).collective_us
+        timeline = Timeline(hoisted.gathers.graph.graph, target)
+        gather = timeline.transfers()
+        if copy_engines:
+            engines = _engine_gathers(hoisted.gathers.graph.graph, timeline, target)
     if hoisted.reductions is not None:
-        reduce_us = _reduce_us(hoisted.reductions, target)
+        reduce = _reduce(hoisted.reductions, target)
         sent = hoisted.reductions.start.graph.find_nodes(op="placeholder")
         reduced_bytes = nbytes([value_of(node) for node in sent])
     returned: Sequence[Any] = returned_values(body)
@@ -140,7 +178,7 @@ def graph_cost(
     gathers = [hoisted.gathers.graph] if hoisted.gathers is not None else []
     reductions = hoisted.reductions
     ends = [reductions.start, reductions.end] if reductions is not None else []
-    live, time = liveness(body), step_time([body], target)
+    live, time, gather_us = liveness(body), step_time([body], target), gather.duration_us
     turn_us, turn_peak, peak = None, 0, live.peak_bytes
     for node in body.find_nodes(op="call_function", target=TURNING_POINT):
         at = live.nodes.index(node)
@@ -150,8 +188,9 @@ def graph_cost(
         name=kind,
         is_backward=kind == "backward",
         compute_us=time.total_us,
-        gather_us=gather_us,
-        reduce_us=reduce_us,
+        gather=gather,
+        reduce=reduce,
+        engines=engines,
         gathered_bytes=nbytes(hoisted.extra_inputs),
         reduced_bytes=reduced_bytes,
         peak_bytes=peak,
@@ -245,16 +284,16 @@ class BlockStep:
         parsed = parse_budget(budget, "option 'memory_budget'")
         return parsed.limit_bytes(step_cost(self.runs, 0).peak_bytes)
 
-    def planned(self, limit_bytes: int | None, ahead: int | None = None) -> StepCost:
+    def planned(self, limit_bytes: int | None, agreed: Agreed | None = None) -> StepCost:
         """Returns the fastest plan within a peak, or that which exceeds it least.
 
         Args:
-            ahead: for how many graphs ahead gathers start; None chooses it.
+            agreed: how gathers start; None chooses it.
         """
-        if ahead is None:
+        if agreed is None:
             return plan_prefetch(self.runs, limit_bytes, self.host_bytes)
         moves = moves_in_order(self.runs, self.host_bytes)
-        return plan_moves(self.runs, ahead, limit_bytes, moves)
+        return plan_moves(self.runs, agreed.ahead, limit_bytes, moves, agreed.routes)
 
     def too_little_memory(self, budget: str, limit_bytes: int) -> str:
         """Returns why no number of graphs ahead fits a budget."""
@@ -290,12 +329,13 @@ def agreed_prefetch(
     free_bytes: int | None,
     groups: Sequence[str],
     timeout_s: float,
-    agreed: int | None = None,
+    agreed: Agreed | None = None,
 ) -> StepCost:
-    """Plans for how many graphs ahead gathers start, and which values rest on the host.
+    """Plans for how many graphs ahead gathers start, by which routes, and which values rest on the
+    host.
 
-    All ranks take the smallest number of graphs, because it orders collectives. Copies to the host
-    order none, so each rank moves what it needs with that number.
+    All ranks take the smallest number of graphs, because it orders collectives, and the routes that
+    all have chosen. Copies to the host order none, so each rank moves what it needs with that.
 
     Args:
         step: the graphs of the step.
@@ -303,8 +343,8 @@ def agreed_prefetch(
         free_bytes: what the budget "auto" stands for.
         groups: process groups of the ranks.
         timeout_s: seconds to wait for other ranks.
-        agreed: the number that ranks took for these graphs before, if the graphs of this rank are
-            for other sizes now. No rank is asked, and a step that does not fit is only warned of.
+        agreed: what ranks took for these graphs before, if the graphs of this rank are for other
+            sizes now. No rank is asked, and a step that does not fit is only warned of.
 
     Raises:
         MemoryBudgetError: on all ranks, if the step of one of them does not fit the budget.
@@ -317,14 +357,15 @@ def agreed_prefetch(
     chosen = step.planned(limit, agreed)
     fits = limit is None or chosen.peak_bytes <= limit
     if agreed is None:
-        ahead = chosen.ahead if fits else -1
+        answer: list[Any] = [chosen.ahead if fits else -1, [*map(list, chosen.routes.items())]]
         for group in groups:
             question = "for how many graphs ahead gathers start"
-            ahead = exchange(group, question, ahead, timeout_s, merge=min)
-        if ahead < 0:
+            answer = exchange(group, question, answer, timeout_s, merge=_in_common)
+        common = Agreed(answer[0], dict(answer[1]))
+        if common.ahead < 0:
             raise MemoryBudgetError(step.too_little_memory(str(budget), limit or 0))
-        if ahead < chosen.ahead:
-            chosen = step.planned(limit, ahead)
+        if common != chosen.agreed:
+            chosen = step.planned(limit, common)
     elif not fits:
         log.warning(
             "memory_budget=%r: with the sizes of this step, its graphs hold %s on this rank, and "
@@ -336,6 +377,12 @@ def agreed_prefetch(
         )
     runtime_note("prefetch", _note(step.runs, chosen, limit))
     return chosen
+
+
+def _in_common(answers: Sequence[Any]) -> list[Any]:
+    """Returns the smallest number of graphs ahead, and the routes that all ranks have chosen."""
+    aheads, routes = zip(*answers, strict=True)
+    return [min(aheads), [each for each in routes[0] if all(each in other for other in routes)]]
 
 
 def _held_text(runs: Sequence[GraphRun]) -> str:
@@ -354,12 +401,14 @@ def _note(runs: Sequence[GraphRun], chosen: StepCost, limit: int | None) -> str:
     moved = f"; {chosen.host_bytes / _GIB:,.3f} GiB on the host" if chosen.moved else ""
     held = _held_text(runs)
     moved += f"; {held}" if held else ""
+    by_route = Counter(chosen.routes.values())
+    by_engine = "".join(f", those of {count} by {each}" for each, count in by_route.items())
     backwards = sum(run.is_backward for run in runs)
     first, last = (run.name.partition(", sharded in")[0] for run in (runs[0], runs[-1]))
     return (
         f"a step runs {len(runs)} graphs, {backwards} of them backward, from {first} to {last}; "
-        f"gathers start {chosen.ahead} graph(s) ahead: predicted {chosen.total_us / 1e3:,.2f} ms "
-        f"({step_cost(runs, 0).total_us / 1e3:,.2f} ms with 0 ahead, "
-        f"{sum(run.compute_us for run in runs) / 1e3:,.2f} ms without communication), peak "
+        f"gathers start {chosen.ahead} graph(s) ahead{by_engine}: predicted "
+        f"{chosen.total_us / 1e3:,.2f} ms ({step_cost(runs, 0).total_us / 1e3:,.2f} ms with 0 "
+        f"ahead, {sum(run.compute_us for run in runs) / 1e3:,.2f} ms without communication), peak "
         f"{chosen.peak_bytes / _GIB:,.3f} GiB{within}{moved}"
     )

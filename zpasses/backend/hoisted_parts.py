@@ -23,7 +23,7 @@ from zpasses.backend.block_steps import (
 from zpasses.backend.cache.entry import Variant
 from zpasses.backend.compile_job import Compiled, CompileJob
 from zpasses.backend.graph_facts import VariantFacts
-from zpasses.cost.plan.prefetch import GraphRun, StepCost
+from zpasses.cost.plan.prefetch import Agreed, GraphRun, StepCost
 from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
 from zpasses.graph.host_copies import HostNeed, host_need
 from zpasses.graph.queries import collectives, returned_values
@@ -38,6 +38,7 @@ from zpasses.runtime.hoisted import HoistedCode, Surroundings
 from zpasses.runtime.overflows import EncodedGrad
 from zpasses.runtime.profiling import collective_names, with_part_range
 from zpasses.runtime.run_checks import limited_collectives
+from zpasses.sdma.engine_gathers import can_take_engine, gather_by_engine
 
 
 def hoisted_graph(
@@ -87,7 +88,9 @@ def hoisted_code(
 
     def described(sizes: Mapping[Any, int]) -> GraphRun:
         with job.planning(), compat.planned_for(sizes):
-            return graph_cost(hoisted, kind, job.target, movable, outputs)
+            return graph_cost(
+                hoisted, kind, job.target, movable, outputs, copy_engines=_uses_engines(job)
+            )
 
     cost = described({})
     leaves = f"{hoisted.summary()}, {options.prefetch} ahead"
@@ -103,20 +106,38 @@ def hoisted_code(
     surroundings = Surroundings(
         job.order,
         None if options.prefetch == "auto" else options.prefetch,
-        lambda runs, ahead: _plan_prefetch(job, runs, ahead, sorted(events)),
+        lambda runs, agreed: _plan_prefetch(job, runs, agreed, sorted(events)),
         functools.partial(
             limited_collectives,
             events if options.agreement else (),
             f"graph {job.name} {kind}",
             options.agreement_timeout_s,
         ),
-        lambda gm: _part(job, gm, kind, facts.collectives, _ended(hoisted, gm, facts)),
+        lambda gm, route: _part(
+            job, by_engine(gm, route), kind, facts.collectives, _ended(hoisted, gm, facts)
+        ),
         described,
         is_silent=not facts.collectives and any(map(has_other_ranks, job.captured.groups)),
     )
     communicated = [event.digest for event in events.values()] or [job.name]
     digests = " ".join([kind, *communicated])
     return boxed(HoistedCode(hoisted, body, digests, cost, surroundings)), events
+
+
+def _uses_engines(job: CompileJob) -> bool:
+    """Whether the plan of the step may use copy engines: as the stages do, if no pipeline says."""
+    return job.options.pipeline is None or job.state.pipeline.uses_engines
+
+
+def by_engine(gm: fx.GraphModule, route: str) -> fx.GraphModule:
+    """Returns a graph whose gathers take a copy-engine route; the graph itself without one."""
+    if not route:
+        return gm
+    swapped = compat.clone_graph_module(gm)
+    for node in filter(can_take_engine, swapped.graph.nodes):
+        gather_by_engine(node, route)
+    swapped.recompile()
+    return swapped
 
 
 def _ended(hoisted: HoistedGraph, part: fx.GraphModule, facts: VariantFacts) -> list[EncodedGrad]:
@@ -146,13 +167,13 @@ def _part(
 
 
 def _plan_prefetch(
-    job: CompileJob, runs: Sequence[GraphRun], ahead: int | None, groups: Sequence[str]
+    job: CompileJob, runs: Sequence[GraphRun], agreed: Agreed | None, groups: Sequence[str]
 ) -> StepCost:
     options, step = job.options, BlockStep(runs, job.options.zero_stage, job.host_bytes)
     job.listeners.send(step)
     with job.listeners.report_errors("prefetch"):
         chosen = agreed_prefetch(
-            step, options.memory_budget, job.free_bytes, groups, options.agreement_timeout_s, ahead
+            step, options.memory_budget, job.free_bytes, groups, options.agreement_timeout_s, agreed
         )
     note_planned_peak(job.captured.gm, chosen.peak_bytes - chosen.residual_bytes)
     return chosen

@@ -89,7 +89,7 @@ class BlockSchedule:
                 gathered = None
             if starter is not None:
                 self._starters[number] = starter
-                gathered = gathered or starter.start()
+                gathered = gathered or starter.start(self.plans.route_of(number))
             self._put_off = ahead if at_turn else 0
             if not at_turn:
                 self._start_next(ahead)
@@ -133,7 +133,7 @@ class BlockSchedule:
         for number in expected:
             starter = self._starters.get(number)
             if starter is not None and number not in self._in_flight:
-                gathered = starter.start()
+                gathered = starter.start(self.plans.route_of(number))
                 if gathered is not None:
                     self._in_flight[number] = gathered
                     self.started_ahead += 1

@@ -42,8 +42,9 @@ class Surroundings:
     plan: PlanStep
     limits: Callable[[], AbstractContextManager[None]]
     """Context in which collectives give up in time."""
-    part: Callable[[fx.GraphModule], _Code]
-    """Returns code of a part of the graph."""
+    part: Callable[[fx.GraphModule, str], _Code]
+    """Returns code of a part of the graph, with gathers by a copy-engine route; "" for compute
+    units."""
     described: Callable[[Mapping[Any, int]], GraphRun]
     """Returns what the graph takes with certain dynamic sizes."""
     is_silent: bool = False
@@ -86,11 +87,13 @@ class HoistedCode:
         gathers, reductions = graph.gathers, graph.reductions
         if gathers is not None:
             self._gathered = [order[param] for param in gathers.params]
-            self._start_gathers = part(gathers.graph)
+            self._gathers_by: dict[str, _Code] = {}
+            """Route -> code of the gathers."""
+            self._part = part
             self._shards = graph.shard_positions()
         if reductions is not None:
             self._reduced = [order[param] for param in reductions.gradients.values()]
-            self._start_reductions, self._end = part(reductions.start), part(reductions.end)
+            self._start_reductions, self._end = part(reductions.start, ""), part(reductions.end, "")
 
     def __call__(self, args: list[Any]) -> Any:
         params = self._params()
@@ -100,6 +103,12 @@ class HoistedCode:
         self._add_gathered(args, params, distance, *self._cost_of(args))
         values = self._body(args)
         return values if self._graph.reductions is None else self._reduce(values, params, distance)
+
+    def _start_gathers(self, shards: list[Any], route: str = "") -> Any:
+        if route not in self._gathers_by:
+            assert self._graph.gathers is not None
+            self._gathers_by[route] = self._part(self._graph.gathers.graph, route)
+        return self._gathers_by[route](shards)
 
     def _cost_of(self, args: Sequence[Any]) -> tuple[GraphRun, int]:
         """Returns what a run takes, or a larger one before, and the number of that."""

@@ -1,5 +1,5 @@
-"""Plans of steps of graphs that run one after another: for how many graphs ahead gathers start, and
-which saved values rest on the host.
+"""Plans of steps of graphs that run one after another: for how many graphs ahead gathers start, by
+which routes, and which saved values rest on the host.
 
 A step is planned when its last backward ends. What is known of its graphs is kept per graph of this
 rank, because other ranks may run graphs for other lengths.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zpasses import compat
-from zpasses.cost.plan.prefetch import GraphRun, StepCost
+from zpasses.cost.plan.prefetch import Agreed, GraphRun, StepCost
 from zpasses.runtime.param_conversion import current_backward
 from zpasses.runtime.windows import EngineRun
 
@@ -70,9 +70,9 @@ class _Plan(NamedTuple):
     """Positions of the values that each forward moves to the host."""
 
 
-PlanStep = Callable[[Sequence[GraphRun], int | None], StepCost]
-"""Plans a step of graphs, for which ranks have agreed for how many graphs ahead gathers start. If
-that is None, it asks them."""
+PlanStep = Callable[[Sequence[GraphRun], Agreed | None], StepCost]
+"""Plans a step of graphs, for which ranks have agreed how gathers start. If that is None, it asks
+them."""
 
 
 class InputSeen(NamedTuple):
@@ -106,12 +106,12 @@ class PlannedBlocks:
         without a backward: `number`, `saves` and `moves` as in `_Ran`."""
         self._is_over = False
         """Whether the next forward begins another step."""
-        self._agreed: dict[tuple[object, ...], int] = {}
-        """Graphs of a step, as all ranks know them -> for how many graphs ahead gathers start."""
+        self._agreed: dict[tuple[object, ...], Agreed] = {}
+        """Graphs of a step, as all ranks know them -> how gathers start."""
         self._plans: dict[tuple[_Ran, ...], _Plan] = {}
         """Graphs of a step of this rank -> its plan."""
-        self._ahead = 1
-        """For how many graphs ahead gathers of the last step start."""
+        self._last = Agreed(1, {})
+        """How gathers of the last step start."""
         self._moved: dict[Forward, tuple[int, ...]] = {}
         """Positions of the values that each forward moves to the host, by the last plan with it."""
         self._inputs: dict[tuple[Forward, int], InputSeen] = {}
@@ -127,7 +127,15 @@ class PlannedBlocks:
         """For how many graphs ahead gathers start where that is planned. 1 until the first step has
         ended.
         """
-        return self._ahead
+        return self._last.ahead
+
+    def route_of(self, number: int) -> str:
+        """Returns the copy-engine route of the gathers of a graph; "" for compute units.
+
+        Args:
+            number: of its key.
+        """
+        return self._last.routes.get(number, "")
 
     def forward_of(self, params: object) -> Forward | None:
         """Returns the last forward with these parameters; None if none takes part in the schedule.
@@ -241,25 +249,25 @@ class PlannedBlocks:
         step = tuple(self._step)
         # Whether other ranks are asked depends only on what all of them know.
         agreed = tuple(self._ran)
-        ahead = self._agreed.get(agreed) if self._asks else self._ahead
+        known = self._agreed.get(agreed) if self._asks else self._last
         found = self._plans.get(step)
-        if found is None or ahead != found.cost.ahead:
-            found = self._new_plan(step, plan, ahead)
-            if ahead is None and len(self._agreed) >= _MAX_PLANS:
+        if found is None or known != found.cost.agreed:
+            found = self._new_plan(step, plan, known)
+            if known is None and len(self._agreed) >= _MAX_PLANS:
                 self._agreed.clear()
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             self._plans[step] = found
             if self._asks:
-                self._agreed[agreed] = found.cost.ahead
-        self._ahead = found.cost.ahead
+                self._agreed[agreed] = found.cost.agreed
+        self._last = found.cost.agreed
         self._moved.update(found.moved)
 
-    def _new_plan(self, step: Sequence[_Ran], plan: PlanStep, ahead: int | None) -> _Plan:
+    def _new_plan(self, step: Sequence[_Ran], plan: PlanStep, agreed: Agreed | None) -> _Plan:
         keys = self._keys
         kinds = {each: self._described(each, keys[each.number]) for each in {*step}}
         runs = [kinds[each] for each in step]  # a graph that runs again is one object
-        chosen = plan(runs, ahead)
+        chosen = plan(runs, agreed)
         moved = {
             Forward(keys[each.number].params, each.graph): tuple(
                 value.at for value in run.movable[:count]
@@ -271,7 +279,8 @@ class PlannedBlocks:
 
     def _described(self, ran: _Ran, key: RunKey) -> GraphRun:
         run = self._graphs[ran.graph]
-        run = replace(run, name=f"{run.name}{key.text}", params=key.params)
+        name = f"{run.name}{key.text}"
+        run = replace(run, name=name, params=key.params, number=ran.number)
         if run.is_backward:
             return run
         if not ran.moves:

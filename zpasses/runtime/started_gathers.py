@@ -38,22 +38,23 @@ class Starter:
     """Starts the gathers of one graph for certain parameters.
 
     Args:
-        run: takes the shards of the parameters, and starts the gathers.
+        run: takes the shards of the parameters and a copy-engine route, "" for compute units, and
+            starts the gathers.
         in_flight: positions of the results that must be awaited.
         params: the parameters, which are held by weak references.
     """
 
     def __init__(
         self,
-        run: Callable[[list[Any]], Any],
+        run: Callable[[list[Any], str], Any],
         in_flight: Sequence[int],
         params: Sequence[DTensor],
     ) -> None:
         self._run, self._in_flight = run, in_flight
         self._params = [weakref.ref(param) for param in params]
 
-    def start(self) -> Gathered | None:
-        """Returns None if a parameter no longer exists."""
+    def start(self, route: str) -> Gathered | None:
+        """Starts the gathers by a route. Returns None if a parameter no longer exists."""
         params = [ref() for ref in self._params]
         alive = [param for param in params if param is not None]
         if len(alive) < len(params):
@@ -64,7 +65,7 @@ class Starter:
             for param in alive:
                 if (memory := memory_of(param)) is not None:
                     memory.copied = True
-            return Gathered(list(self._run(list(shards))), self._in_flight, sources)
+            return Gathered(list(self._run(list(shards), route)), self._in_flight, sources)
 
     def is_fresh(self, gathered: Gathered) -> bool:
         """Whether the parameters have not changed since their gathers started."""

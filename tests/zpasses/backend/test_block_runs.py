@@ -8,9 +8,12 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.backend.block_steps import BlockStep, add_turning_point, graph_cost, turn_text
+from zpasses.backend.hoisted_parts import by_engine
 from zpasses.cost.plan.prefetch import GraphRun, MovableValue
+from zpasses.cost.time.clock import Channel, CollectiveTiming
 from zpasses.cost.time.target import Target
 from zpasses.graph.hoisting import hoist_collectives
+from zpasses.graph.queries import collective_of
 from zpasses.runtime.block_schedule import TURNING_POINT
 from zpasses.runtime.grad_slots import returned_gradients
 from zpasses.testing import JointRecipe, ParamSpec, fake_world
@@ -18,12 +21,21 @@ from zpasses.testing import JointRecipe, ParamSpec, fake_world
 FAST_LINKS = Target.parse("cpu,link_gb_s=1e6,launch_us=0.01,hop_us=0.01")
 SLOW_LINKS = Target.parse("cpu,link_gb_s=1e-6")
 aten = torch.ops.aten
+NOTHING = CollectiveTiming(0.0)
 
 
 @pytest.fixture(scope="module")
 def lowered():
     params = tuple(ParamSpec((64, 64)) for _ in range(2))
     return JointRecipe(params, 2).run_pipeline("zero2")[1][0]
+
+
+@pytest.fixture(scope="module")
+def gathering():
+    """A graph that gathers two parameters in one launch."""
+    params = tuple(ParamSpec((64, 64)) for _ in range(2))
+    pipeline = "gather-params,reduce-grads,schedule{plan=single,cap_mb=25,mode=coalesced}"
+    return JointRecipe(params, 2).run_pipeline(pipeline)[1][0]
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +86,27 @@ def test_long_reductions_and_bodies_without_products_have_no_turning_point(
     assert turn_text(hoisted, cost) == ""
 
 
+def test_gathers_before_a_graph_may_take_each_route_that_reaches_the_group(gathering):
+    hoisted = hoist_collectives(gathering)
+    near = Target.parse("mi300x")
+    run = graph_cost(hoisted, "forward", near, copy_engines=True)
+    (mori,) = run.engines
+    assert (mori.route, mori.timing.channel) == ("mori", Channel("node", "engines"))
+    assert mori.timing.duration_us > run.gather.duration_us  # engines take longer to start
+    assert mori.timing.compute_slowdown < run.gather.compute_slowdown
+    assert mori.packed_bytes == 1.5 * run.gathered_bytes  # a copy of it, and of half of it sent
+    assert graph_cost(hoisted, "forward", near).engines == ()
+    for far in ("h100", "mi300x,ranks_per_node=1"):
+        assert graph_cost(hoisted, "forward", Target.parse(far), copy_engines=True).engines == ()
+    swapped = by_engine(hoisted.gathers.graph, "mori")
+    kinds = [
+        [collective_of(node).op for node in gm.graph.nodes if collective_of(node)]
+        for gm in (hoisted.gathers.graph, swapped)
+    ]
+    assert kinds == [["all_gather_into_tensor_coalesced"], ["sdma_all_gather_coalesced"]]
+    assert by_engine(hoisted.gathers.graph, "") is hoisted.gathers.graph
+
+
 def test_the_memory_before_and_after_the_turning_point_is_that_of_the_body(lowered):
     hoisted = backward(lowered, FAST_LINKS)
     cost = graph_cost(hoisted, "backward", FAST_LINKS)
@@ -113,7 +146,7 @@ def test_what_may_move_has_the_durations_of_its_copies(lowered):
 
 
 def test_steps_of_which_nothing_fits_say_what_rests_on_the_host():
-    forward = GraphRun("f", False, 9.0, 0.0, 0.0, 0, 0, 1 << 20, 1 << 20)
+    forward = GraphRun("f", False, 9.0, NOTHING, NOTHING, 0, 0, 1 << 20, 1 << 20)
     value = MovableValue(1 << 19, 1.0, 1.0)
     runs = [replace(forward, name=str(at), movable=(value,)) for at in range(4)]
     runs += [replace(forward, is_backward=True, saved_bytes=0)] * 4
@@ -131,7 +164,7 @@ def test_steps_of_which_nothing_fits_say_what_rests_on_the_host():
     ],
 )
 def test_checkpoints_are_advised_only_where_they_save_memory(returned, saved, said):
-    block = GraphRun("f", False, 9.0, 0.0, 0.0, 0, 0, 9000, saved, returned=returned)
+    block = GraphRun("f", False, 9.0, NOTHING, NOTHING, 0, 0, 9000, saved, returned=returned)
     again = replace(block, saved_bytes=1000)
     backward = replace(block, is_backward=True, saved_bytes=0, returned=())
     runs = [block, block, backward, again, backward]  # the second one runs again in backward

@@ -115,7 +115,7 @@ def test_what_the_plan_says_rests_on_the_host_and_the_bits_are_the_same(lean):
     assert held == [LAYERS * (ONE + INPUT), MOVED, MOVED]  # without a plan, everything
     assert host.live == 0
     assert found.peak_bytes == whole.peak_bytes - MOVED <= limit < whole.peak_bytes
-    assert found.total_us == whole.total_us  # copies are beside compute
+    assert found.total_us == pytest.approx(whole.total_us)  # copies are beside compute
 
 
 class Delayed(HostStream):
@@ -396,9 +396,9 @@ def test_in_stage_2_values_move_as_planned_although_a_forward_gathers_nothing(ev
         options = {**EAGER, "zero_stage": 2, "backwards_per_step": window}
         results, held, gathers, steps, starts = [], [], [], [], Starter.start
 
-        def start(self):
+        def start(self, route):
             gathers.append(self)
-            return starts(self)
+            return starts(self, route)
 
         with (
             own_block_schedule(),

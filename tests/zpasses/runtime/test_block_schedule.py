@@ -7,14 +7,17 @@ from dataclasses import replace
 import pytest
 
 from zpasses import compat
-from zpasses.backend.block_steps import BlockStep, agreed_prefetch
-from zpasses.cost.plan.prefetch import GraphRun, MovableValue
+from zpasses.backend.block_steps import BlockStep, _in_common, agreed_prefetch
+from zpasses.cost.plan.prefetch import Agreed, GraphRun, MovableValue, StepCost
+from zpasses.cost.time.clock import CollectiveTiming
 from zpasses.runtime import block_schedule, planned_blocks
 from zpasses.runtime.block_schedule import BlockSchedule
 from zpasses.runtime.param_conversion import await_backward, bound_call
 from zpasses.runtime.planned_blocks import Forward, RunKey
+from zpasses.runtime.started_gathers import Gathered
 
 BLOCKS, LIMIT = 6, 2500
+TRANSFERS = CollectiveTiming(1.0), CollectiveTiming(0.0)
 
 
 def forward(size):
@@ -22,12 +25,16 @@ def forward(size):
     value = MovableValue(size, 1.0, 1.0, at=1)
     sizes = (0, 8), (1, size)
     return GraphRun(
-        *("forward", False, 9.0, 1.0, 0.0, 0, 0, 0, size + 8), movable=(value,), returned=sizes
+        *("forward", False, 9.0, CollectiveTiming(1.0), CollectiveTiming(0.0), 0, 0, 0, size + 8),
+        movable=(value,),
+        returned=sizes,
     )
 
 
 def backward(size):
-    return GraphRun("backward", True, 9.0, 1.0, 0.0, 0, 0, size, 0)
+    return GraphRun(
+        "backward", True, 9.0, CollectiveTiming(1.0), CollectiveTiming(0.0), 0, 0, size, 0
+    )
 
 
 class Node:
@@ -156,10 +163,47 @@ def test_an_input_that_found_no_room_is_as_that_of_the_last_equal_graph(rank):
 def test_a_length_that_exceeds_the_budget_is_said_on_this_rank_only(caplog):
     runs = [forward(100)] * 4 + [backward(100)] * 4
     step = BlockStep([replace(each, movable=()) for each in runs])
-    chosen = agreed_prefetch(step, "1B", None, ["no group is asked"], 1.0, agreed=1)
+    chosen = agreed_prefetch(step, "1B", None, ["no group is asked"], 1.0, agreed=Agreed(1, {}))
     assert chosen.ahead == 1
     (said,) = caplog.messages
     assert "memory_budget='1B': with the sizes of this step, its graphs hold" in said
+
+
+def test_ranks_take_the_smallest_number_ahead_and_the_routes_that_all_have_chosen():
+    answers = [2, [[0, "mori"], [1, "mori"], [2, "mori"]]], [1, [[0, "mori"], [1, "nccl_zero"]]]
+    assert _in_common(answers) == [1, [[0, "mori"]]]
+
+
+def test_gathers_start_by_the_routes_of_the_last_plan(rank):
+    started = []
+
+    class Recorded:
+        def __init__(self, block):
+            self.block = block
+
+        def is_fresh(self, gathered):
+            return True
+
+        def start(self, route):
+            started.append((self.block, route))
+            return Gathered([], (), [])
+
+    def planned(runs, agreed):
+        rank.asked += agreed is None
+        routes = {run.number: "mori" for run in runs if run.params != 1 and not run.is_backward}
+        return StepCost(1, 1.0, 0.0, 1, routes=routes)
+
+    rank.plan = planned
+    begin = rank.schedule.begin
+    rank.schedule.begin = lambda key, _, ahead, graph: begin(
+        key, Recorded(key.params), ahead, graph
+    )
+    rank.step(100, 2)
+    assert {route for _, route in started} == {""}
+    started.clear()
+    rank.step(100, 2)
+    assert started[:2] == [(0, "mori"), (1, "")]
+    assert rank.asked == 1
 
 
 # --- forwards without a backward ------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """How far ahead gathers start in a step of several graphs, such as blocks compiled one by one.
 
-The step is simulated with gathers that start 0, 1, 2, ... graphs ahead. A channel runs collectives
-one after another, in the order in which they start. The fewest graphs ahead that are as fast as any
-within the memory limit win.
+The step is simulated by the clock of `zpasses.cost.time.clock`, with gathers that start 0, 1, 2,
+... graphs ahead. The fewest graphs ahead that are as fast as any within the memory limit win. For
+each number, equal graphs change to the copy-engine route with which the step is fastest.
 
 Values that forwards save may rest on the host until their backward. Each call moves its own: the
 copy out runs beside the next forward, and the copy back beside the backward before its own. For
@@ -11,9 +11,13 @@ each number of graphs ahead, as few values move as make the step fit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
+from zpasses.cost.plan.schedule_planner import ROUTE_PRICE_US
+from zpasses.cost.time.clock import Channel, Clock, CollectiveTiming
 from zpasses.graph.host_copies import aligned
 
 MOST_AHEAD = 4
@@ -38,6 +42,15 @@ class MovableValue:
     that only if nothing else holds it."""
 
 
+class EngineGather(NamedTuple):
+    """The gathers of a graph by a copy-engine route."""
+
+    route: str
+    timing: CollectiveTiming
+    packed_bytes: int
+    """Most that they allocate besides the full tensors."""
+
+
 @dataclass(frozen=True)
 class GraphRun:
     """One run of a graph whose gathers start before it, and whose reductions end after it."""
@@ -47,8 +60,10 @@ class GraphRun:
     is_backward: bool
     compute_us: float
     """Duration of its kernels, and of the collectives that stay in it."""
-    gather_us: float
-    reduce_us: float
+    gather: CollectiveTiming
+    """Its gathers, as one transfer."""
+    reduce: CollectiveTiming
+    """Its reductions."""
     gathered_bytes: int
     """Full parameters that it reads, in memory from the start of their gather to its end."""
     reduced_bytes: int
@@ -88,6 +103,20 @@ class GraphRun:
     """Part of `cached_bytes` that the backward of a forward reads, whose own peak counts it."""
     params: object = None
     """Equal for graphs with the same parameters."""
+    engines: tuple[EngineGather, ...] = ()
+    """How copy engines can run its gathers."""
+    number: int = -1
+    """Equal on all ranks for one graph with its parameters; negative if others may not run it."""
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for graphs whose gathers take the same route."""
+        return self.is_backward, self.compute_us, self.gather, self.engines
+
+    def gather_on(self, route: str) -> EngineGather:
+        """Returns its gathers by a route; "" for compute units."""
+        on_units = EngineGather("", self.gather, 0)
+        return next((each for each in self.engines if each.route == route), on_units)
 
 
 @dataclass(frozen=True)
@@ -107,12 +136,33 @@ class StepCost:
     """Bytes of these."""
     residual_bytes: int = 0
     """What error feedback holds of the peak, between steps as well."""
+    routes: Routes = field(default_factory=dict)
+    """The routes of gathers that copy engines run."""
+
+    @property
+    def agreed(self) -> Agreed:
+        """What all ranks must share of it."""
+        return Agreed(self.ahead, self.routes)
+
+
+Routes = Mapping[int, str]
+"""`GraphRun.number` -> the copy-engine route of its gathers."""
+ON_UNITS: Routes = MappingProxyType({})
+
+
+class Agreed(NamedTuple):
+    """How gathers start, which is the same on all ranks."""
+
+    ahead: int
+    """For how many graphs ahead."""
+    routes: Routes
 
 
 def plan_prefetch(
     runs: Sequence[GraphRun], limit_bytes: int | None, host_bytes: int = 0
 ) -> StepCost:
-    """Choose for how many graphs ahead gathers start, and which values rest on the host.
+    """Choose for how many graphs ahead gathers start, which routes they take, and which values rest
+    on the host.
 
     Args:
         runs: the graphs of one step, in their order. Those that are one object are one graph with
@@ -124,7 +174,7 @@ def plan_prefetch(
         The choice. If nothing fits, that with the least peak.
     """
     moves = moves_in_order(runs, host_bytes)
-    costs = [plan_moves(runs, ahead, limit_bytes, moves) for ahead in range(MOST_AHEAD + 1)]
+    costs = [plan_routes(runs, ahead, limit_bytes, moves) for ahead in range(MOST_AHEAD + 1)]
     fitting = [each for each in costs if limit_bytes is None or each.peak_bytes <= limit_bytes]
     if not fitting:
         return min(costs, key=lambda each: each.peak_bytes)
@@ -132,17 +182,43 @@ def plan_prefetch(
     return next(each for each in fitting if each.total_us <= fastest * _TOLERANCE)
 
 
+def plan_routes(
+    runs: Sequence[GraphRun], ahead: int, limit_bytes: int | None, moves: Sequence[Sequence[int]]
+) -> StepCost:
+    """Choose routes for the gathers of graphs, the same for all that are equal, as far as the step
+    gets faster or leaner; and values to move, as `plan_moves`.
+    """
+
+    def rank(cost: StepCost) -> tuple[float, float]:
+        excess = 0 if limit_bytes is None else max(0, cost.peak_bytes - limit_bytes)
+        return excess, cost.total_us + ROUTE_PRICE_US * len(cost.routes)
+
+    best = plan_moves(runs, ahead, limit_bytes, moves)
+    kinds: dict[Hashable, list[GraphRun]] = {}
+    for run in runs:
+        if run.engines and run.number >= 0:
+            kinds.setdefault(run.kind, []).append(run)
+    for alike in kinds.values():
+        for each in alike[0].engines:
+            routes = {**best.routes, **dict.fromkeys((run.number for run in alike), each.route)}
+            cost = plan_moves(runs, ahead, limit_bytes, moves, routes)
+            best = min(best, cost, key=rank)
+    return best
+
+
 def plan_moves(
     runs: Sequence[GraphRun],
     ahead: int,
     limit_bytes: int | None,
     moves: Sequence[Sequence[int]],
+    routes: Routes = ON_UNITS,
 ) -> StepCost:
     """Choose as few values to move to the host as make a step fit, with gathers that start `ahead`
     graphs ahead. All of them move if it never fits.
 
     Args:
         moves: from `moves_in_order`.
+        routes: as `StepCost.routes`.
     """
 
     def with_first(count: int) -> StepCost:
@@ -150,7 +226,7 @@ def plan_moves(
         for positions in moves[:count]:
             for each in positions:
                 moved[each] += 1
-        return step_cost(runs, ahead, moved if count else ())
+        return step_cost(runs, ahead, moved if count else (), routes)
 
     cost = with_first(0)
     if limit_bytes is None or cost.peak_bytes <= limit_bytes:
@@ -226,7 +302,9 @@ def _forward_of(runs: Sequence[GraphRun]) -> dict[int, int]:
     return found
 
 
-def step_cost(runs: Sequence[GraphRun], ahead: int, moved: Sequence[int] = ()) -> StepCost:
+def step_cost(
+    runs: Sequence[GraphRun], ahead: int, moved: Sequence[int] = (), routes: Routes = ON_UNITS
+) -> StepCost:
     """Simulate a step whose gathers start `ahead` graphs ahead.
 
     A forward does not start the gathers of graphs after its last backward. Reductions of at least
@@ -234,41 +312,63 @@ def step_cost(runs: Sequence[GraphRun], ahead: int, moved: Sequence[int] = ()) -
 
     Args:
         moved: how many values each graph moves to the host; () moves none.
+        routes: as `StepCost.routes`.
     """
-    return _Step(runs, ahead, moved).cost()
+    return _Step(runs, ahead, moved, routes).cost()
 
 
 def step_bound_us(runs: Sequence[GraphRun]) -> float:
-    """Duration that no start of these collectives can beat, with a channel that runs one after
-    another.
+    """Duration that no start of these collectives, and no route, can beat.
 
     Before a graph computes, its gathers and those of all graphs before it must have ended. After
     it, its reductions and those of all graphs after it must still run. The bound is the largest
-    value over all pairs of a first and a last graph, between which only kernels count.
+    value over all pairs of a first and a last graph, between which only kernels count, and over all
+    channels, each of which runs one transfer after another.
     """
-    gathered, computed, reduced = 0.0, 0.0, sum(run.reduce_us for run in runs)
-    start, bound = 0.0, reduced + sum(run.gather_us for run in runs)
-    for run in runs:
-        gathered += run.gather_us
+    channels = {each.channel for run in runs for each in (run.gather, run.reduce)}
+    return max(_bound_us(runs, channel) for channel in channels)
+
+
+def _bound_us(runs: Sequence[GraphRun], channel: Channel) -> float:
+    def took(timing: CollectiveTiming) -> float:
+        return timing.duration_us if timing.channel == channel else 0.0
+
+    # Engines share the links of the channel, so gathers by them count as if they were on it.
+    gathers = [
+        min([took(run.gather), *(each.timing.duration_us for each in run.engines)]) for run in runs
+    ]
+    reductions = [took(run.reduce) for run in runs]
+    gathered, computed, reduced = 0.0, 0.0, sum(reductions)
+    start, bound = 0.0, reduced + sum(gathers)
+    for run, gather, reduction in zip(runs, gathers, reductions, strict=True):
+        gathered += gather
         start = max(start, gathered - computed)
         computed += run.compute_us - run.exposed_us
         bound = max(bound, start + computed + reduced)
-        reduced -= run.reduce_us
+        reduced -= reduction
     return bound
 
 
+_OUT, _IN = Channel("host-out"), Channel("host-in")
+
+
 class _Step:
-    def __init__(self, runs: Sequence[GraphRun], ahead: int, moved: Sequence[int]) -> None:
+    def __init__(
+        self, runs: Sequence[GraphRun], ahead: int, moved: Sequence[int], routes: Routes
+    ) -> None:
         self._runs, self._ahead, self._moved = runs, ahead, tuple(moved)
+        self._routes, self._gathers = (
+            routes,
+            [run.gather_on(routes.get(run.number, "")) for run in runs],
+        )
         self._forward_of = _forward_of(runs)
         pairs = zip(runs, self._moved, strict=False)
         self._values = [run.movable[:count] for run, count in pairs] or [()] * len(runs)
-        self._now = self._exposed = 0.0
-        self._channel = 0.0
-        """When the collectives that have started will have ended."""
-        self._arrived: dict[int, float] = {}
-        self._reducing: list[tuple[float, GraphRun]] = []
-        """When the reductions in flight of each graph end."""
+        self._clock, self._exposed, self._transfers = Clock(), 0.0, 0
+        self._gathering: dict[int, int | None] = {}
+        """Graph -> the transfer of its gathers; None if it has none."""
+        self._reducing: list[tuple[int, GraphRun]] = []
+        """The transfers of the reductions in flight."""
         self._cached: dict[object, int] = {}
         """Parameters -> bytes of them in the cache."""
         for run in runs:
@@ -276,12 +376,10 @@ class _Step:
         self._saved = self._peak = 0
         self._freed: dict[int, int] = {}
         """Forward -> bytes of what it saved that code between the graphs has dropped."""
-        self._out = self._in = 0.0
-        """When the copies to and from the host that have started will have ended."""
-        self._leaving: list[tuple[float, int]] = []
-        """When the copies out of each forward end, and their bytes, which the device holds."""
-        self._back: dict[int, float] = {}
-        """Forward -> when its values are back. The device holds them."""
+        self._leaving: list[tuple[int | None, int]] = []
+        """The copies out of each forward, and their bytes, which the device holds."""
+        self._back: dict[int, int | None] = {}
+        """Forward -> the copies back of its values. The device holds them."""
 
     def cost(self) -> StepCost:
         for number, run in enumerate(self._runs):
@@ -291,7 +389,14 @@ class _Step:
         # A graph that runs again has the same residuals.
         held = sum({run.name: run.residual_bytes for run in self._runs}.values())
         return StepCost(
-            self._ahead, self._now, self._exposed, self._peak + held, self._moved, moved, held
+            self._ahead,
+            self._clock.now_us,
+            self._clock.exposed_us + self._exposed,
+            self._peak + held,
+            self._moved,
+            moved,
+            held,
+            self._routes,
         )
 
     def _run(self, number: int, run: GraphRun) -> None:
@@ -300,13 +405,12 @@ class _Step:
             self._free_left()
             self._bring_back(number)
             self._bring_back(number + 1)
-            self._wait(self._back.get(self._forward_of.get(number, -1), 0.0))
-        if number not in self._arrived:
+            self._wait(self._back.get(self._forward_of.get(number, -1)))
+        if number not in self._gathering:
             self._start(number)
         if not run.gathers_at_turn:
             self._start_next(number)
-        if run.gather_us:
-            self._wait(self._arrived[number])
+        self._wait(self._gathering[number])
         counted = 0  # by its own peak, too
         if run.is_backward and number in self._forward_of:
             forward = self._forward_of[number]
@@ -315,11 +419,11 @@ class _Step:
         if run.turn_us is not None:
             turn_us = run.turn_us
             self._hold(number, run.turn_peak_bytes - counted)
-            self._now += turn_us
+            self._clock.work(turn_us)
             self._reduce(self._ahead - 1)
             self._start_next(number)
         self._hold(number, run.peak_bytes - counted)
-        self._now += run.compute_us - turn_us
+        self._clock.work(run.compute_us - turn_us)
         self._exposed += run.exposed_us
         if not run.is_backward:
             self._saved += run.saved_bytes
@@ -328,9 +432,9 @@ class _Step:
             self._drop_before(number)
             self._free_left()
             self._move_out(number)
-        if run.reduce_us:
-            self._channel = max(self._channel, self._now) + run.reduce_us
-            self._reducing.append((self._channel, run))
+        reduction = self._transfer(run.reduce)
+        if reduction is not None:
+            self._reducing.append((reduction, run))
             self._reduce(max(1, self._ahead))
 
     def _drop_before(self, number: int) -> None:
@@ -343,13 +447,13 @@ class _Step:
     def _move_out(self, number: int) -> None:
         values, run = self._values[number], self._runs[number]
         if values:
-            self._out = self._copy(self._out, run, sum(each.out_us for each in values))
-            self._leaving.append((self._out, sum(each.nbytes for each in values)))
+            copies = self._copy(_OUT, run, sum(each.out_us for each in values))
+            self._leaving.append((copies, sum(each.nbytes for each in values)))
 
     def _free_left(self) -> None:
         """Await the copies out of the forwards before."""
-        for end, nbytes in self._leaving:
-            self._wait(end)
+        for copies, nbytes in self._leaving:
+            self._wait(copies)
             self._saved -= nbytes
         self._leaving.clear()
 
@@ -359,41 +463,52 @@ class _Step:
         values = self._values[forward] if forward >= 0 else ()
         if values and forward not in self._back:
             run = self._runs[forward]
-            self._in = self._copy(self._in, run, sum(each.in_us for each in values))
-            self._back[forward] = self._in
+            self._back[forward] = self._copy(_IN, run, sum(each.in_us for each in values))
             self._saved += sum(each.nbytes for each in values)
 
-    def _copy(self, busy: float, run: GraphRun, duration_us: float) -> float:
-        """Returns when a copy ends that starts now."""
+    def _copy(self, channel: Channel, run: GraphRun, duration_us: float) -> int | None:
+        """Starts a copy that takes so long."""
         if run.copies_compute:
-            self._now += duration_us
-            return self._now
-        return max(busy, self._now) + duration_us
+            self._clock.work(duration_us)
+            return None
+        return self._transfer(CollectiveTiming(duration_us, channel=channel))
 
     def _start_next(self, number: int) -> None:
         for later in range(number + 1, min(number + 1 + self._ahead, len(self._runs))):
-            if later not in self._arrived and _may_start(self._runs[number], self._runs[later]):
+            if later not in self._gathering and _may_start(self._runs[number], self._runs[later]):
                 self._start(later)
 
     def _start(self, number: int) -> None:
-        self._channel = max(self._channel, self._now) + self._runs[number].gather_us
-        self._arrived[number] = self._channel
+        self._gathering[number] = self._transfer(self._gathers[number].timing)
+
+    def _transfer(self, timing: CollectiveTiming) -> int | None:
+        """Starts a transfer. Returns its number; None if there is nothing to transfer."""
+        if not timing.duration_us:
+            return None
+        self._transfers += 1
+        self._clock.work(timing.issue_us)
+        self._clock.enqueue(self._transfers, timing.duration_us, timing)
+        return self._transfers
 
     def _hold(self, number: int, peak_bytes: int) -> None:
-        gathered = sum(self._runs[each].gathered_bytes for each in self._arrived if each >= number)
+        gathered = sum(
+            self._runs[each].gathered_bytes + self._gathers[each].packed_bytes
+            for each in self._gathering
+            if each >= number
+        )
         reduced = sum(run.reduced_bytes for _, run in self._reducing)
         held = self._saved + sum(self._cached.values()) + gathered + reduced
         self._peak = max(self._peak, held + peak_bytes)
 
-    def _wait(self, until: float) -> None:
-        self._exposed += max(0.0, until - self._now)
-        self._now = max(self._now, until)
+    def _wait(self, transfer: int | None) -> None:
+        if transfer is not None:
+            self._clock.wait(transfer)
 
     def _reduce(self, left: int) -> None:
         """Await all but the last `left` reductions."""
         while len(self._reducing) > max(0, left):
-            end, run = self._reducing.pop(0)
-            self._wait(end)
+            reduction, run = self._reducing.pop(0)
+            self._wait(reduction)
             cached = self._cached.get(run.params, 0)  # what is frozen stays there
             self._cached[run.params] = max(0, cached - run.reduced_bytes)
 

@@ -81,7 +81,7 @@ def plan_schedule(
 PRICE = 0.005
 """Share of its duration by which a plan must be faster to be worth the whole of the memory above
 that of one gather and one reduction in flight."""
-_ROUTE_PRICE_US = 1.0
+ROUTE_PRICE_US = 1.0
 """What a launch on copy engines must gain: figures of routes are not exact."""
 _STARTS, _NEAR_BOUND = 3, 0.001
 """How many plans to improve, since changes of one may end in a dead end; and the share of the bound
@@ -165,7 +165,7 @@ class _Search:
     def _rank_of(self, plan: Plan, cost: Cost) -> _Rank:
         excess = max(0, cost.peak_bytes - self._limit)
         more = max(0, cost.peak_bytes - excess - self._least) / max(1, self._limit - self._least)
-        priced = round(cost.total_us * (1 + PRICE * more) + _ROUTE_PRICE_US * len(plan.routes), 3)
+        priced = round(cost.total_us * (1 + PRICE * more) + ROUTE_PRICE_US * len(plan.routes), 3)
         return excess, priced, len(plan.launches), cost.peak_bytes
 
     def _most_tolerant(self) -> tuple[Plan, Cost]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Link = Literal["node", "network", "host-out", "host-in"]
@@ -42,6 +43,19 @@ class CollectiveTiming:
     channel: Channel = _GROUPS
     issue_us: float = 0.0
     """Time for which its start keeps the device from computing."""
+
+
+def in_sequence(timings: Iterable[CollectiveTiming]) -> CollectiveTiming:
+    """Returns transfers that run one after another as one, on the channel of the longest of them
+    and with its interference.
+    """
+    each = tuple(timings)
+    longest = max(each, key=lambda timing: timing.duration_us, default=CollectiveTiming(0.0))
+    duration, issue = (sum(getattr(timing, name) for timing in each) for name in _DURATIONS)
+    return replace(longest, duration_us=duration, issue_us=issue)
+
+
+_DURATIONS = "duration_us", "issue_us"
 
 
 class Clock:

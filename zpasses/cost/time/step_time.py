@@ -22,7 +22,7 @@ from types import MappingProxyType
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.time.clock import Channel, Clock, CollectiveTiming, Queue
+from zpasses.cost.time.clock import Channel, Clock, CollectiveTiming, Queue, in_sequence
 from zpasses.cost.time.fused_kernels import FusedKernels
 from zpasses.cost.time.roofline import (
     collective_on_route_us,
@@ -137,6 +137,10 @@ class Timeline:
             sum(each.duration_us for each in timings),
             clock.exposed_us,
         )
+
+    def transfers(self, route: str | None = None) -> CollectiveTiming:
+        """Returns the transfers of the graph as one, all of them by a route if it is given."""
+        return in_sequence(self.timing(node, route) for node in self._transfers)
 
     def spans(self) -> list[tuple[float, float]]:
         """Returns the start and the end of each node in microseconds, in graph order.

@@ -8,15 +8,18 @@ from hypothesis import strategies as st
 
 from zpasses.cost.plan.prefetch import (
     MOST_AHEAD,
+    EngineGather,
     GraphRun,
     MovableValue,
     plan_prefetch,
     step_bound_us,
     step_cost,
 )
+from zpasses.cost.time.clock import Channel, CollectiveTiming
 
-FORWARD = GraphRun("forward", False, 100.0, 60.0, 0.0, 10, 0, 5, 3)
-BACKWARD = GraphRun("backward", True, 200.0, 60.0, 50.0, 10, 8, 7, 0)
+took = CollectiveTiming
+FORWARD = GraphRun("forward", False, 100.0, took(60.0), took(0.0), 10, 0, 5, 3)
+BACKWARD = GraphRun("backward", True, 200.0, took(60.0), took(50.0), 10, 8, 7, 0)
 STEP = [FORWARD] * 4 + [BACKWARD] * 4
 
 
@@ -34,8 +37,8 @@ def test_one_graph_ahead_hides_gathers_that_are_shorter_than_compute():
 
 
 def test_long_gathers_before_short_graphs_need_more_than_one():
-    short = replace(FORWARD, compute_us=10.0, gather_us=10.0)
-    long = replace(FORWARD, compute_us=10.0, gather_us=100.0)
+    short = replace(FORWARD, compute_us=10.0, gather=took(10.0))
+    long = replace(FORWARD, compute_us=10.0, gather=took(100.0))
     runs = [replace(FORWARD, compute_us=100.0), short, short, long] * 4
     assert plan_prefetch(runs, None).ahead > 1
 
@@ -52,8 +55,8 @@ def test_cached_parameters_stay_until_their_gradients_are_reduced():
         replace(FORWARD, gathered_bytes=gathered, cached_bytes=10, cached_read_bytes=read, params=1)
         for gathered, read in ((10, 0), (0, 0), (0, 10))
     )
-    defers = replace(BACKWARD, reduce_us=0.0, gathered_bytes=0, reduced_bytes=0, params=1)
-    reduces = replace(defers, reduce_us=50.0, reduced_bytes=10)
+    defers = replace(BACKWARD, reduce=took(0.0), gathered_bytes=0, reduced_bytes=0, params=1)
+    reduces = replace(defers, reduce=took(50.0), reduced_bytes=10)
     other = replace(FORWARD, gathered_bytes=0, saved_bytes=0, peak_bytes=50)
 
     def held(*runs):
@@ -98,29 +101,102 @@ def test_gradients_are_in_memory_until_the_next_turning_point():
 def test_gathers_that_start_at_the_turning_point_arrive_in_time_or_are_waited_for():
     late = replace(TURNING, gathers_at_turn=True)
     assert step_cost([late] * 4, 1).exposed_us == step_cost([TURNING] * 4, 1).exposed_us == 60 + 50
-    slow = replace(late, gather_us=180.0)
+    slow = replace(late, gather=took(180.0))
     assert step_cost([slow] * 4, 1).exposed_us == 180 + 3 * (50 + 180 - 200) + 50
 
 
 def test_reductions_are_waited_for_at_the_turning_point():
-    slow = replace(TURNING, gather_us=0.0, reduce_us=70.0)
+    slow = replace(TURNING, gather=took(0.0), reduce=took(70.0))
     assert step_cost([slow] * 3, 1).exposed_us == 2 * (70 - 50) + 70
     # One more graph ahead leaves one more reduction in flight.
     assert step_cost([slow] * 3, 2).exposed_us == 70
 
 
+# --- routes ---------------------------------------------------------------------------------------
+ENGINES = Channel("node", "engines")
+
+
+def with_engines(runs, *engines):
+    """The graphs with a number each, of which those that gather can take routes."""
+    return [
+        replace(each, number=at, engines=engines if each.gather.duration_us else ())
+        for at, each in enumerate(runs)
+    ]
+
+
+def test_gathers_and_kernels_beside_them_slow_each_other():
+    slow = CollectiveTiming(60.0, compute_slowdown=1.5, collective_slowdown=2.0)
+    runs = [replace(FORWARD, gather=slow)] * 3
+    # Beside 100 us of kernels, a gather takes 120 us, in which only 80 us of them are done.
+    assert step_cost(runs, 1).total_us == pytest.approx(60 + 2 * (120 + 20) + 100)
+    assert step_cost(runs, 0).total_us == 3 * (60 + 100)
+
+
+def test_graphs_take_engines_where_the_step_gains_and_equal_graphs_the_same():
+    slow = CollectiveTiming(60.0, compute_slowdown=1.5)
+    runs = [replace(FORWARD, gather=slow)] * 8
+    runs += [replace(BACKWARD, gather=slow, reduce=took(0.0), compute_us=40.0)] * 8
+    longer = EngineGather("mori", CollectiveTiming(80.0, channel=ENGINES), 4)
+    offered = with_engines(runs, longer)
+    gaining = dict.fromkeys(range(8), "mori")
+    chosen = plan_prefetch(offered, step_cost(offered, 1, (), gaining).peak_bytes)
+    # Kernels of 40 us take 60 beside the groups, and wait for 80 us of engines.
+    assert chosen.routes == gaining
+    assert chosen.total_us < plan_prefetch(runs, None).total_us
+    assert chosen == step_cost(offered, chosen.ahead, (), chosen.routes)
+    both = with_engines(runs, longer, EngineGather("nccl_zero", took(20.0), 0))
+    assert plan_prefetch(both, None).routes == dict.fromkeys(range(16), "nccl_zero")
+    # What gains less than a route's price stays, and so does what other ranks may not run.
+    little = EngineGather("mori", replace(slow, duration_us=59.9), 0)
+    assert plan_prefetch(with_engines(runs, little), None).routes == {}
+    unknown = [replace(each, number=-1) for each in both]
+    assert plan_prefetch(unknown, None).routes == {}
+
+
+def test_what_engines_pack_counts_until_the_graph_ends():
+    packs = EngineGather("mori", took(10.0), 100)
+    (run,) = with_engines([FORWARD], packs)
+    assert step_cost([run], 0, (), {0: "mori"}).peak_bytes == 10 + 100 + 5
+    runs = with_engines(STEP, packs)
+    lean = step_cost(runs, 0).peak_bytes
+    assert plan_prefetch(runs, lean + 99).routes == {}
+    assert plan_prefetch(runs, lean + 200).routes
+
+
 sizes, no = st.integers(0, 100), st.just(0)
+factors = st.sampled_from([1.0, 1.3, 2.0])
 kind = st.just("forward"), st.just(False)
-graphs = st.builds(GraphRun, *kind, sizes, sizes, no, sizes, no, sizes, sizes)
+links = st.sampled_from([Channel("node"), Channel("network"), Channel("node", "beside")])
 
 
-@given(st.lists(graphs, min_size=1, max_size=6))
+def transfers(links):
+    return st.builds(CollectiveTiming, sizes, factors, factors, links, st.sampled_from([0.0, 3.0]))
+
+
+engines = st.lists(
+    st.builds(EngineGather, st.just("mori"), transfers(st.just(ENGINES)), sizes), max_size=1
+)
+graphs = st.builds(
+    GraphRun, *kind, sizes, transfers(links), st.just(took(0.0)), sizes, no, sizes, sizes
+)
+local = st.builds(
+    GraphRun,
+    *(*kind, sizes, transfers(st.just(Channel("node"))), st.just(took(0.0)), sizes, no, sizes),
+    saved_bytes=sizes,
+    engines=engines.map(tuple),
+)
+
+
+@given(st.lists(graphs | local, min_size=1, max_size=6))
 def test_no_number_of_graphs_ahead_beats_the_bound(forwards):
     runs = forwards + [
-        replace(each, is_backward=True, reduce_us=each.gather_us) for each in forwards[::-1]
+        replace(each, is_backward=True, reduce=each.gather) for each in forwards[::-1]
     ]
+    runs = [replace(each, number=number) for number, each in enumerate(runs)]
     times = [step_cost(runs, ahead).total_us for ahead in range(MOST_AHEAD + 1)]
-    assert step_bound_us(runs) <= min(times) + 1e-9
+    best = plan_prefetch(runs, None)
+    assert step_bound_us(runs) <= min(*times, best.total_us) + 1e-6
+    assert best.total_us <= min(times) * 1.004 + 1e-6
 
 
 def test_the_bound_has_what_cannot_run_beside_compute():
@@ -132,10 +208,10 @@ def test_the_bound_has_what_cannot_run_beside_compute():
     assert step_cost([inside], 0).exposed_us == 60 + 40
 
 
-@given(st.lists(graphs, min_size=1, max_size=6), st.integers(0, 500))
+@given(st.lists(graphs | local, min_size=1, max_size=6), st.integers(0, 500))
 def test_chosen_steps_are_never_slower_than_without_prefetching(forwards, limit):
     backward = {"is_backward": True}
-    runs = forwards + [replace(f, reduce_us=f.gather_us, **backward) for f in forwards[::-1]]
+    runs = forwards + [replace(f, reduce=f.gather, **backward) for f in forwards[::-1]]
     chosen = plan_prefetch(runs, limit)
     costs = [step_cost(runs, ahead) for ahead in range(MOST_AHEAD + 1)]
     if any(each.peak_bytes <= limit for each in costs):
@@ -159,14 +235,14 @@ def test_residuals_are_held_all_the_time_and_once_for_each_graph():
 # --- values on the host ---------------------------------------------------------------------------
 SAVING = replace(
     FORWARD,
-    gather_us=0.0,
+    gather=took(0.0),
     gathered_bytes=0,
     saved_bytes=400,
     peak_bytes=400,
     movable=(MovableValue(192, 80.0, 90.0), MovableValue(64, 30.0, 40.0)),
 )
 FREEING = replace(
-    BACKWARD, gather_us=0.0, reduce_us=0.0, gathered_bytes=0, reduced_bytes=0, peak_bytes=450
+    BACKWARD, gather=took(0.0), reduce=took(0.0), gathered_bytes=0, reduced_bytes=0, peak_bytes=450
 )
 
 

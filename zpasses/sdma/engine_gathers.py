@@ -1,4 +1,4 @@
-"""Replaces gathers by copy-engine gathers."""
+"""Gathers that become copy-engine gathers, and why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zpasses import compat
 from zpasses.cost.time.step_time import is_copy_engine_collective
 from zpasses.graph.queries import collective_of, named_arguments, nbytes, value_of
 from zpasses.graph.tags import Tag, add_tag, retag, tag_of
-from zpasses.sdma import route_choice
+from zpasses.sdma.lifecycle import route_choice
 from zpasses.sdma.ops import SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_ALL_GATHER_OUT
 
 _SWAPS: dict[Any, compat.OpOverload] = {
