@@ -32,6 +32,13 @@ def request(layers=6, rows=4096, **more):
     return PlanRequest(NET, 2, TARGET, arguments=arguments, host_memory="1GiB", **more)
 
 
+def adapted(layers, rows):
+    net = Net(layers)
+    for layer in net.layers:
+        layer.up.requires_grad_(False)
+    return net, torch.ones(rows, WIDTH)
+
+
 OFF = 0.2
 """How far the time of an estimate may be from that of the captured step, as the docs say."""
 
@@ -69,6 +76,21 @@ def test_averages_over_replicas_count():
     assert estimated is not None
     assert real.graphs["backward"].exposed_us > 100  # the averages
     assert estimated.total_us == pytest.approx(real.total_us, rel=OFF)
+
+
+@pytest.mark.slow(quick="test_copies_of_gradients_to_the_host_follow_their_reductions")
+@pytest.mark.parametrize("which", ["frozen", "all"])
+def test_parameters_on_the_host_count(which):
+    asked = replace(
+        request(memory="100MiB", points=2, offload_parameters=which, stages=False),
+        function="tests.tools.test_plan_layers:adapted",
+        target=f"{TARGET},host_in_gb_s=4,host_out_gb_s=2",
+    )
+    real, estimated = plan_step(asked), plan_step(replace(asked, repeat="layers"))
+    assert estimated.resting == real.resting
+    assert real.resting.params_on_host > 0
+    for kind, graph in real.chosen.graphs.items():
+        assert estimated.chosen.graphs[kind].total_us == pytest.approx(graph.total_us, rel=OFF)
 
 
 @pytest.mark.slow(quick="test_what_layers_save_is_found_once")

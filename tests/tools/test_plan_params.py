@@ -167,7 +167,6 @@ def test_each_mesh_is_planned_as_by_itself(which):
     [
         (["some"], "--offload-parameters: got 'some'; expected 'frozen', or"),
         (["all", "--mesh", "auto"], "goes together with --mesh auto only beside --optimizer"),
-        (["all", "--repeat-layers", "layers"], "does not go together with --repeat-layers"),
         (
             ["all", "--step-in-backward", "--compile-blocks", "auto", "--optimizer", "sgd"],
             "gradients of parameters on the host go there",

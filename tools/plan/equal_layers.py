@@ -40,7 +40,7 @@ class EqualPartitions:
         if computed not in self._marks:
             self._marks[computed] = list(_equal_marks(trials))
         for marks in self._marks[computed]:
-            gm = compat.clone_graph_module(trials.gm)
+            gm = compat.clone_graph_module(trials.leaner_gm())
             mark(gm.graph, marks)
             yield trials.partition(gm, 1.0)
 

@@ -118,7 +118,9 @@ class _Graph:
         found = _best(self.plans, limit_bytes)
         for better in improve_plan(self.problem, found.plan, rank, _CHANGES, limit_bytes)[-1:]:
             found = _Evaluated(self.problem, better)
-        cost, launches = found.cost, found.plan.launches
+        # `schedule` moves the copies of gradients last, so no choice is made for them.
+        cost = evaluate(self.problem, found.plan, averages=True, copies=True)
+        launches = found.plan.launches
         collectives = sum(
             self.problem.jobs[launch[0]].key.compatibility not in ("offload", "reload")
             for launch in launches

@@ -150,12 +150,6 @@ class PlanRequest(StepOptions):
                 f"--offload-parameters: got {self.offload_parameters!r}; expected 'frozen', or "
                 "'all' for trained parameters, too."
             )
-        if self.offload_parameters is not None and self.repeat is not None:
-            raise OptionError(
-                "--offload-parameters does not go together with --repeat-layers, which does not "
-                "know when gradients go to the host; leave out one of the two, or plan blocks "
-                "with --compile-blocks."
-            )
         if self.optimizer is not None:
             optimizer_of(self.optimizer)
         if self.device_memory is not None:

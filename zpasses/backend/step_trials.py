@@ -18,6 +18,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.backend.partition_marks import mark_as_partitioned, mark_kept
+from zpasses.backend.product_sums import round_as_in
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import (
     KeptParam,
@@ -38,6 +39,7 @@ from zpasses.cost.plan.offloaded_values import (
 from zpasses.cost.plan.recomputed_values import cheapest_first, kernels_again
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import single_plan
+from zpasses.cost.time.fused_kernels import fuses
 from zpasses.cost.time.target import current_target
 from zpasses.graph.encoding import records_of
 from zpasses.graph.error_feedback import residual_bytes
@@ -216,6 +218,7 @@ class StepTrials:
         self._made: dict[tuple[float, frozenset[str], frozenset[str]], Trial] = {}
         self._saved: dict[tuple[float, frozenset[str]], list[SavedValue]] = {}
         self._leaving: list[SavedValue] | None = None
+        self._leaner_gm: fx.GraphModule | None = None
         saves_all = compat.reads_changed_inputs_at_once(gm.graph)
         self._fractions = (1.0,) if saves_all else _ACTIVATIONS
 
@@ -258,7 +261,7 @@ class StepTrials:
             made.chunk_notes = chunk_regions(gm.graph, chunks, self.chunks_loss or "forward").notes
             made.gm, made.chunks_loss, made._chunks = gm, None, chunks
             made._made, made._saved, made._chunked = {}, {}, {chunks: made}
-            made._leaving = None
+            made._leaving = made._leaner_gm = None
             self._chunked[chunks] = made
         return self._chunked[chunks]
 
@@ -295,10 +298,24 @@ class StepTrials:
         self, activation_budget: float, recomputed: frozenset[str]
     ) -> tuple[Graphs, float]:
         """Returns the graphs of a trial, and the share of the activations that it saves."""
-        gm, share = compat.clone_graph_module(self.gm), activation_budget
+        gm = compat.clone_graph_module(self._joint_for(activation_budget, recomputed))
+        share = activation_budget
         if recomputed:
             share -= self._mark_recomputed(gm.graph, recomputed)
         return self.partition(gm, activation_budget), share
+
+    def leaner_gm(self) -> fx.GraphModule:
+        """Returns the joint graph that partitions are made of which save less than all: its results
+        round as those of the partition that saves all.
+        """
+        if self._leaner_gm is None:
+            gm = compat.clone_graph_module(self.gm) if fuses() else self.gm
+            rewritten = fuses() and round_as_in(self.trial(1.0).graphs, gm.graph)
+            self._leaner_gm = gm if rewritten else self.gm
+        return self._leaner_gm
+
+    def _joint_for(self, activation_budget: float, recomputed: frozenset[str]) -> fx.GraphModule:
+        return self.leaner_gm() if activation_budget < 1.0 or recomputed else self.gm
 
     def _mark_recomputed(self, joint: fx.Graph, names: frozenset[str]) -> float:
         """Marks values of a joint graph, and what backward needs for them. Returns their share of
@@ -504,7 +521,8 @@ class StepTrials:
         """
         if choice.chunks != self._chunks:
             return self.in_chunks(choice.chunks).graphs(choice, copied=copied)
-        gm = compat.clone_graph_module(self.gm) if copied else self.gm
+        joint = self._joint_for(choice.activation_budget, choice.recomputed)
+        gm = compat.clone_graph_module(joint) if copied else joint
         if choice.activation_budget < 1.0 or choice.recomputed:
             trial = self.trial(choice.activation_budget, choice.recomputed)
             mark_as_partitioned(gm.graph, trial.graphs)

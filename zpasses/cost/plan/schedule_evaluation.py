@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from zpasses.cost.plan.schedule_problem import Average, Job, ScheduleProblem
-from zpasses.cost.time.clock import Clock
+from zpasses.cost.time.clock import Clock, CollectiveTiming
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,17 @@ class Cost:
     """How many launches of averages over replicas are counted."""
 
 
-def evaluate(problem: ScheduleProblem, plan: Plan, *, averages: bool = False) -> Cost:
+def evaluate(
+    problem: ScheduleProblem, plan: Plan, *, averages: bool = False, copies: bool = False
+) -> Cost:
     """Returns what a plan costs.
 
     Args:
         averages: count averages over replicas, too (`Job.average`), without their results, which
             the caller holds.
+        copies: count copies of gradients to the host, too (`Job.to_host`).
     """
-    later = _Averages(problem) if averages else None
+    later = _Followers(problem, averages, copies) if averages or copies else None
     costs = _costs(problem, plan)
     clock = _run(problem, plan, costs, later=later)
     live, launches = _live_bytes(problem, plan, costs), later.launches if later is not None else 0
@@ -135,7 +138,7 @@ def _run(
     plan: Plan,
     costs: Sequence[LaunchCost],
     factor: float = 1.0,
-    later: _Averages | None = None,
+    later: _Followers | None = None,
 ) -> Clock:
     clock, before = Clock(), problem.work_before_us
     here, fixed, reloaded_us = 0, 0, 0.0
@@ -171,39 +174,63 @@ def _run(
             clock.wait(action.launch)
             clock.work(cost.wait_work_us)
             if later is not None:
-                later.add(cost.members)
+                later.add(clock, cost.members)
     run_until(len(problem.work_us))
     if later is not None:
         later.wait(clock)
     return clock
 
 
-class _Averages:
-    """Averages over replicas: those of reductions that are awaited together share a launch."""
+class _Followers:
+    """What follows reductions: averages over replicas and copies to the host. Averages of
+    reductions that are awaited together share a launch.
+    """
 
-    def __init__(self, problem: ScheduleProblem) -> None:
+    def __init__(self, problem: ScheduleProblem, averages: bool, copies: bool) -> None:
+        self._averages, self._copies = averages, copies
         self._first = min((event.number for event in problem.fixed), default=0) - 1
+        self._started = 0
         self.launches = 0
+        """Of averages."""
         self.ready: dict[str, list[Average]] = {}
-        """Those that have not started, by group."""
+        """Averages that have not started, by group."""
+        self._copied: list[CollectiveTiming] = []
+        """Copies of averages, which start when all averages are awaited."""
 
-    def add(self, reductions: Iterable[Job]) -> None:
+    def add(self, clock: Clock, reductions: Iterable[Job]) -> None:
         for job in reductions:
-            if job.average is not None:
-                self.ready.setdefault(job.average.group, []).append(job.average)
+            average = job.average if self._averages else None
+            if average is not None:
+                self.ready.setdefault(average.group, []).append(average)
+            if job.to_host is None or not self._copies:
+                continue
+            if average is not None:
+                self._copied.append(job.to_host)
+            else:
+                self._enqueue(clock, job.to_host.duration_us, job.to_host)
 
     def start(self, clock: Clock) -> None:
         for members in self.ready.values():
             timing, latency = members[0].timing, members[0].latency_us
             moved = sum(max(0.0, each.timing.duration_us - latency) for each in members)
-            clock.work(timing.issue_us)
-            clock.enqueue(self._first - self.launches, latency + moved, timing)
+            self._enqueue(clock, latency + moved, timing)
             self.launches += 1
         self.ready.clear()
 
+    def _enqueue(self, clock: Clock, duration_us: float, timing: CollectiveTiming) -> None:
+        clock.work(timing.issue_us)
+        clock.enqueue(self._first - self._started, duration_us, timing)
+        self._started += 1
+
     def wait(self, clock: Clock) -> None:
         self.start(clock)
-        for number in range(self.launches):
+        self._wait_for_all(clock)
+        for timing in self._copied:
+            self._enqueue(clock, timing.duration_us, timing)
+        self._wait_for_all(clock)
+
+    def _wait_for_all(self, clock: Clock) -> None:
+        for number in range(self._started):
             clock.wait(self._first - number)
 
 

@@ -121,6 +121,9 @@ class Job:
     average: Average | None = None
     """For reductions within a replica: what follows. Schedulers leave it out, as the pass that
     starts averages runs later; `evaluate` counts it if it is asked to."""
+    to_host: CollectiveTiming | None = None
+    """For reductions: the copy of the result to the host, which follows. It is left out and counted
+    as an average is."""
 
     def numbered(self, number: int) -> Job:
         """Returns the job with another number."""
@@ -401,6 +404,14 @@ class _Reader:
                 ranks=_ranks_of(transfer),
                 reload_us=sum(each.duration_us for each in copies),
                 average=self._average(item),
+                to_host=next(
+                    (
+                        host_copy_timing(HostCopy("out", nbytes(value_of(node))), self._target)
+                        for node in item.results
+                        if node.target is TO_HOST
+                    ),
+                    None,
+                ),
             )
             jobs.append(replace(job, on_routes=self._on_routes(item, job)))
         return tuple(jobs)

@@ -320,24 +320,35 @@ def _is_fusible(node: fx.Node) -> bool:
 
 def is_addmm(node: fx.Node) -> bool:
     """Whether Inductor computes a sum with the matrix product in it, by one `addmm`."""
-    return _product_in(node) is not None
+    return product_in(node) is not None
 
 
-def _product_in(node: fx.Node) -> fx.Node | None:
+def product_in(node: fx.Node) -> fx.Node | None:
     """Returns the product that `addmm` computes with a sum; None if it computes none. On
     accelerators, sums that only elementwise operators read stay apart.
     """
-    if node.target is not aten.add.Tensor or node.kwargs:
-        return None
-    for product, term in (node.args, node.args[::-1]):
-        if not isinstance(product, fx.Node) or not isinstance(term, fx.Node):
-            return None
-        if product.target is aten.mm.default and len(product.users) == 1:
-            result, added = value_of(product), value_of(term)
-            fits = result.shape == value_of(node).shape and result.dtype == added.dtype
-            on_cpu = result.device.type == "cpu"
-            return product if fits and (on_cpu or not _is_read_elementwise(node)) else None
+    for product in products_in(node):
+        on_cpu = value_of(product).device.type == "cpu"
+        if len(product.users) == 1 and (on_cpu or not _is_read_elementwise(node)):
+            return product
     return None
+
+
+def products_in(node: fx.Node) -> list[fx.Node]:
+    """Returns the products that `addmm` could compute with a sum in some graph, in the order in
+    which Inductor tries them.
+    """
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return []
+    found = []
+    for product, term in (node.args[::-1], node.args):
+        if not isinstance(product, fx.Node) or not isinstance(term, fx.Node):
+            return []
+        if product.target is aten.mm.default:
+            result, added = value_of(product), value_of(term)
+            if result.shape == value_of(node).shape and result.dtype == added.dtype:
+                found.append(product)
+    return found
 
 
 def _is_read_elementwise(node: fx.Node) -> bool:
@@ -354,7 +365,7 @@ def _is_in_addmm(node: fx.Node) -> bool:
     if node.target is not aten.mm.default or len(node.users) != 1:
         return False
     (reader,) = node.users
-    return _product_in(reader) is node
+    return product_in(reader) is node
 
 
 def _is_elementwise(node: fx.Node) -> bool:

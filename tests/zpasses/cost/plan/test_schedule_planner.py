@@ -338,3 +338,23 @@ def test_averages_over_replicas_follow_what_is_awaited_together():
     before, found = evaluate(averaged, together), evaluate(averaged, together, averages=True)
     assert found.averages == 1
     assert found.total_us == pytest.approx(before.total_us + 400.0 + 3 * 600.0)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_copies_of_gradients_to_the_host_follow_their_reductions(averages):
+    with fake_world(RANKS):
+        problem = problem_of(step(3, 1), H100)
+    copy = CollectiveTiming(1000.0, channel=Channel("host-out"))
+    average = Average("1", CollectiveTiming(100.0, channel=Channel("network")), 0.0)
+    jobs = [
+        job if job.is_gather else replace(job, to_host=copy, average=average)
+        for job in problem.jobs
+    ]
+    copied, plan = replace(problem, jobs=tuple(jobs)), single_plan(problem)
+    before = evaluate(problem, plan)
+    assert evaluate(copied, plan) == before
+    found = evaluate(copied, plan, averages=averages, copies=True)
+    # Those of averages start when all averages have ended.
+    least, most = (before.total_us, before.total_us + 300.0) if averages else (0.0, before.total_us)
+    assert least + 3000.0 < found.total_us < most + 3000.0
+    assert found.averages == 3 * averages
