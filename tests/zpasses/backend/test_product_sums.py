@@ -12,6 +12,9 @@ from tests.zpasses.backend.budgets import within_compile
 from zpasses import compat
 from zpasses.backend.product_sums import round_as_in
 from zpasses.backend.step_trials import StepTrials
+from zpasses.cost.time.fused_kernels import use_fusion
+from zpasses.cost.time.roofline import durations_us
+from zpasses.cost.time.target import TARGETS
 from zpasses.graph.queries import copy_graph
 from zpasses.testing import run_on_ranks, world_mesh
 from zpasses.testing.step_graphs import trace_partitionable
@@ -57,6 +60,13 @@ def test_a_product_that_only_the_sum_reads_goes_into_it(shape):
         (total,) = sums(after)
         assert (total.target, total.args) == (aten.addmm.default, tuple(inputs_of(after)[:3]))
         assert [total.name] == [each.name for each in sums(before)]
+
+
+def test_a_sum_takes_as_long_as_one_that_inductor_joins_with_its_product():
+    before, after = rewritten(lambda x, a, b: (x + a @ b).tanh(), (512, 512), (512, 8), (8, 512))
+    with use_fusion(fuses=True):
+        took = [sum(durations_us(each.graph.nodes, TARGETS["h100"])) for each in (before, after)]
+    assert took[1] == pytest.approx(took[0], rel=0.05)
 
 
 def test_the_second_of_two_products_goes_into_their_sum():
