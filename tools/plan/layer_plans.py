@@ -22,12 +22,8 @@ from zpasses.cost.plan.kept_params import (
     fitting_params,
     keepable_params,
 )
-from zpasses.cost.plan.offloaded_values import (
-    SavedValue,
-    fewest_that_fit,
-    saved_values,
-    worthwhile,
-)
+from zpasses.cost.plan.leaving_values import rank_leaving
+from zpasses.cost.plan.offloaded_values import SavedValue, saved_values
 from zpasses.cost.plan.plan_improvement import improve_plan
 from zpasses.cost.plan.schedule_evaluation import Cost, Plan, evaluate, live_bytes
 from zpasses.cost.plan.schedule_problem import ScheduleProblem, problem_of
@@ -331,8 +327,10 @@ class LayerPlanner:
         """Yields ways with values on the host: as few as make it fit, all that are idle at a peak
         above the limit, and some in between.
         """
-        ranked = worthwhile(way.rich, way.values, limit_bytes, self._trials.host_bytes)
-        fewest, most = fewest_that_fit(way.step, ranked, limit_bytes), len(ranked)
+        host_bytes = self._trials.host_bytes
+        found = rank_leaving(way.step, way.rich, way.values, {}, limit_bytes, host_bytes)
+        ranked = [each.value for each in found.ranked]
+        fewest, most = found.fewest, len(ranked)
 
         def first(count: int) -> _Way:
             key = way, tuple(each.name for each in ranked[:count])
@@ -343,10 +341,12 @@ class LayerPlanner:
         def fits(count: int) -> bool:
             return first(count).step.peak_bytes(single_plan) <= limit_bytes
 
-        if fewest == most and most and fits(most):
+        fits_ahead = first(fewest).step.peak_bytes() <= limit_bytes
+        if not fits_ahead and most and fits(most):
             # A limit so low that nothing may be in flight beside what is awaited.
             fewest = bisect_left(range(most), True, key=fits)
-        for count in sorted({fewest, (3 * fewest + most) // 4, most} - {0}):
+        some = [fewest + (most - fewest) // part for part in (16, 4)]
+        for count in sorted({fewest, *some, most} - {0}):
             yield first(count)
 
 

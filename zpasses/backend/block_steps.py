@@ -306,7 +306,7 @@ class BlockStep:
         ways = "Checkpoint the blocks, use" if any(map(_may_recompute, forwards)) else "Use"
         what = f"{format_size(missing)} are missing" if missing > 0 else "another rank needs more"
         return (
-            f"memory_budget={budget!r}: the graphs of this step hold at least "
+            f"memory_budget={budget!r}: the graphs of this step{_beside(self.runs)} hold at least "
             f"{format_size(least)} on this rank, even if nothing is gathered ahead{moved}, and "
             f"{format_size(limit_bytes)} are allowed: {what}.{held} {ways} "
             "more ranks, smaller batches or a larger budget."
@@ -368,10 +368,11 @@ def agreed_prefetch(
             chosen = step.planned(limit, common)
     elif not fits:
         log.warning(
-            "memory_budget=%r: with the sizes of this step, its graphs hold %s on this rank, and "
+            "memory_budget=%r: with the sizes of this step, its graphs%s hold %s on this rank, and "
             "%s are allowed. Begin with a step of these sizes, which all ranks plan for, or take "
             "shorter or smaller batches or a larger budget.",
             budget,
+            _beside(step.runs),
             format_size(chosen.peak_bytes),
             format_size(limit or 0),
         )
@@ -385,9 +386,15 @@ def _in_common(answers: Sequence[Any]) -> list[Any]:
     return [min(aheads), [each for each in routes[0] if all(each in other for other in routes)]]
 
 
+def _beside(runs: Sequence[GraphRun]) -> str:
+    """Names what forwards before a step hold; "" if there are none."""
+    before = any(run.ran_before is not None for run in runs)
+    return " and forwards in flight before it" if before else ""
+
+
 def _held_text(runs: Sequence[GraphRun]) -> str:
     """Says which inputs stay although their memory is wanted; "" if none do."""
-    size = sum(run.held_bytes for run in runs)
+    size = sum(run.held_bytes for run in runs if run.ran_before is None)
     if not size:
         return ""
     return (
@@ -401,12 +408,15 @@ def _note(runs: Sequence[GraphRun], chosen: StepCost, limit: int | None) -> str:
     moved = f"; {chosen.host_bytes / _GIB:,.3f} GiB on the host" if chosen.moved else ""
     held = _held_text(runs)
     moved += f"; {held}" if held else ""
+    own = [run for run in runs if run.ran_before is None]
+    before = sum(run.saved_bytes for run in runs if run.ran_before is not None)
+    moved += f"; forwards before it saved {before / _GIB:,.3f} GiB" if before else ""
     by_route = Counter(chosen.routes.values())
     by_engine = "".join(f", those of {count} by {each}" for each, count in by_route.items())
-    backwards = sum(run.is_backward for run in runs)
-    first, last = (run.name.partition(", sharded in")[0] for run in (runs[0], runs[-1]))
+    backwards = sum(run.is_backward for run in own)
+    first, last = (run.name.partition(", sharded in")[0] for run in (own[0], own[-1]))
     return (
-        f"a step runs {len(runs)} graphs, {backwards} of them backward, from {first} to {last}; "
+        f"a step runs {len(own)} graphs, {backwards} of them backward, from {first} to {last}; "
         f"gathers start {chosen.ahead} graph(s) ahead{by_engine}: predicted "
         f"{chosen.total_us / 1e3:,.2f} ms ({step_cost(runs, 0).total_us / 1e3:,.2f} ms with 0 "
         f"ahead, {sum(run.compute_us for run in runs) / 1e3:,.2f} ms without communication), peak "

@@ -28,15 +28,13 @@ from zpasses.cost.plan.kept_params import (
     fitting_params,
     keepable_params,
 )
+from zpasses.cost.plan.leaving_values import LeavingValues, Recompute, rank_leaving
 from zpasses.cost.plan.offloaded_values import (
     SavedValue,
-    fewest_that_fit,
-    idle_at_peaks,
     least_limit,
     saved_values,
-    worthwhile,
 )
-from zpasses.cost.plan.recomputed_values import cheapest_first, kernels_again
+from zpasses.cost.plan.recomputed_values import cheapest_first, kernels_again, recomputes
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import single_plan
 from zpasses.cost.time.fused_kernels import fuses
@@ -217,7 +215,7 @@ class StepTrials:
         self._copy_engines = copy_engines
         self._made: dict[tuple[float, frozenset[str], frozenset[str]], Trial] = {}
         self._saved: dict[tuple[float, frozenset[str]], list[SavedValue]] = {}
-        self._leaving: list[SavedValue] | None = None
+        self._recomputable: tuple[list[SavedValue], dict[str, Recompute]] | None = None
         self._leaner_gm: fx.GraphModule | None = None
         saves_all = compat.reads_changed_inputs_at_once(gm.graph)
         self._fractions = (1.0,) if saves_all else _ACTIVATIONS
@@ -261,7 +259,7 @@ class StepTrials:
             made.chunk_notes = chunk_regions(gm.graph, chunks, self.chunks_loss or "forward").notes
             made.gm, made.chunks_loss, made._chunks = gm, None, chunks
             made._made, made._saved, made._chunked = {}, {}, {chunks: made}
-            made._leaving = made._leaner_gm = None
+            made._recomputable = made._leaner_gm = None
             self._chunked[chunks] = made
         return self._chunked[chunks]
 
@@ -337,20 +335,26 @@ class StepTrials:
 
     def recomputable(self) -> list[SavedValue]:
         """Returns the values that backward may compute again instead of finding them, those first
-        that take the least time per byte.
+        that take the least time per byte where all of them are.
         """
-        if self._leaving is None:
+        values, again = self._all_leaving()
+        forward, backward = (each.graph for each in self.trial(1.0).graphs)
+        return cheapest_first(values, kernels_again(forward, backward, again))
+
+    def _all_leaving(self) -> tuple[list[SavedValue], dict[str, Recompute]]:
+        """What may leave the device of what is saved by default, and how backward computes those
+        values again that it may.
+        """
+        if self._recomputable is None:
             trial = self.trial(1.0)
             forward, backward = (each.graph for each in trial.graphs)
-            values = saved_values(
-                trial.step, offloadable_values(forward, backward, self.user_outputs)
-            )
+            movable = offloadable_values(forward, backward, self.user_outputs)
+            values = saved_values(trial.step, movable)
             policies = {node.name: compat.recompute_policy(node) for node in self.gm.graph.nodes}
             bound = {name for name, policy in policies.items() if policy and "save" in policy[0]}
-            names = {each.name for each in values} - bound
-            chains = kernels_again(forward, backward, names if len(self._fractions) > 1 else ())
-            self._leaving = cheapest_first(values, chains)
-        return self._leaving
+            names = {each.name for each in values} - bound if len(self._fractions) > 1 else ()
+            self._recomputable = values, recomputes(forward, backward, names)
+        return self._recomputable
 
     def offloading(self, trial: Trial, values: Sequence[SavedValue]) -> Trial:
         """Returns a trial with values of it on the host."""
@@ -425,7 +429,7 @@ class StepTrials:
         for each in self._leaner(full, limit_bytes):
             if not best.fits or self._unlimited_us(each) < best.total_us:
                 best = min(best, self._planned(each, limit_bytes), key=lambda one: one._rank)
-        if best.fits and not best.trial.offloaded:
+        if best.fits:
             return best
         for each in self._leanest(limit_bytes):
             if not best.fits or self._unlimited_us(each) < best.total_us:
@@ -436,14 +440,18 @@ class StepTrials:
         """Yields trials with less memory than the one that saves all: with values on the host, with
         values that backward computes again, and with both.
         """
-        yield from self._with_offloads(full, limit_bytes)
+        values, again = self._all_leaving()
         rich = self._keeping_all(full)
-        ranked = idle_at_peaks(rich, self.recomputable(), limit_bytes)
-        fewest, most = fewest_that_fit(full.step, ranked, limit_bytes), len(ranked)
-        for count in sorted({fewest, (3 * fewest + most) // 4, most} - {0}):
-            trial = self.trial(1.0, frozenset(each.name for each in ranked[:count]))
-            yield trial
-            yield from itertools.islice(self._with_offloads(trial, limit_bytes), 1)
+        for host_bytes in dict.fromkeys((self.host_bytes, 0)):
+            found = rank_leaving(full.step, rich, values, again, limit_bytes, host_bytes)
+            for count in _counts(found):
+                again_of = (each for each in found.ranked[:count] if not each.on_host)
+                trial = self.trial(1.0, frozenset(each.value.name for each in again_of))
+                fits = trial.step.peak_bytes() <= limit_bytes
+                if fits or not host_bytes:
+                    yield trial
+                if not fits:
+                    yield from itertools.islice(self._with_offloads(trial, limit_bytes), 1)
 
     def _leanest(self, limit_bytes: int = 0) -> Iterator[Trial]:
         """Yields trials with little memory, however long they take."""
@@ -458,12 +466,11 @@ class StepTrials:
         """Yields a trial with values on the host: as few as make it fit, all that are idle at a
         peak above the limit, and half of those in between.
         """
-        rich = self._keeping_all(trial)
         values = self.saved_values(trial.activation_budget, trial.recomputed)
-        ranked = worthwhile(rich, values, limit_bytes, self.host_bytes)
-        fewest, most = fewest_that_fit(trial.step, ranked, limit_bytes), len(ranked)
-        for count in sorted({fewest, (fewest + most) // 2, most} - {0}):
-            yield self.offloading(trial, ranked[:count])
+        rich = self._keeping_all(trial)
+        found = rank_leaving(trial.step, rich, values, {}, limit_bytes, self.host_bytes)
+        for count in _counts(found):
+            yield self.offloading(trial, [each.value for each in found.ranked[:count]])
 
     def _planned(self, trial: Trial, limit_bytes: int) -> StepPlan:
         choice = choose_kept(
@@ -572,6 +579,12 @@ class StepTrials:
         candidates = self._keepable(trial)
         cached = [each for each in candidates if self.share >= WHOLE and each.unchanged > 0]
         return trial.step.keeping([each for each in candidates if each not in cached], cached)
+
+
+def _counts(found: LeavingValues) -> list[int]:
+    """How many values leave in the trials of a ranking."""
+    fewest, most = found.fewest, len(found.ranked)
+    return sorted({fewest, (3 * fewest + most) // 4, most} - {0})
 
 
 def _offloaded(graphs: Graphs, names: frozenset[str]) -> Graphs:

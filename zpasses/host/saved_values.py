@@ -39,8 +39,9 @@ from zpasses.graph.host_copies import (
 )
 from zpasses.host.host_memory import result_of
 from zpasses.host.saved_arenas import HostFullError, SavedArenas
+from zpasses.runtime.backward_checks import values_used
 from zpasses.runtime.block_schedule import block_schedule, place_of_call
-from zpasses.runtime.param_conversion import current_params, whose_call
+from zpasses.runtime.param_conversion import current_backward, current_params, whose_call
 from zpasses.runtime.planned_blocks import Forward, values_may_move
 
 log = logging.getLogger("zpasses")
@@ -183,6 +184,8 @@ class _Moves:
         self._known: dict[int, _Memory] = {}
         self._place: object = None
         """The call of the model that the last forward belongs to."""
+        self.calls: weakref.WeakKeyDictionary[object, _Call] = weakref.WeakKeyDictionary()
+        """What is alive as long as a backward may run -> its forward."""
         self.expected: _Call | None = None
         """The forward whose backward comes next, as far as it is known."""
         self.lock = threading.RLock()  # backwards of accelerators run in threads of their own
@@ -281,6 +284,9 @@ class _ValuesOut:
                 return values
             values = list(values)
             call = _moves.expected = _Call(place, _moves.expected)
+            backward = current_backward()
+            if backward is not None and (held := backward()) is not None:
+                _moves.calls[held] = call
             plans = block_schedule().plans
             forward = plans.forward_of(whose_call(current_params()))
             planned = plans.moved_by(forward)
@@ -389,7 +395,10 @@ def with_values_back(code: _Code) -> _Code:
         with _moves.lock:
             end_copies_out()
             resting = [at for at, each in enumerate(args) if hasattr(each, "zpasses_call")]
-            call: _Call | None = args[resting[0]].zpasses_call if resting else _moves.expected
+            # Several forwards may have run before a backward: the last one need not come next.
+            call = _moves.calls.get(values_used(), _moves.expected)
+            if resting:
+                call = args[resting[0]].zpasses_call
             _moves.expected = None if call is None else call.before
             _moves.forget()
             for each in (call, _moves.expected):

@@ -100,7 +100,7 @@ def with_value_check(
     """
 
     def run(args: list[Any]) -> Any:
-        used: ValuesUsed | None = getattr(compat.current_autograd_node(), _VALUES_USED, None)
+        used = values_used()
         if used is not None:
             used.check(positions)
         return code(args)
@@ -109,6 +109,14 @@ def with_value_check(
 
 
 _VALUES_USED = "zpasses_values_used"
+
+
+def values_used() -> ValuesUsed | None:
+    """Returns those of the forward whose backward runs; None if they are not known. It is what
+    `zpasses.runtime.param_conversion.current_backward` refers to in that forward.
+    """
+    found: ValuesUsed | None = getattr(compat.current_autograd_node(), _VALUES_USED, None)
+    return found
 
 
 def prepare_backward(outputs: Any, values_used: ValuesUsed, first_node: int) -> None:

@@ -8,6 +8,10 @@ The program may drop a forward without a backward, as after an error that it cau
 evaluation with gradients. What that one saved is freed, so it is no part of the step: when a
 backward begins, only forwards count whose backward may still run. Ranks may free it at different
 times, so what they agree on does not depend on that.
+
+A forward may also run in one step and its backward in another, as in the pipeline schedule 1F1B.
+What it saved is held in all steps until then, and counts in their plans. A forward that begins
+while more forwards are in flight than its plan counts moves everything, as if it had no plan.
 """
 
 from __future__ import annotations
@@ -15,12 +19,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zpasses import compat
-from zpasses.cost.plan.prefetch import Agreed, GraphRun, StepCost
+from zpasses.cost.plan.prefetch import Agreed, GraphRun, StepCost, ran_before
+from zpasses.runtime.backward_checks import values_used
 from zpasses.runtime.param_conversion import current_backward
 from zpasses.runtime.windows import EngineRun
 
@@ -62,12 +67,26 @@ class _Ran(NamedTuple):
     """Whether what it saves may rest on the host."""
     graph: int
     """Number of the graph on this rank. All else is equal on all ranks, except of silent graphs."""
+    before: bool = False
+    """Whether it is a forward of an earlier step, whose backward has not run when this one begins.
+    """
+
+
+class _InFlight(NamedTuple):
+    """A forward that saves values, whose backward has not run."""
+
+    params: object
+    ran: _Ran
+    backward: weakref.ref[object]
+    """What is alive as long as its backward may run."""
 
 
 class _Plan(NamedTuple):
     cost: StepCost
     moved: dict[Forward, tuple[int, ...]]
     """Positions of the values that each forward moves to the host."""
+    counted: dict[Forward, int]
+    """How many forwards with the same parameters are in flight when each of them begins."""
 
 
 PlanStep = Callable[[Sequence[GraphRun], Agreed | None], StepCost]
@@ -104,6 +123,9 @@ class PlannedBlocks:
         self._ran = deque[tuple[int, bool, bool]](maxlen=_MAX_STEP)
         """What all ranks know of all graphs since the last step's backward, also of forwards
         without a backward: `number`, `saves` and `moves` as in `_Ran`."""
+        self._in_flight: list[_InFlight] = []
+        self._before: list[_InFlight] = []
+        """Those of them when the step began. Empty once they are a part of it."""
         self._is_over = False
         """Whether the next forward begins another step."""
         self._agreed: dict[tuple[object, ...], Agreed] = {}
@@ -114,6 +136,8 @@ class PlannedBlocks:
         """How gathers of the last step start."""
         self._moved: dict[Forward, tuple[int, ...]] = {}
         """Positions of the values that each forward moves to the host, by the last plan with it."""
+        self._counted: dict[Forward, int] = {}
+        """How many forwards with the same parameters are in flight by that plan when it begins."""
         self._inputs: dict[tuple[Forward, int], InputSeen] = {}
         """A forward, and number of an input that it saves -> what is known of it."""
         self._dropped: dict[tuple[Forward, int], bool] = {}
@@ -147,9 +171,20 @@ class PlannedBlocks:
 
     def moved_by(self, forward: Forward | None) -> tuple[int, ...] | None:
         """Which of the values that a forward saves rest on the host until its backward: positions
-        among its outputs. None if no plan says so, as until its first step has ended.
+        among its outputs. None if no plan says so, as until its first step has ended, or if more
+        forwards with these parameters are in flight than the plan counts.
         """
-        return self._moved.get(forward) if forward is not None else None
+        with self._lock:
+            moved = self._moved.get(forward) if forward is not None else None
+            if forward is None or moved is None:
+                return None
+            others = sum(each.params == forward.params for each in self._alive()) - 1
+            return moved if others <= self._counted.get(forward, 0) else None
+
+    def _alive(self, of: Sequence[_InFlight] | None = None) -> list[_InFlight]:
+        """The forwards in flight, or some of them, whose backward may still run."""
+        found = self._in_flight if of is None else of
+        return [each for each in found if each.backward() is not None]
 
     def number_of(self, graph: GraphRun) -> int:
         """Returns the number of a graph of this rank. Graphs that take the same have the same."""
@@ -208,6 +243,8 @@ class PlannedBlocks:
             if self._is_over and not in_backward:
                 self._step.clear()
                 self._ran.clear()
+                self._in_flight = self._alive()[-_MAX_STEP:]
+                self._before = list(self._in_flight)
                 self._is_over = False
             self._is_over |= key.is_backward
             ran = _Ran(number, moves or in_backward, moves, graph)
@@ -216,18 +253,34 @@ class PlannedBlocks:
             if in_backward:
                 self._end_forwards()
                 self._step.append(ran)
+                if key.is_backward:
+                    self._end_flight(key.params)
             else:
                 saves = bool(self._graphs[graph].returned)
-                self._awaiting.append((ran, current_backward() if saves else None))
+                backward = current_backward() if saves else None
+                self._awaiting.append((ran, backward))
+                if backward is not None and ran.saves:
+                    self._in_flight.append(_InFlight(key.params, ran, backward))
 
     def _end_forwards(self) -> None:
         """A backward has begun. Forwards whose backward cannot run any more are no part of the
         step.
         """
+        before, self._before = self._before, []
+        self._step.extend(each.ran._replace(before=True) for each in self._alive(before))
         for ran, backward in self._awaiting:
             if backward is None or backward() is not None:
                 self._step.append(ran)
         self._awaiting.clear()
+
+    def _end_flight(self, params: object) -> None:
+        """A backward with these parameters runs. If its forward is not known, it is taken to be the
+        first one in flight, as in the schedules of pipelines.
+        """
+        used, alive = values_used(), [each for each in self._alive() if each.params == params]
+        found = next((each for each in alive if each.backward() is used), None)
+        found = found or next(iter(alive), None)
+        self._in_flight = [each for each in self._in_flight if each is not found]
 
     def plan_at_end(self, plan: PlanStep, *, asks: bool = True) -> None:
         """Called in a backward: plan the step when its backward ends, if its graphs are new.
@@ -262,20 +315,55 @@ class PlannedBlocks:
                 self._agreed[agreed] = found.cost.agreed
         self._last = found.cost.agreed
         self._moved.update(found.moved)
+        self._counted.update(found.counted)
 
     def _new_plan(self, step: Sequence[_Ran], plan: PlanStep, agreed: Agreed | None) -> _Plan:
         keys = self._keys
-        kinds = {each: self._described(each, keys[each.number]) for each in {*step}}
-        runs = [kinds[each] for each in step]  # a graph that runs again is one object
+        ran = [each._replace(before=False) for each in step]
+        kinds = {each: self._described(each, keys[each.number]) for each in {*ran}}
+        # A graph that runs again is one object.
+        kinds |= {each: self._held(each, kinds, step) for each in {*step} if each.before}
+        runs = [kinds[each] for each in step]
         chosen = plan(runs, agreed)
         moved = {
             Forward(keys[each.number].params, each.graph): tuple(
                 value.at for value in run.movable[:count]
             )
             for each, run, count in zip(step, runs, chosen.moved or [0] * len(step), strict=True)
-            if each.moves and self._graphs[each.graph].movable
+            if each.moves and not each.before and self._graphs[each.graph].movable
         }
-        return _Plan(chosen, moved)
+        return _Plan(chosen, moved, self._most_before(step))
+
+    def _held(self, ran: _Ran, kinds: Mapping[_Ran, GraphRun], step: Collection[_Ran]) -> GraphRun:
+        """Returns a forward that ran before a step begins.
+
+        Args:
+            kinds: what is known of the graphs.
+        """
+        again = ran._replace(before=False)
+        run = ran_before(kinds[again])
+        if again in step:
+            return run
+        # What it moves is not planned with this step.
+        moved = self._moved.get(Forward(self._keys[ran.number].params, ran.graph))
+        out = [each.nbytes for each in run.movable if moved is None or each.at in moved]
+        return replace(run, movable=(), saved_bytes=run.saved_bytes - sum(out))
+
+    def _most_before(self, step: Sequence[_Ran]) -> dict[Forward, int]:
+        """Returns how many forwards with the same parameters are in flight, at most, when each
+        forward of a step begins.
+        """
+        now: dict[object, int] = {}
+        most: dict[Forward, int] = {}
+        for each in step:
+            key = self._keys[each.number]
+            if key.is_backward:
+                now[key.params] = max(0, now.get(key.params, 0) - 1)
+            elif each.saves and self._graphs[each.graph].returned:
+                forward, before = Forward(key.params, each.graph), now.get(key.params, 0)
+                most[forward] = max(most.get(forward, 0), before)
+                now[key.params] = before + 1
+        return most
 
     def _described(self, ran: _Ran, key: RunKey) -> GraphRun:
         run = self._graphs[ran.graph]

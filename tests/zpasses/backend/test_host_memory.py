@@ -18,14 +18,13 @@ from tests.cases import some_quick
 from tests.frozen_training import assert_same
 from tests.on_ranks import on_ranks
 from tests.zpasses.backend.budgets import peak, within_compile
-from tests.zpasses.backend.values_on_host import TARGET, copies
+from tests.zpasses.backend.values_on_host import TARGET, Net, X, copies
 from tests.zpasses.cost.memory.allocations import allocated
 from tests.zpasses.dumps.written import only_compile
-from tests.zpasses.models import Blocks
 from zpasses import AgreementError, MemoryBudgetError, OptionError, compat
 from zpasses.cost.memory import device_memory
 from zpasses.cost.memory.liveness import liveness
-from zpasses.cost.plan.offloaded_values import fewest_that_fit, worthwhile
+from zpasses.cost.plan.leaving_values import rank_leaving
 from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.host import host_pool
 from zpasses.host.host_pool import agreed_host_bytes, available_host_bytes
@@ -35,17 +34,6 @@ from zpasses.pipeline.events import observe_graphs
 from zpasses.pipeline.options import Options
 from zpasses.testing import capture_graphs, world_mesh
 from zpasses.tools.cli.main import cli
-
-X = torch.linspace(-1, 1, 2048 * 64).reshape(2048, 64)
-
-
-class Net(Blocks):
-    """Its operators allocate nothing but their results, as the memory model has it."""
-
-    def forward(self, x):
-        for up, down in zip(self.up, self.down, strict=True):
-            x = x + down(nn.functional.gelu(up(x)))
-        return self.head(x).square().mean()
 
 
 def model(layers=4):
@@ -112,20 +100,23 @@ def test_values_that_are_not_idle_at_a_peak_above_the_limit_stay():
         rich = trials._keeping_all(trial)
         values = trials.saved_values(1.0)
         assert len(values) > 5
-        assert worthwhile(rich, values, rich.peak_bytes(), 1 << 30) == []
-        ranked = worthwhile(rich, values, 0, 1 << 30)
-        assert {each.name for each in ranked} == {each.name for each in values}
-        assert [each.held_us for each in ranked] == sorted(
-            (each.held_us for each in values), reverse=True
-        )
+
+        def leaving(limit, host_bytes=1 << 30):
+            found = rank_leaving(trial.step, rich, values, {}, limit, host_bytes)
+            assert all(each.on_host for each in found.ranked)
+            return [each.value for each in found.ranked], found.fewest
+
+        assert leaving(rich.peak_bytes()) == ([], 0)
+        everything, _ = leaving(0)
+        assert {each.name for each in everything} == {each.name for each in values}
         most = sum(each.nbytes for each in values) // 2
-        some = worthwhile(rich, values, 0, most)
+        some, _ = leaving(0, most)
         assert 0 < sum(each.nbytes for each in some) <= most
         limit = (trial.step.peak_bytes() + rich.peak_bytes()) // 3
-        count = fewest_that_fit(trial.step, ranked, limit)
-        assert 0 < count < len(ranked)
-        assert trials.offloading(trial, ranked[:count]).step.peak_bytes() >= limit * 0.5
-        assert fewest_that_fit(trial.step, ranked, 1 << 40) == 0
+        ranked, count = leaving(limit)
+        assert 0 < count <= len(ranked)
+        assert limit * 0.5 <= trials.offloading(trial, ranked[:count]).step.peak_bytes() <= limit
+        assert trials.offloading(trial, ranked[: count - 1]).step.peak_bytes() > limit
 
     within_compile(check, model(), target=TARGET, memory_budget="1GiB", host_memory="1GiB", x=X)
 

@@ -454,6 +454,62 @@ def measured(budget=None, **options):
     return results, found, allocated(profiler, "measured")[1]
 
 
+def one_f_one_b(model, first, in_flight=2):
+    """Runs four micro-batches as the pipeline schedule 1F1B does. Returns their losses, and the
+    bytes on the host before each backward.
+    """
+    losses, results, held = [], [], []
+    for number in range(4):
+        losses.append(model(batch(first + number)))
+        if len(losses) == in_flight or number == 3:
+            held.append(host.live)
+            losses[0].backward()
+            results.append(losses.pop(0).detach())
+    while losses:
+        losses[0].backward()
+        results.append(losses.pop(0).detach())
+    return results, held
+
+
+def pipelined(budget, in_flight):
+    """Trains two steps of 1F1B after one without. Returns losses and gradients, the largest plan,
+    the peak of the last step that a profiler sees, and the bytes on the host in that step.
+    """
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with profiler, own_block_schedule():
+        model = build(budget, **EAGER)
+        train(model, batch, 2)
+        results, _ = one_f_one_b(model, 2, in_flight)
+        for param in model.parameters():
+            param.grad = None
+        gc.collect()
+        with record_function("measured"):
+            more, held = one_f_one_b(model, 6, in_flight)
+        grads = [param.grad.to_local().clone() for param in model.parameters()]
+        largest = max(plans(), key=lambda each: each.peak_bytes)
+    assert host.live == 0
+    return [*results, *more, *grads], largest, allocated(profiler, "measured")[1], held
+
+
+@pytest.mark.parametrize(
+    "in_flight",
+    [
+        2,
+        pytest.param(
+            4, marks=pytest.mark.slow(quick="test_forwards_in_flight_keep_to_the_budget_together")
+        ),
+    ],
+)
+def test_forwards_in_flight_keep_to_the_budget_together(one_rank_of_module, in_flight):
+    expected, whole, most, _ = pipelined("1GiB", in_flight)
+    limit = int(0.8 * whole.peak_bytes)
+    results, found, peak, held = pipelined(f"{limit}B", in_flight)
+    assert_same(results, expected)
+    assert found.peak_bytes <= limit
+    assert min(held) > 0
+    assert most - peak == pytest.approx(whole.peak_bytes - found.peak_bytes, rel=0.02)
+
+
 @pytest.mark.slow(quick="test_what_the_plan_says_rests_on_the_host_and_the_bits_are_the_same")
 @pytest.mark.parametrize("options", [EAGER, pytest.param({}, marks=pytest.mark.inductor)])
 @on_ranks(2, timeout_s=600)

@@ -251,3 +251,27 @@ def test_ranks_ask_at_the_same_steps_whenever_they_free_a_forward(monkeypatch, r
         asked.append(rank.asked)
         del held
     assert asked == [1, 2, 2, 2, 3, 3]
+
+
+# --- several forwards before a backward -----------------------------------------------------------
+def test_what_forwards_in_flight_saved_counts_until_their_backward(rank):
+    """The pipeline schedule 1F1B of six micro-batches with two in flight."""
+    size, moved = 300, []
+    in_flight = [rank.forward(size)]
+    for _ in range(5):
+        in_flight.append(rank.forward(size))
+        moved.append(rank.moves([rank.schedule.plans.forward_of(0)])[0])
+        rank.backward(size)
+        in_flight.pop(0)
+    rank.backward(size)
+    # One is in flight where no plan knows of two. Then the values of both, 3600 bytes, do not fit.
+    assert moved == [None, (1,), (1,), (1,), (1,)]
+    assert [kinds(runs) for runs in rank.plans] == [
+        "f" * 2 * BLOCKS + "b" * BLOCKS,
+        "f" * 2 * BLOCKS + "b" * BLOCKS,
+        "f" * 2 * BLOCKS + "b" * 2 * BLOCKS,
+    ]
+    steady = rank.plans[1]
+    assert [run.ran_before is not None for run in steady] == [True] * 6 + [False] * 12
+    assert rank.asked == 3  # as often as without counting
+    assert all(each.cost.peak_bytes <= LIMIT for each in rank.schedule.plans._plans.values())

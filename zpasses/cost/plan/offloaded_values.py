@@ -1,9 +1,8 @@
-"""Which saved values are best moved to the host between forward and backward.
+"""Values that forward saves for backward, and the peaks of a step without them.
 
-A value on the host frees its memory from its last use in forward to its first use in backward. That
-lowers the peak of a step only if the peak lies in between, so only values that are idle at a peak
-above the limit are worth their copies. Of these, the ones that are idle longest come first: there
-is most time to hide their copies.
+A value that leaves the device frees its memory from its last use in forward to its first use in
+backward. That lowers the peak of a step only if the peak lies in between.
+`zpasses.cost.plan.leaving_values` says which of them are best to leave.
 """
 
 from __future__ import annotations
@@ -75,33 +74,10 @@ def _positions(problem: ScheduleProblem, nodes: Iterable[fx.Node]) -> list[int]:
     return [at for at, node in enumerate(problem.nodes) if node in wanted]
 
 
-def worthwhile(
-    rich: StepProblem, values: Sequence[SavedValue], limit_bytes: int, host_bytes: int
-) -> list[SavedValue]:
-    """Returns the values that are idle at a peak above a limit, the most worthwhile first.
-
-    Args:
-        rich: the step that keeps all that it may.
-        values: the candidates.
-        limit_bytes: the largest allowed peak of either graph.
-        host_bytes: the most that all of them may take of the host.
-    """
-    idle = idle_at_peaks(rich, values, limit_bytes)
-    idle.sort(key=lambda each: (-each.held_us, -each.nbytes, each.name))
-    chosen, left = [], host_bytes
-    for each in idle:
-        if each.nbytes <= left:
-            chosen.append(each)
-            left -= each.nbytes
-    return chosen
-
-
 def idle_at_peaks(
     rich: StepProblem, values: Sequence[SavedValue], limit_bytes: int
 ) -> list[SavedValue]:
-    """Returns the values that nothing reads at some peak above a limit, in the same order; see
-    `worthwhile`.
-    """
+    """Returns the values that nothing reads at some peak above a limit, in the same order."""
     forward, backward = (
         np.concatenate([[0], np.cumsum(live_bytes(each, one_ahead_plan(each)) > limit_bytes)])
         for each in (rich.forward, rich.backward)
@@ -144,15 +120,3 @@ class _PeaksWithout:
     def peak_bytes(self) -> int:
         forward, backward = self._peaks
         return max(forward.peak_bytes(self._forward), backward.peak_bytes(self._backward))
-
-
-def fewest_that_fit(step: StepProblem, ranked: Sequence[SavedValue], limit_bytes: int) -> int:
-    """Returns how many of the first values must leave so that the step fits a limit with one gather
-    and one reduction in flight; all of them if it never does.
-    """
-    peaks = _PeaksWithout(step)
-    for number, each in enumerate(ranked):
-        if peaks.peak_bytes <= limit_bytes:
-            return number
-        peaks.remove(each)
-    return len(ranked)

@@ -12,7 +12,7 @@ each number of graphs ahead, as few values move as make the step fit.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -107,6 +107,9 @@ class GraphRun:
     """How copy engines can run its gathers."""
     number: int = -1
     """Equal on all ranks for one graph with its parameters; negative if others may not run it."""
+    ran_before: GraphRun | None = None
+    """The graph itself, if this is a forward that ran before the step, and whose backward did not.
+    What it saved is in memory, and it takes no time."""
 
     @property
     def kind(self) -> Hashable:
@@ -117,6 +120,21 @@ class GraphRun:
         """Returns its gathers by a route; "" for compute units."""
         on_units = EngineGather("", self.gather, 0)
         return next((each for each in self.engines if each.route == route), on_units)
+
+
+def ran_before(run: GraphRun) -> GraphRun:
+    """Returns a forward that ran before the step begins, and whose backward runs in it or later."""
+    movable = tuple(replace(each, out_us=0.0) for each in run.movable)
+    return replace(
+        run,
+        movable=movable,
+        ran_before=run,
+        compute_us=0.0,
+        gather=CollectiveTiming(0.0),
+        exposed_us=0.0,
+        collectives=0,
+        engines=(),
+    )
 
 
 @dataclass(frozen=True)
@@ -247,7 +265,8 @@ def moves_in_order(runs: Sequence[GraphRun], host_bytes: int) -> list[list[int]]
     covers most, and of equal ones the earliest, which rest longest.
 
     A move is the next value of one graph, in all its runs: the position of each. Graphs move
-    nothing if one of their runs has its backward so soon that the copies would meet.
+    nothing if one of their runs has its backward so soon that the copies would meet, or if all ran
+    before the step.
 
     Args:
         host_bytes: the most that the values of all moves may take.
@@ -256,15 +275,18 @@ def moves_in_order(runs: Sequence[GraphRun], host_bytes: int) -> list[list[int]]
     positions: dict[int, list[int]] = {}
     for at, run in enumerate(runs):
         if run.movable:
-            positions.setdefault(id(run), []).append(at)
+            positions.setdefault(id(run.ran_before or run), []).append(at)
     found: list[tuple[float, list[int], int]] = []
     for each in positions.values():
-        if all(_rests(runs, at, backwards.get(at)) for at in each):
+        runs_now = any(runs[at].ran_before is None for at in each)
+        if runs_now and all(_rests(runs, at, backwards.get(at)) for at in each):
             out_us = back_us = 0.0
-            for value in runs[each[0]].movable:
+            for value in runs[each[-1]].movable:
                 out_us, back_us = out_us + value.out_us, back_us + value.in_us
-                beside = [out_us / max(1e-3, runs[at + 1].compute_us) for at in each]
-                beside += [back_us / max(1e-3, runs[backwards[at] - 1].compute_us) for at in each]
+                now = [at for at in each if runs[at].ran_before is None]
+                beside = [out_us / max(1e-3, runs[at + 1].compute_us) for at in now]
+                ends = [backwards[at] for at in each if at in backwards]
+                beside += [back_us / max(1e-3, runs[at - 1].compute_us) for at in ends]
                 found.append((max(beside), each, aligned(value.nbytes) * len(each)))
     found.sort(key=lambda move: (move[0], move[1]))
     moves, left = [], host_bytes
@@ -278,12 +300,10 @@ def moves_in_order(runs: Sequence[GraphRun], host_bytes: int) -> list[list[int]]
 
 def _rests(runs: Sequence[GraphRun], forward: int, backward: int | None) -> bool:
     """Whether some graph runs between the ends of the copies out and the starts of those back."""
-    return (
-        backward is not None
-        and backward - forward >= _NEAREST
-        and not runs[forward + 1].is_backward
-        and runs[backward - 1].is_backward
-    )
+    if forward + 1 == len(runs) or runs[forward + 1].is_backward:
+        return False
+    # A backward that is not in the step comes later.
+    return backward is None or (backward - forward >= _NEAREST and runs[backward - 1].is_backward)
 
 
 _NEAREST = 4

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import fx
 
+from zpasses.cost.plan.leaving_values import Recompute
 from zpasses.cost.plan.offloaded_values import SavedValue
 from zpasses.cost.time.roofline import compute_us
 from zpasses.cost.time.step_time import transfer_of
@@ -34,16 +35,7 @@ def kernels_again(
     had = {node.name for node in backward.nodes}.difference(names)
     found = {}
     for node in (each for each in forward.nodes if each.name in names):
-        chain = list(
-            reachable(
-                [node],
-                lambda at: [
-                    each
-                    for each in at.all_input_nodes
-                    if each.op == "call_function" and each.name not in had and not _is_param(each)
-                ],
-            )
-        )
+        chain = _chain(node, had)
         if all(map(_repeats, chain)):
             found[node.name] = chain
     return found
@@ -65,6 +57,40 @@ def cheapest_first(
     return sorted(
         (each for each in values if each.name in cost_us),
         key=lambda each: (cost_us[each.name] / each.nbytes, -each.held_us, each.name),
+    )
+
+
+def recomputes(
+    forward: fx.Graph, backward: fx.Graph, names: Collection[str]
+) -> dict[str, Recompute]:
+    """Returns what each of the saved values takes to be computed again from what backward finds.
+
+    Args:
+        forward, backward: the two graphs of a partition.
+        names: of the candidates. What `kernels_again` leaves out of them is left out here.
+    """
+    target, had = current_target(), {node.name for node in backward.nodes}
+    found = {}
+    for node in (each for each in forward.nodes if each.name in names):
+        chain = _chain(node, had)
+        if all(map(_repeats, chain)):
+            read = {each.name for one in chain for each in one.all_input_nodes}
+            kernels = {each.name: compute_us(each, target) for each in chain}
+            found[node.name] = Recompute(kernels, frozenset(read & had))
+    return found
+
+
+def _chain(node: fx.Node, had: Collection[str]) -> list[fx.Node]:
+    """Returns a node of forward and what it is computed from, without what backward has."""
+    return list(
+        reachable(
+            [node],
+            lambda at: [
+                each
+                for each in at.all_input_nodes
+                if each.op == "call_function" and each.name not in had and not _is_param(each)
+            ],
+        )
     )
 
 

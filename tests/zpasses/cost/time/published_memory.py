@@ -18,7 +18,7 @@ import argparse
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -40,7 +40,9 @@ from examples.capture_llama import tensor_parallel
 from tests.zpasses.cost.time.published import LLAMA_8B
 from zpasses import compat
 from zpasses.backend.step_trials import StepTrials
-from zpasses.cost.plan.offloaded_values import worthwhile
+from zpasses.cost.plan.kept_params import StepProblem
+from zpasses.cost.plan.leaving_values import rank_leaving
+from zpasses.cost.plan.offloaded_values import SavedValue
 from zpasses.cost.time.clock import Clock
 from zpasses.cost.time.roofline import durations_us, ring_collective_us
 from zpasses.cost.time.step_time import Timeline, host_copy_timing
@@ -449,6 +451,14 @@ FITTED_GB_S = 31.8
 """Bandwidth of copies in each direction, with which the last of them takes as long as published."""
 
 
+def on_host(
+    step: StepProblem, values: Sequence[SavedValue], limit_bytes: int, host_bytes: int
+) -> list[SavedValue]:
+    """Returns what leaves for the host if nothing is computed again."""
+    found = rank_leaving(step, step, values, {}, limit_bytes, host_bytes)
+    return [each.value for each in found.ranked]
+
+
 def offloaded(rows: Collection[tuple[float, float]]) -> list[tuple[float, float]]:
     """Predicts the changes of memory and of time, in percent.
 
@@ -473,7 +483,7 @@ def offloaded(rows: Collection[tuple[float, float]]) -> list[tuple[float, float]
             target = replace(slowed, host_out_gb_s=gb_s, host_in_gb_s=gb_s)
             with use_target(target):
                 full = trials.trial(1.0)
-                leaving = worthwhile(full.step, trials.saved_values(1.0), 0, int(gib * GIB / part))
+                leaving = on_host(full.step, trials.saved_values(1.0), 0, int(gib * GIB / part))
                 less = trials.offloading(full, leaving)
                 fallen = part * (less.step.peak_bytes() - full.step.peak_bytes()) / GIB
                 change = _percent(total_us(full.graphs, target), total_us(less.graphs, target))
@@ -619,7 +629,7 @@ def refused() -> tuple[float, int, int]:
         trial = trials.trial(1.0)
         values = trials.saved_values(1.0)
         peak = trial.step.peak_bytes()
-        less = worthwhile(trial.step, values, peak - (1 << 20), trials.host_bytes)
+        less = on_host(trial.step, values, peak - (1 << 20), trials.host_bytes)
         return (
             sum(each.nbytes for each in values) / 1e9,
             trials.fastest(peak).host_bytes,
