@@ -41,8 +41,7 @@ from tests.zpasses.cost.time.published import LLAMA_8B
 from zpasses import compat
 from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.plan.kept_params import StepProblem
-from zpasses.cost.plan.leaving_values import rank_leaving
-from zpasses.cost.plan.offloaded_values import SavedValue
+from zpasses.cost.plan.offloaded_values import SavedValue, idle_at_peaks
 from zpasses.cost.time.clock import Clock
 from zpasses.cost.time.roofline import durations_us, ring_collective_us
 from zpasses.cost.time.step_time import Timeline, host_copy_timing
@@ -454,17 +453,23 @@ FITTED_GB_S = 31.8
 def on_host(
     step: StepProblem, values: Sequence[SavedValue], limit_bytes: int, host_bytes: int
 ) -> list[SavedValue]:
-    """Returns what leaves for the host if nothing is computed again."""
-    found = rank_leaving(step, step, values, {}, limit_bytes, host_bytes)
-    return [each.value for each in found.ranked]
+    """Returns the values that are idle at a peak above a limit, those first that are idle longest,
+    as far as they fit the host.
+    """
+    chosen = list[SavedValue]()
+    idle = idle_at_peaks(step, values, limit_bytes)
+    for each in sorted(idle, key=lambda one: (-one.held_us, -one.nbytes, one.name)):
+        if sum(one.nbytes for one in (*chosen, each)) <= host_bytes:
+            chosen.append(each)
+    return chosen
 
 
 def offloaded(rows: Collection[tuple[float, float]]) -> list[tuple[float, float]]:
     """Predicts the changes of memory and of time, in percent.
 
     Args:
-        rows: GB/s of copies in each direction, and GiB on the host: of those values that the
-            planner takes first.
+        rows: GB/s of copies in each direction, and GiB on the host: of those values that
+            are idle longest.
     """
     part, h100 = 4, TARGETS["h100"]
     passes = Pipeline(Pipeline.parse("schedule").at(Level.FORWARD))
