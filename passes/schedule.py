@@ -201,7 +201,7 @@ class Schedule(Pass):
                 self.name,
             )
             return self._regroup(graph, problem, agreed_groups), planned.limit_bytes
-        reasons = _routes(problem, planned)
+        reasons = _routes(problem, planned.plan, adopted)
         changes = _apply(graph, problem, adopted, self.name, reasons)
         # The planner counts the copies of flat launches from above.
         planned = replace(planned, cost=exact_cost(graph, problem, current_target()))
@@ -374,9 +374,19 @@ def _peak(planned: Planned) -> str:
     return f"{format_size(planned.cost.peak_bytes)} of {format_size(planned.limit_bytes)}"
 
 
-def _routes(problem: ScheduleProblem, planned: Planned) -> dict[tuple[int, ...], str]:
-    """Returns the reason for the route of each launch that a copy engine could run."""
-    plan, found = planned.plan, dict[tuple[int, ...], str]()
+def _routes(problem: ScheduleProblem, ours: Plan, adopted: Plan) -> dict[tuple[int, ...], str]:
+    """Returns the reason for the route of each launch that a copy engine could run.
+
+    Args:
+        problem: this rank's graph.
+        ours: what this rank would do.
+        adopted: what all ranks do. If its launches are others, this rank cannot tell what they
+            gain.
+    """
+    if ours.launches != adopted.launches:
+        by_first = "as the first rank plans"
+        return {adopted.launches[at]: f"by {route}: {by_first}" for at, route in adopted.routes}
+    plan, found = replace(ours, routes=adopted.routes), dict[tuple[int, ...], str]()
     for number, routes in engine_launches(problem, plan).items():
         launch = plan.launches[number]
         without = evaluate(problem, on_route(plan, number, "")).total_us

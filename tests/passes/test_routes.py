@@ -248,6 +248,16 @@ def test_all_ranks_take_the_routes_of_the_first(monkeypatch):
     assert routes(second) == routes(first)
 
 
+def test_reasons_are_those_of_the_adopted_plan(monkeypatch):
+    told = votes_of_the_first(monkeypatch)
+    scheduled(PARAMS, GAINING, memory_budget="1GiB")
+    _, second = scheduled(PARAMS, "mi300x", memory_budget="1GiB")
+    assert told[0][1] != told[1][1]
+    for (node, tag), is_engine in zip(tagged(second.graph, "gather"), routes(second), strict=True):
+        assert is_engine == (node.kwargs.get("route") == "mori")
+        assert not is_engine or tag.note.startswith("by mori: ")
+
+
 @pytest.mark.parametrize("plan", ["one-ahead", "single"])
 def test_simple_plans_choose_routes_too(plan):
     _, moved = scheduled(PARAMS, GAINING, plan=plan, cap_mb=0)

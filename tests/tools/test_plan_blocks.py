@@ -85,6 +85,8 @@ def test_plans_of_blocks_choose_copy_engines_and_say_why():
     without, stage3 = found.stages[2:]
     assert stage3.total_us < 0.99 * without.total_us
     assert found.chosen.total_us == pytest.approx(stage3.total_us)
+    gathering = [run for run in found.chosen.routes if ": by mori: " in run]
+    assert all(" us, gains " in each for each in gathering)
     taken = [": by mori: " in each for each in found.chosen.routes]
     text = plan_view(found).text()
     assert f"Copy engines run {sum(taken)} of {len(taken)} launches of gathers:" in text

@@ -191,12 +191,30 @@ def _point(
 
 
 def _routes(runs: Sequence[GraphRun], cost: StepCost) -> Iterator[str]:
-    """Yields what each graph's gathers take by the copy-engine routes that they could take."""
+    """Yields for each graph whose gathers copy engines could run which route they take, and what
+    the step gains by it in all equal graphs.
+    """
+
+    def total_us(run: GraphRun, route: str) -> float:
+        """Of the step, if all graphs that are equal to this one take a route."""
+        alike = [each.number for each in runs if each.kind == run.kind]
+        routes = {key: value for key, value in cost.routes.items() if key not in alike}
+        routes |= dict.fromkeys(alike if route else (), route)
+        return step_cost(runs, cost.ahead, cost.moved, routes).total_us
+
+    reasons: dict[Hashable, str] = {}
     for run in runs:
-        for route, timing, _ in run.engines:
-            taken = "by" if cost.routes.get(run.number) == route else "not by"
-            graph, size = run.name.partition(", sharded in")[0], bytes_text(run.gathered_bytes)
-            yield (
-                f"{graph}: {taken} {route}: {size} in {timing.duration_us:.0f} us; by compute "
-                f"units in {run.gather.duration_us:.0f} us"
-            )
+        if not run.engines:
+            continue
+        if run.kind not in reasons:
+            own, without, texts = cost.routes.get(run.number), total_us(run, ""), list[str]()
+            for route, timing, _ in run.engines:
+                gain, taken = without - total_us(run, route), route == own
+                effect = "gain" if gain >= 0 else "lose"
+                texts.append(
+                    f"{'by' if taken else 'not by'} {route}: {bytes_text(run.gathered_bytes)} in "
+                    f"{timing.duration_us:.0f} us, {'' if taken else 'would '}{effect}"
+                    f"{'s' if taken else ''} {abs(gain):.0f} us in all graphs like it"
+                )
+            reasons[run.kind] = "; ".join(sorted(texts))  # "by" comes before "not by"
+        yield f"{run.name.partition(', sharded in')[0]}: {reasons[run.kind]}"

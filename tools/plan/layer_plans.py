@@ -341,8 +341,9 @@ class LayerPlanner:
         def fits(count: int) -> bool:
             return first(count).step.peak_bytes(single_plan) <= limit_bytes
 
-        fits_ahead = first(fewest).step.peak_bytes() <= limit_bytes
-        if not fits_ahead and most and fits(most):
+        if not most:
+            return
+        if fewest and first(fewest).step.peak_bytes() > limit_bytes and fits(most):
             # A limit so low that nothing may be in flight beside what is awaited.
             fewest = bisect_left(range(most), True, key=fits)
         some = [fewest + (most - fewest) // part for part in (16, 4)]

@@ -26,7 +26,7 @@ from zpasses.backend.step_trials import (
 )
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import KeptParam
-from zpasses.cost.time.route_figures import planned_routes
+from zpasses.cost.time.route_figures import engine_routes
 from zpasses.cost.time.target import Target, use_target
 from zpasses.errors import OptionError
 from zpasses.graph.tags import tagged
@@ -271,7 +271,7 @@ class _Planner:
     ) -> list[PlanPoint]:
         """Returns a stage; before it the same without copy engines, if its plan may use them."""
         found = []
-        if planned_routes(self._target):
+        if pipeline.uses_engines and engine_routes(self._target):
             first = replace(stage, name=f"{stage.name}, no copy engines")
             copies = compat.clone_graph_module(graphs[0]), compat.clone_graph_module(graphs[1])
             found.append(self._judged(first, _without_engines(pipeline), copies))

@@ -79,7 +79,7 @@ class _Routes:
             names = sorted(_CANDIDATES, key=lambda each: each != preferred)
             route, reason = self.first_of(names, timeout_s)
             choice = RouteChoice(self._group, self._device, route.name, reason)
-            is_new = choice not in (each for _, each in self.chosen.values())
+            is_new = all(each.route != choice.route for _, each in self.chosen.values())
             self.chosen[preferred] = route, choice
             if not is_new:
                 return route, choice
@@ -242,12 +242,14 @@ def available_routes(
 
 def report() -> list[RouteChoice]:
     """Returns all choices so far."""
-    return [
-        choice
-        for known in _routes.values()
-        for each in known.values()
-        for _, choice in each.chosen.values()
-    ]
+    return list(
+        {
+            (choice.group, choice.device, choice.route): choice
+            for known in _routes.values()
+            for each in known.values()
+            for _, choice in each.chosen.values()
+        }.values()
+    )
 
 
 def shutdown(timeout_s: float | None = None) -> str | None:

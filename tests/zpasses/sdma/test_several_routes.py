@@ -65,6 +65,7 @@ def test_each_gather_takes_the_route_that_it_names():
         chosen = [zpasses.sdma.route_choice(name, each) for each in ("mori", "nccl_zero", "")]
         assert [each.route for each in chosen] == ["mori", "nccl_zero", "mori"]
         assert route_of(name, CPU, "mori") is route_of(name, CPU), "mori starts once"
+        assert [each.route for each in zpasses.sdma.report()] == ["mori", "nccl_zero"]
         assert zpasses.sdma.shutdown() is None
         assert {each.route for each in zpasses.sdma.report()} == {"c10d"}
         last = [sdma.sdma_all_gather(part(4), 2, name, route=each) for each in ("mori", "")]

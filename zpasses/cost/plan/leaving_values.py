@@ -182,7 +182,7 @@ class _Ranking:
             segment = int(now[side].argmax())
             found = self._best(side, segment)
             if found is None:
-                live[side][segment] = -(1 << 60)  # nothing lowers it
+                live[side][self._never_idle(side)] = -(1 << 60)
                 continue
             self._leave(*found)
             yield Leaving(self._values[found[0]], found[1])
@@ -192,7 +192,7 @@ class _Ranking:
         if no value is idle at the segment.
         """
         idle = self._first > segment if side else self._forward_slots <= segment
-        idle[list(self._left)] = False
+        idle &= self._may_leave()
         if not idle.any():
             return None
         on_host = self._out.more_us() + self._in.more_us()
@@ -200,7 +200,20 @@ class _Ranking:
         per_byte = np.minimum(on_host, self._remake_us) / self._sizes
         per_byte[~idle] = np.inf
         at = int(per_byte.argmin())
-        return (at, bool(on_host[at] <= self._remake_us[at])) if per_byte[at] < np.inf else None
+        return at, bool(on_host[at] <= self._remake_us[at])
+
+    def _may_leave(self) -> np.ndarray:
+        """Whether each value may leave in some way and has not."""
+        found: np.ndarray = (self._sizes <= self._host_bytes) | np.isfinite(self._remake_us)
+        found[list(self._left)] = False
+        return found
+
+    def _never_idle(self, side: int) -> slice:
+        """The segments at which nothing is idle that may leave."""
+        may = self._may_leave()
+        if side:
+            return slice(int(self._first[may].max(initial=0)), None)
+        return slice(0, int(self._forward_slots[may].min(initial=len(self._freed[0]))))
 
     def _leave(self, at: int, on_host: bool) -> None:
         self._left[at] = on_host

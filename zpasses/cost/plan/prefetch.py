@@ -22,6 +22,10 @@ from zpasses.graph.host_copies import aligned
 
 MOST_AHEAD = 4
 
+MOST_RISE = 0.3
+"""By how much of the peak copy engines may raise it without a budget, as collectives in flight may
+in `schedule`."""
+
 _TOLERANCE = 1.004
 """Steps whose durations differ by less are equally fast."""
 
@@ -185,13 +189,17 @@ def plan_prefetch(
     Args:
         runs: the graphs of one step, in their order. Those that are one object are one graph with
             the same parameters.
-        limit_bytes: largest peak; None has no limit.
+        limit_bytes: largest peak; None has no limit, but routes may raise the peak that the step
+            has without them by 30 % at most, for what they pack and for graphs farther ahead.
         host_bytes: the most that values may take of the host.
 
     Returns:
         The choice. If nothing fits, that with the least peak.
     """
     moves = moves_in_order(runs, host_bytes)
+    if limit_bytes is None and any(run.engines for run in runs):
+        on_units = plan_prefetch([replace(run, engines=()) for run in runs], None)
+        limit_bytes = int(on_units.peak_bytes * (1 + MOST_RISE))
     costs = [plan_routes(runs, ahead, limit_bytes, moves) for ahead in range(MOST_AHEAD + 1)]
     fitting = [each for each in costs if limit_bytes is None or each.peak_bytes <= limit_bytes]
     if not fitting:
@@ -203,8 +211,8 @@ def plan_prefetch(
 def plan_routes(
     runs: Sequence[GraphRun], ahead: int, limit_bytes: int | None, moves: Sequence[Sequence[int]]
 ) -> StepCost:
-    """Choose routes for the gathers of graphs, the same for all that are equal, as far as the step
-    gets faster or leaner; and values to move, as `plan_moves`.
+    """Choose routes for the gathers of graphs, and values to move, as `plan_moves`. One kind of
+    equal graphs after another takes the route with which the step is fastest, given those before.
     """
 
     def rank(cost: StepCost) -> tuple[float, float]:

@@ -163,6 +163,19 @@ def test_what_engines_pack_counts_until_the_graph_ends():
     assert plan_prefetch(runs, lean + 200).routes
 
 
+def test_without_a_budget_engines_may_raise_the_peak_by_a_third_at_most():
+    slow = [replace(each, gather=CollectiveTiming(60.0, compute_slowdown=2.0)) for each in STEP]
+    on_units = plan_prefetch(slow, None)
+    for packed in (1, 10_000):
+        runs = with_engines(slow, EngineGather("mori", took(10.0), packed))
+        chosen = plan_prefetch(runs, None)
+        assert chosen.peak_bytes <= 1.3 * on_units.peak_bytes
+        assert bool(chosen.routes) == (packed == 1)
+        ample = plan_prefetch(runs, 1 << 20)
+        assert ample.routes
+        assert ample.total_us < on_units.total_us
+
+
 sizes, no = st.integers(0, 100), st.just(0)
 factors = st.sampled_from([1.0, 1.3, 2.0])
 kind = st.just("forward"), st.just(False)
