@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.memory.liveness import liveness
+from zpasses.cost.memory.liveness import engine_packing_bytes, liveness
 from zpasses.cost.plan.prefetch import (
     Agreed,
     EngineGather,
@@ -26,7 +26,7 @@ from zpasses.cost.plan.prefetch import (
 )
 from zpasses.cost.time.clock import CollectiveTiming, in_sequence
 from zpasses.cost.time.roofline import durations_us
-from zpasses.cost.time.route_figures import engine_obstacle, planned_routes
+from zpasses.cost.time.route_figures import engine_obstacle, engine_routes
 from zpasses.cost.time.step_time import Timeline, host_copy_timing, step_time
 from zpasses.cost.time.target import Target
 from zpasses.errors import MemoryBudgetError
@@ -127,12 +127,10 @@ def _engine_gathers(
     if any(each and engine_obstacle(compat.group_ranks(each.group), target) for each in found):
         return ()
     packed = sum(
-        each.nbytes + nbytes(value_of(node))
-        for node, each in zip(nodes, found, strict=True)
-        if each is not None and len(each.shapes) > 1
+        engine_packing_bytes(node, each) for node, each in zip(nodes, found, strict=True) if each
     )
     return tuple(
-        EngineGather(route, timeline.transfers(route), packed) for route in planned_routes(target)
+        EngineGather(route, timeline.transfers(route), packed) for route in engine_routes(target)
     )
 
 

@@ -24,6 +24,7 @@ from zpasses.backend.cache.entry import Variant
 from zpasses.backend.compile_job import Compiled, CompileJob
 from zpasses.backend.graph_facts import VariantFacts
 from zpasses.cost.plan.prefetch import Agreed, GraphRun, StepCost
+from zpasses.cost.time.route_figures import planned_routes
 from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
 from zpasses.graph.host_copies import HostNeed, host_need
 from zpasses.graph.queries import collectives, returned_values
@@ -126,7 +127,9 @@ def hoisted_code(
 
 def _uses_engines(job: CompileJob) -> bool:
     """Whether the plan of the step may use copy engines: as the stages do, if no pipeline says."""
-    return job.options.pipeline is None or job.state.pipeline.uses_engines
+    if job.options.pipeline is None:
+        return bool(planned_routes(job.target))
+    return job.state.pipeline.uses_engines
 
 
 def by_engine(gm: fx.GraphModule, route: str) -> fx.GraphModule:

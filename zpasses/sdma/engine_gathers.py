@@ -45,7 +45,9 @@ def note_route(node: fx.Node, text: str, origin: str) -> None:
     collective = collective_of(node)
     assert collective is not None
     by_engine = is_copy_engine_collective(collective)
-    choice = route_choice(collective.group, str(node.kwargs["route"])) if by_engine else None
+    choice = (
+        route_choice(collective.group, str(node.kwargs.get("route", ""))) if by_engine else None
+    )
     if choice is not None and choice.reason:
         text += f"; runs by {choice.route} because {choice.reason}"
     if tag_of(node) is None:

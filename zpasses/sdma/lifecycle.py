@@ -67,8 +67,8 @@ class _Routes:
     def __init__(self, group: str, device: str, capacity_bytes: int) -> None:
         self._group, self._device, self._capacity_bytes = group, device, capacity_bytes
         self._platform = platform_of(device)
-        self._answers: list[Answer] | str | None = None
-        """What the ranks can tell before any route is started, or why none can be."""
+        self._none = ""
+        """Why no route can be taken."""
         self._tried: dict[str, Route | str] = {}
         """The routes that were started, or why they could not be."""
         self.chosen: dict[str, tuple[Route, RouteChoice]] = {}
@@ -79,7 +79,7 @@ class _Routes:
             names = sorted(_CANDIDATES, key=lambda each: each != preferred)
             route, reason = self.first_of(names, timeout_s)
             choice = RouteChoice(self._group, self._device, route.name, reason)
-            is_new = all(each.route != choice.route for _, each in self.chosen.values())
+            is_new = choice not in (each for _, each in self.chosen.values())
             self.chosen[preferred] = route, choice
             if not is_new:
                 return route, choice
@@ -92,19 +92,25 @@ class _Routes:
 
     def first_of(self, names: Sequence[str], timeout_s: float) -> tuple[Route, str]:
         """Returns the first route that the group can take, and why it cannot take those before."""
-        if self._answers is None:
-            self._answers = self._ask(timeout_s)
-        if isinstance(self._answers, str):
-            return C10dRoute(), self._answers
-        reasons: list[str] = []
+        answers: Sequence[Answer] | None = None
+        chosen: Route = C10dRoute()
+        refused: list[str] = []
         for name in names:
-            if name not in self._tried:
-                self._tried[name] = self._try(name, self._answers, timeout_s)
+            if name not in self._tried and not self._none:
+                # Asked anew for each choice: another group may have started a route meanwhile.
+                answers = self._ask(timeout_s) if answers is None else answers
+                if answers:
+                    self._tried[name] = self._try(name, answers, timeout_s)
+            if self._none:
+                return chosen, self._none
             route = self._tried[name]
-            if not isinstance(route, str):
-                return route, "; ".join(reasons)
-            reasons.append(f"{name}: {route}")
-        return C10dRoute(), "; ".join(reasons)
+            if isinstance(route, Route):
+                chosen = route
+                break
+            refused.append(name)
+        # In one order, so that equal choices have equal texts.
+        texts = (f"{each}: {self._tried[each]}" for each in _CANDIDATES if each in refused)
+        return chosen, "; ".join(texts)
 
     def leave(self, timeout_s: float) -> str | None:
         """Gives back what the routes share with other ranks. From now on, there is only the
@@ -114,15 +120,17 @@ class _Routes:
         for route in self._tried.values():
             if self._platform is not None and self._group in alive and isinstance(route, Route):
                 left = route.leave(self._group, timeout_s, self._platform) or left
-        self._answers = reason = "sdma was shut down"
-        gone = RouteChoice(self._group, self._device, "c10d", reason)
+        self._none = "sdma was shut down"
+        gone = RouteChoice(self._group, self._device, "c10d", self._none)
         self.chosen = dict.fromkeys(self.chosen, (C10dRoute(), gone))
         return left
 
-    def _ask(self, timeout_s: float) -> list[Answer] | str:
+    def _ask(self, timeout_s: float) -> Sequence[Answer]:
+        """Returns what the ranks can tell before a route is started; nothing if none can be."""
         group, platform = self._group, self._platform
         if compat.group_backend(group) == "fake" or compat.process_group(group).size() == 1:
-            return "the group has no other ranks"
+            self._none = "the group has no other ranks"
+            return ()
         answers = exchange(
             group,
             f"sdma: the capabilities of {self._device}",
@@ -130,7 +138,8 @@ class _Routes:
             timeout_s,
         )
         if platform is None or any(answer is None for answer in answers):
-            return f"{self._device} has no copy engines for collectives"
+            self._none = f"{self._device} has no copy engines for collectives"
+            return ()
         return list(answers)
 
     def _try(self, name: str, answers: Sequence[Answer], timeout_s: float) -> Route | str:
@@ -242,14 +251,8 @@ def available_routes(
 
 def report() -> list[RouteChoice]:
     """Returns all choices so far."""
-    return list(
-        {
-            (choice.group, choice.device, choice.route): choice
-            for known in _routes.values()
-            for each in known.values()
-            for _, choice in each.chosen.values()
-        }.values()
-    )
+    known = (each for by_device in _routes.values() for each in by_device.values())
+    return list(dict.fromkeys(choice for each in known for _, choice in each.chosen.values()))
 
 
 def shutdown(timeout_s: float | None = None) -> str | None:

@@ -17,6 +17,7 @@ import zpasses
 from tests import fake_mori, fake_zero_sm
 from tests.on_ranks import on_ranks
 from zpasses.cost.time.route_figures import CALIBRATION_VARIABLE, FORMAT
+from zpasses.sdma import mori_route
 from zpasses.sdma.lifecycle import route_of
 from zpasses.testing import fake_world, run_on_ranks, world_mesh
 
@@ -83,6 +84,21 @@ def test_a_group_that_cannot_take_the_named_route_takes_another():
         assert choice.route == "nccl_zero"
         assert choice.reason.startswith("mori: rank 1: mori cannot be imported")
         assert (len(by_mori), len(by_nccl)) == (0, 2), "with the trial"
+
+
+@on_ranks(2)
+def test_what_changed_since_another_route_started_counts():
+    """Such as another group that has connected other ranks by mori."""
+    name = dist.group.WORLD.group_name
+    with both_installed() as (by_mori, _):
+        assert route_of(name, CPU, "nccl_zero").name == "nccl_zero"
+        if dist.get_rank():
+            mori_route.disable("mori is of other ranks")
+        assert route_of(name, CPU, "mori").name == "nccl_zero"
+        reason = zpasses.sdma.route_choice(name, "mori").reason
+        assert reason == "mori: rank 1: mori is of other ranks"
+        assert [each.reason for each in zpasses.sdma.report()] == ["", reason]
+        assert by_mori == []
 
 
 def test_a_route_that_does_not_exist_is_refused():

@@ -492,11 +492,16 @@ def scratch_bytes(node: fx.Node, collective: Collective | None = None) -> int:
     return _of_backend(node, collective) + (copied_bytes(node) if fuses() else 0)
 
 
+def engine_packing_bytes(node: fx.Node, collective: Collective) -> int:
+    """Returns what a copy engine packs for a gather: several tensors, before and after it."""
+    several = len(collective.shapes) > 1
+    return collective.nbytes + nbytes(value_of(node)) if several else 0
+
+
 def _of_backend(node: fx.Node, collective: Collective) -> int:
     call: Any = node.target
     if collective.op.startswith("sdma_"):
-        several = len(collective.shapes) > 1
-        return collective.nbytes + nbytes(value_of(node)) if several else 0
+        return engine_packing_bytes(node, collective)
     if call in ROW_EXCHANGES:
         return collective.nbytes
     if call is AVERAGE_GRAD:

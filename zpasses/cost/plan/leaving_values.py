@@ -206,7 +206,7 @@ class _Ranking:
         """Whether each value may leave in some way and has not."""
         found: np.ndarray = (self._sizes <= self._host_bytes) | np.isfinite(self._remake_us)
         found[list(self._left)] = False
-        return found
+        return found & (self._sizes > 0)
 
     def _never_idle(self, side: int) -> slice:
         """The segments at which nothing is idle that may leave."""

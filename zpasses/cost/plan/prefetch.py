@@ -199,7 +199,7 @@ def plan_prefetch(
     moves = moves_in_order(runs, host_bytes)
     if limit_bytes is None and any(run.engines for run in runs):
         on_units = plan_prefetch([replace(run, engines=()) for run in runs], None)
-        limit_bytes = int(on_units.peak_bytes * (1 + MOST_RISE))
+        limit_bytes, moves = int(on_units.peak_bytes * (1 + MOST_RISE)), []
     costs = [plan_routes(runs, ahead, limit_bytes, moves) for ahead in range(MOST_AHEAD + 1)]
     fitting = [each for each in costs if limit_bytes is None or each.peak_bytes <= limit_bytes]
     if not fitting:
@@ -424,7 +424,7 @@ class _Step:
             self._moved,
             moved,
             held,
-            self._routes,
+            dict(self._routes),
         )
 
     def _run(self, number: int, run: GraphRun) -> None:

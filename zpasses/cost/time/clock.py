@@ -51,11 +51,11 @@ def in_sequence(timings: Iterable[CollectiveTiming]) -> CollectiveTiming:
     """
     each = tuple(timings)
     longest = max(each, key=lambda timing: timing.duration_us, default=CollectiveTiming(0.0))
-    duration, issue = (sum(getattr(timing, name) for timing in each) for name in _DURATIONS)
-    return replace(longest, duration_us=duration, issue_us=issue)
-
-
-_DURATIONS = "duration_us", "issue_us"
+    return replace(
+        longest,
+        duration_us=sum(timing.duration_us for timing in each),
+        issue_us=sum(timing.issue_us for timing in each),
+    )
 
 
 class Clock:
