@@ -475,7 +475,7 @@ def _described(problem: ScheduleProblem) -> tuple[list[int], list[tuple[Any, ...
 
 def _by_node(problem: ScheduleProblem, plan: Plan) -> Plan:
     """Returns the plan with indices of kept nodes as slots."""
-    actions = tuple(replace(each, slot=problem.slots[each.slot]) for each in plan.actions)
+    actions = tuple(each._replace(slot=problem.slots[each.slot]) for each in plan.actions)
     return replace(plan, actions=actions)
 
 
@@ -522,7 +522,7 @@ def _fitted(problem: ScheduleProblem, plan: Plan, fixed_before: Sequence[int]) -
             return None
         places[at] = earliest
     actions = zip(plan.actions, places, strict=True)
-    return replace(plan, actions=tuple(replace(each, slot=at) for each, at in actions))
+    return replace(plan, actions=tuple(each._replace(slot=at) for each, at in actions))
 
 
 # --- rewriting ------------------------------------------------------------------------------------

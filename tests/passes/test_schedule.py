@@ -210,7 +210,7 @@ def after_the_last_that_stays(problem):
     late = max((event.slot for event in problem.fixed if event.timing is not None), default=0) + 1
     jobs = [problem.jobs[members[0]] for members in plan.launches]
     actions = [
-        replace(each, slot=each.slot if jobs[each.launch].is_gather else max(each.slot, late))
+        each._replace(slot=each.slot if jobs[each.launch].is_gather else max(each.slot, late))
         for each in plan.actions
     ]
     return replace(plan, actions=tuple(sorted(actions, key=lambda each: each.slot)))

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
 from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.plan.bound import schedule_bound_us
@@ -25,7 +26,7 @@ from zpasses.cost.plan.kept_params import (
 from zpasses.cost.plan.leaving_values import rank_leaving
 from zpasses.cost.plan.offloaded_values import SavedValue, saved_values
 from zpasses.cost.plan.plan_improvement import improve_plan
-from zpasses.cost.plan.schedule_evaluation import Cost, Plan, evaluate, live_bytes
+from zpasses.cost.plan.schedule_evaluation import Evaluation, Plan, evaluate
 from zpasses.cost.plan.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.plan.simple_plans import single_plan, varied_plans
 from zpasses.cost.time.target import Target, current_target, use_target
@@ -51,32 +52,34 @@ _LIKELY, _GAIN = 4, 0.01
 duration one must be able to beat the others."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Evaluated:
-    """A plan, and what it costs. Its duration takes most of that time, so it is found last."""
-
-    problem: ScheduleProblem
-    plan: Plan
-
-    @cached_property
-    def peak_bytes(self) -> int:
-        return int(live_bytes(self.problem, self.plan).max(initial=0))
-
-    @cached_property
-    def cost(self) -> Cost:
-        return evaluate(self.problem, self.plan, averages=True)
-
-    def rank(self, limit_bytes: int) -> tuple[int, float]:
-        """Returns the bytes above a limit, and the duration; lower is better."""
-        return max(0, self.cost.peak_bytes - limit_bytes), self.cost.total_us
+_least_us = attrgetter("least_us")
 
 
-def _best(plans: Sequence[_Evaluated], limit_bytes: int) -> _Evaluated:
-    """Returns the fastest plan within a limit, or that which exceeds it least."""
-    most = max(limit_bytes, min(each.peak_bytes for each in plans))
+def _rank(evaluated: Evaluation, limit_bytes: int) -> tuple[int, float]:
+    """Returns the bytes above a limit, and the duration; lower is better."""
+    return max(0, evaluated.peak_bytes - limit_bytes), evaluated.cost.total_us
+
+
+def _best(plans: Sequence[Evaluation], limit_bytes: int) -> Evaluation:
+    """Returns the fastest plan within a limit, or that which exceeds it least.
+
+    Args:
+        plans: in ascending order of `least_us`.
+        limit_bytes: the limit.
+    """
+    best: Evaluation | None = None
+    for each in plans:
+        if best is not None and each.least_us >= best.cost.total_us:
+            break
+        if each.peak_bytes <= limit_bytes and (
+            best is None or each.cost.total_us < best.cost.total_us
+        ):
+            best = each
+    if best is not None:
+        return best
+    least = min(each.peak_bytes for each in plans)
     return min(
-        (each for each in plans if each.peak_bytes <= most),
-        key=lambda each: each.cost.total_us,
+        (each for each in plans if each.peak_bytes == least), key=lambda each: each.cost.total_us
     )
 
 
@@ -92,28 +95,33 @@ class _Graph:
         return schedule_bound_us(self.problem)
 
     @cached_property
-    def plans(self) -> list[_Evaluated]:
+    def plans(self) -> list[Evaluation]:
         """Plans that need no search."""
-        return [_Evaluated(self.problem, plan) for plan in varied_plans(self.problem)]
+        known = {each.plan: each for each in self.few_plans}
+        plans = varied_plans(self.problem)
+        return sorted((known.get(each) or self._evaluation(each) for each in plans), key=_least_us)
 
     @cached_property
-    def few_plans(self) -> list[_Evaluated]:
+    def few_plans(self) -> list[Evaluation]:
         """A few of them, for estimates."""
-        return [_Evaluated(self.problem, plan) for plan in varied_plans(self.problem, few=True)]
+        return sorted(map(self._evaluation, varied_plans(self.problem, few=True)), key=_least_us)
+
+    def _evaluation(self, plan: Plan) -> Evaluation:
+        return Evaluation(self.problem, plan, averages=True)
 
     def rank(self, limit_bytes: int, *, few: bool = False) -> tuple[int, float]:
         """Returns the bytes above a limit and the duration of the best of these plans."""
-        return _best(self.few_plans if few else self.plans, limit_bytes).rank(limit_bytes)
+        return _rank(_best(self.few_plans if few else self.plans, limit_bytes), limit_bytes)
 
     def figures(self, limit_bytes: int) -> GraphFigures:
         """Returns the figures of the fastest of some plans within a limit, after changes of it."""
 
         def rank(plan: Plan) -> tuple[int, float]:
-            return _Evaluated(self.problem, plan).rank(limit_bytes)
+            return _rank(self._evaluation(plan), limit_bytes)
 
         found = _best(self.plans, limit_bytes)
         for better in improve_plan(self.problem, found.plan, rank, _CHANGES, limit_bytes)[-1:]:
-            found = _Evaluated(self.problem, better)
+            found = self._evaluation(better)
         # `schedule` moves the copies of gradients last, so no choice is made for them.
         cost = evaluate(self.problem, found.plan, averages=True, copies=True)
         launches = found.plan.launches
@@ -320,7 +328,14 @@ class LayerPlanner:
                 best = min(best, ranks[way])
         fastest = min(ranks, key=ranks.__getitem__)
         kept = fitting_params(fastest.step, fastest.params, limit_bytes)
-        points = (_point(budget, limit_bytes, fastest, each) for each in ((), kept))
+        keeping = replace(fastest, step=fastest.step.keeping(kept))
+        ways = [(fastest, 0), (keeping, sum(each.nbytes for each in kept))][: 1 + bool(kept)]
+        likely = min(way.rank(limit_bytes) for way, _ in ways)
+        points = [
+            _point(budget, limit_bytes, way, nbytes)
+            for way, nbytes in ways
+            if way.rank(limit_bytes) <= (likely[0], likely[1] * (1 + _GAIN))
+        ]
         return min(points, key=lambda each: (max(limit_bytes, each.peak_bytes), each.total_us))
 
     def _offloading(self, way: _Way, limit_bytes: int) -> Iterator[_Way]:
@@ -359,16 +374,14 @@ def _fits(point: PlanPoint) -> bool:
     return point.peak_bytes <= (point.limit_bytes or 0)
 
 
-def _point(budget: str, limit: int, way: _Way, kept: Sequence[KeptParam]) -> PlanPoint:
-    if kept:
-        way = replace(way, step=way.step.keeping(kept))
+def _point(budget: str, limit: int, way: _Way, kept_bytes: int) -> PlanPoint:
     forward, backward = (each.figures(limit) for each in way.graphs)
     return PlanPoint(
         "plan",
         budget,
         limit,
         {"forward": forward, "backward": backward},
-        sum(each.nbytes for each in kept),
+        kept_bytes,
         0,
         way.activations,
         host_bytes=way.on_host,

@@ -70,30 +70,23 @@ def _path_us(problem: ScheduleProblem, jobs: Sequence[Job], moved: float) -> flo
         left, latency = left + job.transfer_us, min(latency, job.latency_us)
         if before is None or before.earliest < job.earliest:
             tails.append((total - float(work[job.earliest]), left + latency))
-    best = 0.0
     heads, tails = _thinned(heads), _thinned(tails)
-    ends = np.array(tails)
-    for first, early in heads:
-        middle = total - first - ends[:, 0]
-        kept = middle >= -1e-6
-        # Bytes that no part forces, where they cost least: beside kernels that have room for them.
-        free = np.maximum(0.0, moved - early - ends[:, 1])
-        parts = [
-            (np.full(len(ends), first), np.full(len(ends), early)),
-            (np.maximum(0.0, middle), np.zeros(len(ends))),
-            (ends[:, 0], ends[:, 1]),
-        ]
-        time = np.zeros(len(ends))
-        room = np.zeros(len(ends))
-        for kernels, forced in parts:
-            most = kernels * slows / slowed
-            hidden = np.minimum(most, forced)
-            room += most - hidden
-            time += kernels + forced - hidden * slowed * _gain(slows, slowed)
-        hidden = np.minimum(room, free)
-        time += free - hidden * slowed * _gain(slows, slowed)
-        best = max(best, float(time[kept].max(initial=0.0)))
-    return best
+    # Each cut at the start, as a column, with each cut at the end, as a row.
+    first, early = (np.array(each)[:, None] for each in zip(*heads, strict=True))
+    last, late = (np.array(each)[None, :] for each in zip(*tails, strict=True))
+    middle = total - first - last
+    # Bytes that no part forces, where they cost least: beside kernels that have room for them.
+    free = np.maximum(0.0, moved - early - late)
+    parts = (first, early), (np.maximum(0.0, middle), 0.0), (last, late)
+    time, room = np.zeros_like(middle), np.zeros_like(middle)
+    for kernels, forced in parts:
+        most = kernels * slows / slowed
+        hidden = np.minimum(most, forced)
+        room += most - hidden
+        time += kernels + forced - hidden * slowed * _gain(slows, slowed)
+    hidden = np.minimum(room, free)
+    time += free - hidden * slowed * _gain(slows, slowed)
+    return float(time[middle >= -1e-6].max(initial=0.0))
 
 
 def _gain(slows: float, slowed: float) -> float:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -18,8 +19,7 @@ from zpasses.cost.plan.schedule_problem import Average, Job, ScheduleProblem
 from zpasses.cost.time.clock import Clock, CollectiveTiming
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """The start or the wait of a launch."""
 
     slot: int
@@ -62,11 +62,42 @@ def evaluate(
             the caller holds.
         copies: count copies of gradients to the host, too (`Job.to_host`).
     """
-    later = _Followers(problem, averages, copies) if averages or copies else None
-    costs = _costs(problem, plan)
-    clock = _run(problem, plan, costs, later=later)
-    live, launches = _live_bytes(problem, plan, costs), later.launches if later is not None else 0
-    return Cost(clock.now_us, clock.exposed_us, int(live.max(initial=0)), launches)
+    return Evaluation(problem, plan, averages, copies).cost
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """A plan, and what it costs. Its peak is found in less time than its duration."""
+
+    problem: ScheduleProblem
+    plan: Plan
+    averages: bool = False
+    """As for `evaluate`."""
+    copies: bool = False
+    """As for `evaluate`."""
+
+    @cached_property
+    def _costs(self) -> list[LaunchCost]:
+        return _costs(self.problem, self.plan)
+
+    @cached_property
+    def least_us(self) -> float:
+        """What its duration is not below: that of all kernels."""
+        moved = sum([cost.start_work_us + cost.wait_work_us for cost in self._costs])
+        return self.problem.work_before_us[-1] + moved
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        return int(_live_bytes(self.problem, self.plan, self._costs).max(initial=0))
+
+    @cached_property
+    def cost(self) -> Cost:
+        later = None
+        if self.problem.has_followers and (self.averages or self.copies):
+            later = _Followers(self.problem, self.averages, self.copies)
+        clock = _run(self.problem, self.plan, self._costs, later=later)
+        launches = later.launches if later is not None else 0
+        return Cost(clock.now_us, clock.exposed_us, self.peak_bytes, launches)
 
 
 def duration_us(problem: ScheduleProblem, plan: Plan, factor: float) -> float:
@@ -87,6 +118,11 @@ class LaunchCost:
     """Duration of the kernels at its wait."""
     held_bytes: int
     """From its start until its wait, besides the full tensors."""
+    full_bytes: int
+    """Of the full tensors: of gathers, those that are not there anyway."""
+    full_from: int
+    """For reductions: the last segment in which something else needs a full tensor, or a later one.
+    """
     unpacked_bytes: int
     """Bytes of the packed tensors that exist beside the copies out of them at the wait."""
     reload_us: float
@@ -118,6 +154,8 @@ def launch_cost(problem: ScheduleProblem, launch: tuple[int, ...], route: str = 
             duration,
             sum(job.packing_us[1] for job in packed) + sum(job.wait_us for job in members),
             sum(job.packed_bytes for job in packed) + sum(job.launch_bytes for job in members),
+            sum(job.ahead_bytes if job.is_gather else job.full_bytes for job in members),
+            max(job.held_from for job in members),
             sum(job.full_bytes for job in packed) if flat else 0,
             sum(job.reload_us for job in members),
         )
@@ -126,6 +164,9 @@ def launch_cost(problem: ScheduleProblem, launch: tuple[int, ...], route: str = 
 
 def _costs(problem: ScheduleProblem, plan: Plan) -> list[LaunchCost]:
     """Returns what each launch of a plan costs."""
+    if not plan.routes:
+        known = problem.launch_costs.get
+        return [known((each, "")) or launch_cost(problem, each) for each in plan.launches]
     routes = dict(plan.routes)
     return [
         launch_cost(problem, launch, routes.get(number, ""))
@@ -256,31 +297,31 @@ def live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:
 
 
 def _live_bytes(problem: ScheduleProblem, plan: Plan, costs: Sequence[LaunchCost]) -> np.ndarray:
+    """Returns what is alive whatever the plan, and what each launch holds from its start on."""
     changes = [0] * (len(problem.slots) + 1)
     starts: dict[int, int] = {}
     here, started_here = -1, 0
-    for action in plan.actions:
-        if action.slot != here:
-            here, started_here = action.slot, 0
-        if action.kind == "start":
-            starts[action.launch] = here
+    for slot, kind, launch in plan.actions:
+        if slot != here:
+            here, started_here = slot, 0
+        if kind == "start":
+            starts[launch] = here
             started_here += 1
             continue
-        start, wait = starts[action.launch], action.slot
-        cost = costs[action.launch]
+        start, cost = starts[launch], costs[launch]
         changes[start] += cost.held_bytes
-        changes[wait] += cost.unpacked_bytes
-        changes[wait + 1] -= cost.held_bytes + cost.unpacked_bytes
+        changes[slot] += cost.unpacked_bytes
+        changes[slot + 1] -= cost.held_bytes + cost.unpacked_bytes
+        if cost.members[0].is_gather:
+            changes[start] += cost.full_bytes
+            continue
         # What starts in the same slot before the wait exists beside what the wait frees, and so do
         # gradients beside the packed copy of them.
-        packs = start == wait and len(cost.members) > 1 and bool(cost.members[0].packed_bytes)
-        end = wait + int(packs or started_here > int(start == wait))
+        packs = start == slot and len(cost.members) > 1 and bool(cost.members[0].packed_bytes)
+        end = slot + int(packs or started_here > int(start == slot))
+        if cost.full_from <= end:
+            changes[end] -= cost.full_bytes
+            continue
         for job in cost.members:
-            first, after, held = (
-                (start, max(start, job.latest), job.ahead_bytes)
-                if job.is_gather
-                else (job.held_from, max(job.held_from, end), job.full_bytes)
-            )
-            changes[first] += held
-            changes[after] -= held
-    return np.asarray(problem.live_bytes + np.cumsum(np.array(changes[:-1], dtype=np.int64)))
+            changes[max(job.held_from, end)] -= job.full_bytes
+    return np.asarray(problem.held_bytes + np.cumsum(np.array(changes[:-1], dtype=np.int64)))

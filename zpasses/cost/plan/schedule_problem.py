@@ -146,6 +146,11 @@ class Job:
         return max(0.0, self.timing.duration_us - self.latency_us)
 
     @cached_property
+    def latencies(self) -> float:
+        """Time that it adds to a launch, by what the launch costs besides its bytes."""
+        return self.transfer_us / max(self.per_launch_us, 1e-9)
+
+    @cached_property
     def fastest(self) -> Job:
         """The job with the better figures of each route, for lower bounds."""
         if not self.on_routes:
@@ -224,6 +229,24 @@ class ScheduleProblem:
     def work_before_us(self) -> tuple[float, ...]:
         """Duration of the kernels before each slot, and of all kernels."""
         return tuple(itertools.accumulate(self.work_us, initial=0.0))
+
+    @cached_property
+    def held_bytes(self) -> np.ndarray:
+        """Live memory in each segment without full tensors that a plan gathers, and with gradients
+        until the end. int64.
+        """
+        changes = np.zeros(len(self.slots), dtype=np.int64)
+        for job in self.jobs:
+            if job.is_gather:
+                changes[job.latest] -= job.ahead_bytes
+            else:
+                changes[job.held_from] += job.full_bytes
+        return np.asarray(self.live_bytes + np.cumsum(changes))
+
+    @cached_property
+    def has_followers(self) -> bool:
+        """Whether an average or a copy to the host follows one of the reductions."""
+        return any(job.average is not None or job.to_host is not None for job in self.jobs)
 
     @cached_property
     def routes(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ All can merge neighbours into launches up to a size.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from operator import attrgetter
 
 from zpasses.cost.plan.schedule_evaluation import Action, Plan
 from zpasses.cost.plan.schedule_problem import Job, ScheduleProblem
@@ -17,12 +18,8 @@ CAP_BYTES = 25 << 20
 """Usual cap of a launch, as the bucket size of torch's DistributedDataParallel."""
 
 
-def _full_bytes(job: Job) -> float:
-    return job.full_bytes
-
-
 def merged_neighbours(
-    problem: ScheduleProblem, most: float, size: Callable[[Job], float] = _full_bytes
+    problem: ScheduleProblem, most: float, size: Callable[[Job], float] = attrgetter("full_bytes")
 ) -> Launches:
     """Merges collectives that follow each other and can share a launch.
 
@@ -34,12 +31,13 @@ def merged_neighbours(
     launches: list[list[int]] = []
     open_launches: dict[Hashable, tuple[list[int], float]] = {}
     for job in problem.jobs:
-        members, total = open_launches.get(job.launch_key, ([], 0.0))
-        if not members or total + size(job) > most:
+        key, more = job.launch_key, size(job)
+        members, total = open_launches.get(key, ([], 0.0))
+        if not members or total + more > most:
             members, total = [], 0.0
             launches.append(members)
         members.append(job.number)
-        open_launches[job.launch_key] = members, total + size(job)
+        open_launches[key] = members, total + more
     return tuple(map(tuple, launches))
 
 
@@ -51,15 +49,7 @@ def single_plan(problem: ScheduleProblem, launches: Launches | None = None) -> P
         problem: the graph.
         launches: None gives every collective a launch of its own.
     """
-
-    order = sorted(
-        (_place(problem, launch), problem.jobs[launch[0]].is_gather, launch)
-        for launch in _launches(problem, launches)
-    )
-    actions = []
-    for number, (slot, _, _) in enumerate(order):
-        actions += [Action(slot, "start", number), Action(slot, "wait", number)]
-    return Plan(tuple(launch for _, _, launch in order), tuple(actions))
+    return _Placed(problem, _launches(problem, launches)).ahead(0)
 
 
 def one_ahead_plan(problem: ScheduleProblem, launches: Launches | None = None) -> Plan:
@@ -75,34 +65,55 @@ def ahead_plan(problem: ScheduleProblem, launches: Launches, ahead: int) -> Plan
     Args:
         problem: the graph.
         launches: the collectives that start together.
-        ahead: at least 1; the plan with 0 is `single_plan`.
+        ahead: with 0, it is `single_plan`.
     """
+    return _Placed(problem, launches).ahead(ahead)
 
-    gathers, reductions = (
-        sorted(
-            (_place(problem, launch), launch)
-            for launch in launches
-            if problem.jobs[launch[0]].is_gather == kind
+
+class _Placed:
+    """Launches in the order of the places where they are needed or ready."""
+
+    def __init__(self, problem: ScheduleProblem, launches: Launches) -> None:
+        self._end = problem.end
+        gathers: list[tuple[int, tuple[int, ...]]] = []
+        reductions: list[tuple[int, tuple[int, ...]]] = []
+        for launch in launches:
+            kind = gathers if problem.jobs[launch[0]].is_gather else reductions
+            kind.append((_place(problem, launch), launch))
+        self._gathers, self._reductions = sorted(gathers), sorted(reductions)
+
+    def ahead(self, ahead: int) -> Plan:
+        """Returns the plan that `ahead_plan` or `single_plan` describes."""
+        return self._ahead(ahead) if ahead else self._single()
+
+    def _single(self) -> Plan:
+        order = [(slot, False, launch) for slot, launch in self._reductions]
+        order += [(slot, True, launch) for slot, launch in self._gathers]
+        order.sort()
+        actions = []
+        for number, (slot, _, _) in enumerate(order):
+            actions += [Action(slot, "start", number), Action(slot, "wait", number)]
+        return Plan(tuple([launch for _, _, launch in order]), tuple(actions))
+
+    def _ahead(self, ahead: int) -> Plan:
+        gathers, reductions = self._gathers, self._reductions
+        events: list[tuple[int, int, Action]] = []
+        for number, (wait, _) in enumerate(gathers):
+            start = gathers[number - ahead][0] if number >= ahead else 0
+            # A gather starts after the wait of the other one.
+            events.append((start, 2 * (number - ahead) + 2, Action(start, "start", number)))
+            events.append((wait, 2 * number + 1, Action(wait, "wait", number)))
+        rank = 2 * (len(gathers) + len(reductions))
+        for at, (start, _) in enumerate(reductions):
+            number = len(gathers) + at
+            wait = reductions[at + ahead][0] if at + ahead < len(reductions) else self._end
+            events.append((start, rank + 2 * at, Action(start, "start", number)))
+            events.append((wait, rank + 2 * (at + ahead) + 1, Action(wait, "wait", number)))
+        events.sort()  # no two are equal but for their actions
+        return Plan(
+            tuple([launch for _, launch in (*gathers, *reductions)]),
+            tuple([action for _, _, action in events]),
         )
-        for kind in (True, False)
-    )
-    events: list[tuple[int, int, Action]] = []
-    for number, (wait, _) in enumerate(gathers):
-        start = gathers[number - ahead][0] if number >= ahead else 0
-        # A gather starts after the wait of the other one.
-        events.append((start, 2 * (number - ahead) + 2, Action(start, "start", number)))
-        events.append((wait, 2 * number + 1, Action(wait, "wait", number)))
-    rank = 2 * len(launches)
-    for at, (start, _) in enumerate(reductions):
-        number = len(gathers) + at
-        wait = reductions[at + ahead][0] if at + ahead < len(reductions) else problem.end
-        events.append((start, rank + 2 * at, Action(start, "start", number)))
-        events.append((wait, rank + 2 * (at + ahead) + 1, Action(wait, "wait", number)))
-    events.sort(key=lambda event: event[:2])
-    return Plan(
-        tuple(launch for _, launch in (*gathers, *reductions)),
-        tuple(event[2] for event in events),
-    )
 
 
 SIMPLE_PLANS: dict[str, Callable[[ScheduleProblem, Launches | None], Plan]] = {
@@ -145,22 +156,15 @@ def varied_plans(problem: ScheduleProblem, *, few: bool = False) -> Iterator[Pla
     """
     seen = set[Launches]()
     for most in _LATENCIES[::6] if few else _LATENCIES:
-        launches = merged_neighbours(problem, most, _latencies)
+        launches = merged_neighbours(problem, most, attrgetter("latencies"))
         if launches not in seen:
             seen.add(launches)
-            yield single_plan(problem, launches)
-            yield from (
-                ahead_plan(problem, launches, ahead) for ahead in (_AHEAD[::2] if few else _AHEAD)
-            )
+            placed = _Placed(problem, launches)
+            yield from map(placed.ahead, _FEW_AHEAD if few else _AHEAD)
 
 
 _LATENCIES = (-1.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
-_AHEAD = (1, 2, 4, 8, 16)
-
-
-def _latencies(job: Job) -> float:
-    """Time that a job adds to a launch, by what the launch costs besides its bytes."""
-    return job.transfer_us / max(job.per_launch_us, 1e-9)
+_AHEAD, _FEW_AHEAD = (0, 1, 2, 4, 8, 16), (0, 1, 4, 16)
 
 
 def _launches(problem: ScheduleProblem, launches: Launches | None) -> Launches:

@@ -292,7 +292,7 @@ def reductions_awaited_last(problem):
         return problem.end if last else action.slot, gathers[action.launch]
 
     actions = sorted(plan.actions, key=place)
-    return replace(plan, actions=tuple(replace(each, slot=place(each)[0]) for each in actions))
+    return replace(plan, actions=tuple(each._replace(slot=place(each)[0]) for each in actions))
 
 
 def test_a_plan_for_little_memory_gains_by_a_second_group():
