@@ -24,6 +24,7 @@ from torch import fx
 
 from zpasses.graph.tags import retag, tagged
 from zpasses.pipeline.base_pass import Level, Pass
+from zpasses.pipeline.facts import Facts
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class CacheParams(Pass):
 
     name: ClassVar[str] = "cache-params"
     level: ClassVar[Level] = Level.FORWARD
+    facts: ClassVar[Facts] = Facts(caches_params=True)
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of parameters marked for caching."""

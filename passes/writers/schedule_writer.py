@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -68,8 +69,8 @@ def copied(problem: ScheduleProblem) -> tuple[fx.Graph, ScheduleProblem]:
     old = problem.nodes[-1]
     # The module holds the subgraphs that the graph calls.
     graph, new = fx.Graph(old.graph.owning_module), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(old.graph, new))
-    new[old] = graph.output_node()
+    new[old] = graph.output(graph.graph_copy(old.graph, new))
+    new[old].meta = copy.copy(old.meta)
 
     def item_of(each: SchedulableCollective) -> SchedulableCollective:
         return replace(

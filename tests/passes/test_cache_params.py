@@ -2,9 +2,9 @@ import torch
 from torch import nn
 
 from zpasses import Level
+from zpasses.graph.cached_params import param_slots
 from zpasses.graph.queries import collectives
 from zpasses.passes import ZERO2, CacheParams
-from zpasses.runtime.forward_variants import param_slots
 from zpasses.testing import (
     assert_equal_bits,
     capture_graphs,

@@ -12,10 +12,11 @@ from tests.graphs import Param, few_examples, joint, rewritten, steps
 from zpasses.cost.memory.collective_moves import equal_liveness
 from zpasses.cost.plan.schedule_planner import memory_limit
 from zpasses.cost.time.target import TARGETS, Target, use_target
+from zpasses.graph.cached_params import param_slots
 from zpasses.graph.queries import collective_of, collectives, is_wait
 from zpasses.option_values import parse_budget
 from zpasses.passes import CacheParams, GatherParams, ReduceGrads, Schedule
-from zpasses.runtime.forward_variants import gather_ids, param_slots
+from zpasses.runtime.forward_variants import gather_ids
 from zpasses.testing import assert_equal_bits, fake_world, listing, random_inputs
 from zpasses.testing.strategies import param_lists
 

@@ -29,6 +29,7 @@ from zpasses.cost.plan.kept_params import KeptParam
 from zpasses.cost.time.route_figures import engine_routes
 from zpasses.cost.time.target import Target, use_target
 from zpasses.errors import OptionError
+from zpasses.graph.cached_params import param_slots
 from zpasses.graph.tags import tagged
 from zpasses.option_values import parse_size
 from zpasses.passes.defer_reduction import DeferReduction
@@ -40,11 +41,7 @@ from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.pipeline.predictor import Predictor
 from zpasses.pipeline.runner import run_passes
-from zpasses.runtime.forward_variants import (
-    ForwardVariant,
-    build_forward_variant,
-    param_slots,
-)
+from zpasses.runtime.forward_variants import ForwardVariant, build_forward_variant
 from zpasses.testing.step_graphs import GraphProbe
 from zpasses.tools.capture.captured_step import CaptureError, run_capture
 from zpasses.tools.capture.mesh_shapes import AutoMesh
@@ -219,7 +216,7 @@ class _Planner:
             return None, None
         plan = self._trials.fastest(self._trials.limit_bytes(budget))
         if not plan.fits:
-            return None, too_little_memory(budget, plan)
+            return None, too_little_memory(budget, plan, self._trials)
         return self._point(budget), None
 
     # --- plans ------------------------------------------------------------------------------------
@@ -262,7 +259,7 @@ class _Planner:
         self._joint.recompile()
         recomputes = Options(zero_stage=2).recomputes_elementwise()
         kept = sum(size for *_, size in full_params(self._joint))
-        graphs = self._trials.other(self._joint, recomputes)
+        graphs = self._trials.other(self._joint, recomputes, caches=True)
         stage = PlanPoint("zero2", None, None, {}, kept, kept, 1.0)
         return self._with_and_without_engines(stage, ZERO2, graphs)
 

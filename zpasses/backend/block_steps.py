@@ -31,6 +31,7 @@ from zpasses.cost.time.step_time import Timeline, host_copy_timing, step_time
 from zpasses.cost.time.target import Target
 from zpasses.errors import MemoryBudgetError
 from zpasses.graph.aliases import CLONES, view_base
+from zpasses.graph.cached_params import cached_params, is_cached_param
 from zpasses.graph.error_feedback import residual_inputs
 from zpasses.graph.hoisting import HoistedGraph, ReductionPart
 from zpasses.graph.host_copies import HostCopy
@@ -39,7 +40,6 @@ from zpasses.option_values import format_size, parse_budget
 from zpasses.pipeline.events import runtime_note
 from zpasses.ranks.agree import exchange
 from zpasses.runtime.block_schedule import TURNING_POINT
-from zpasses.runtime.forward_variants import cached_params, is_cached_param
 from zpasses.sdma.engine_gathers import can_take_engine
 
 log = logging.getLogger("zpasses")

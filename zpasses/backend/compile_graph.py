@@ -21,12 +21,13 @@ from zpasses.backend.variant_code import (
     forward_code,
 )
 from zpasses.garbage import no_garbage_collection
+from zpasses.graph.cached_params import is_cached_param
 from zpasses.graph.host_copies import OFFLOAD_WAIT
 from zpasses.graph.queries import returned_values
 from zpasses.graph.regathers import remove_regathers
 from zpasses.pipeline.base_pass import Level
 from zpasses.runtime.codegen import boxed, eager_codegen
-from zpasses.runtime.forward_variants import is_cached_param, saved_params, unmark_returned
+from zpasses.runtime.forward_variants import saved_params, unmark_returned
 
 
 def compile_captured(job: CompileJob) -> Callable[..., Any]:

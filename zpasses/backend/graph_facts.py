@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from torch import fx
 
 from zpasses.cost.memory.liveness import liveness
+from zpasses.graph.cached_params import ParamSlot, param_slots
 from zpasses.graph.error_feedback import Residual
 from zpasses.graph.host_copies import HostNeed, host_need
 from zpasses.graph.queries import returned_values
 from zpasses.ranks.compared_collectives import Sequences, call_sequences
 from zpasses.ranks.run_order import RunEvent
-from zpasses.runtime.forward_variants import ParamSlot, gather_ids, param_slots
+from zpasses.runtime.forward_variants import gather_ids
 from zpasses.runtime.grad_slots import GradSlot, always_reduced, grad_slots
 from zpasses.runtime.overflows import EncodedGrad
 

@@ -148,7 +148,7 @@ class _Partitioner:
         """With a budget: the fastest plan that fits."""
         plan = self._trials.fastest(self._trials.limit_bytes(budget))
         if not plan.fits:
-            raise MemoryBudgetError(too_little_memory(budget, plan, self._trials.residual_bytes))
+            raise MemoryBudgetError(too_little_memory(budget, plan, self._trials))
         return plan
 
     def _adopted(self, plan: StepPlan) -> _Adopted:
@@ -250,36 +250,37 @@ def _in_order(trials: StepTrials) -> list[SavedValue]:
     return sorted(trials.recomputable(), key=lambda each: (each.ready_slot, each.name))
 
 
-def too_little_memory(text: str, plan: StepPlan, residual_bytes: int = 0) -> str:
-    """Returns why the leanest plan of a step does not fit its budget.
-
-    Args:
-        residual_bytes: what error feedback holds of the budget.
-    """
+def too_little_memory(text: str, plan: StepPlan, trials: StepTrials) -> str:
+    """Returns why the leanest plan of a step, one of these trials, does not fit its budget."""
     peaks = [liveness(gm.graph) for gm in plan.trial.graphs]
     largest = max(peaks, key=lambda each: each.peak_bytes)
     holders = ", ".join(
-        f"{buffer.node.name}{_shape_of(buffer.node)} {format_size(buffer.nbytes)}"
+        f"{_described(buffer.node)} {format_size(buffer.nbytes)}"
         for buffer in largest.alive_at(largest.peak_node)[:5]
     )
     missing = plan.peak_bytes - plan.limit_bytes
     on_host = f", {format_size(plan.host_bytes)} of them on the host," if plan.host_bytes else ""
     graph = "forward" if largest is peaks[0] else "backward"
     held = ""
-    if residual_bytes:
-        held = f" has beside {format_size(residual_bytes)} of residuals of error feedback"
+    if trials.residual_bytes:
+        held = f" has beside {format_size(trials.residual_bytes)} of residuals of error feedback"
     if plan.trial.chunks > 1:
         on_host += f", computes the loss in {plan.trial.chunks} chunks"
+    kept = "keeps every parameter that it gathers" if trials.caches else "keeps no parameter"
     return (
         f"memory_budget={text!r}: the leanest plan, which saves {100 * plan.saved_share:.0f} % of "
-        f"the activations{on_host} and keeps no parameter, needs {format_size(plan.peak_bytes)} "
+        f"the activations{on_host} and {kept}, needs {format_size(plan.peak_bytes)} "
         f"above what rests between steps, {format_size(missing)} more than the budget{held}. At "
         f"its peak, in {graph}, the largest values are: {holders}. Raise the budget, take a "
         "smaller batch, or train on more ranks."
     )
 
 
-def _shape_of(node: fx.Node) -> str:
-    """` [8, 128]` of the tensor that a node makes, or copies from the host; empty for several."""
+def _described(node: fx.Node) -> str:
+    """`mm [8, 128]`: the name of a node, and the shape of the tensor that it makes or copies from
+    the host, if it is one.
+    """
+    if node.op == "output":
+        return "cached parameters that backward does not read"
     value = value_of(node.all_input_nodes[0] if node.target is RELOAD else node)
-    return f" {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    return f"{node.name} {list(value.shape)}" if isinstance(value, torch.Tensor) else node.name

@@ -70,6 +70,8 @@ def partition_joint(
         options.recomputes_elementwise(),
         Repetition(options.backwards_per_step, job.captured.frozen),
         job.host_bytes,
+        # Blocks that are compiled one by one have one count of these for all.
+        any(each.facts.caches_params for each in pipeline) and not options.prefetch,
         next((each.facts.chunks_loss for each in pipeline if each.facts.chunks_loss), None),
     )
     with job.planning():

@@ -39,6 +39,7 @@ from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import single_plan
 from zpasses.cost.time.fused_kernels import fuses
 from zpasses.cost.time.target import current_target
+from zpasses.graph.cached_params import mark_held
 from zpasses.graph.encoding import records_of
 from zpasses.graph.error_feedback import residual_bytes
 from zpasses.graph.host_copies import offload_saved, offloadable_values
@@ -85,6 +86,8 @@ class PartitionPolicy:
     """How often a step runs the graph while parameters do not change."""
     host_bytes: int = 0
     """How many bytes of the host saved values may take on each rank."""
+    caches: bool = False
+    """Whether gathered parameters stay in memory after the step, as in stages 1 and 2."""
     chunks_loss: Gradients | None = None
     """Where gradients are computed if the loss is computed in chunks; None if it may not be."""
 
@@ -227,6 +230,11 @@ class StepTrials:
             copy_engines: as in `StepTrials`.
         """
         return StepTrials(self.gm, self._inputs, self._policy, self._options, copy_engines)
+
+    @property
+    def caches(self) -> bool:
+        """Whether gathered parameters stay in memory after the step, as in stages 1 and 2."""
+        return self._policy.caches
 
     @property
     def residual_bytes(self) -> int:
@@ -457,10 +465,13 @@ class StepTrials:
         """Yields trials with little memory, however long they take."""
         full = self.trial(1.0)
         yield full
-        yield from self._leaner(full, least_limit(full.step, self.recomputable()))
+        # Below the first of these limits, values leave although peaks remain.
+        for limit in (least_limit(full.step, self.recomputable()), 0):
+            yield from self._leaner(full, limit)
         for trial in map(self.trial, self._fractions):
             yield trial
-            yield from self._with_offloads(trial, limit_bytes)
+            for limit in dict.fromkeys((limit_bytes, 0)):
+                yield from self._with_offloads(trial, limit)
 
     def _with_offloads(self, trial: Trial, limit_bytes: int) -> Iterator[Trial]:
         """Yields a trial with values on the host: as few as make it fit, all that are idle at a
@@ -539,30 +550,31 @@ class StepTrials:
                 retag(node, cached=node.name in choice.cached)
         return _offloaded(self.partition(gm, 1.0), choice.offloaded)
 
-    def other(self, gm: fx.GraphModule, recompute_elementwise: bool) -> Graphs:
+    def other(self, gm: fx.GraphModule, recompute_elementwise: bool, *, caches: bool) -> Graphs:
         """Partitions another form of the joint graph with the same inputs and outputs, such as that
         of another stage.
         """
-        return self.partition(gm, 1.0, recompute_elementwise)
+        policy = replace(self._policy, recompute_elementwise=recompute_elementwise, caches=caches)
+        return self._partition(gm, 1.0, policy)
 
-    def partition(
-        self,
-        gm: fx.GraphModule,
-        activation_budget: float,
-        recompute_elementwise: bool | None = None,
-    ) -> Graphs:
+    def partition(self, gm: fx.GraphModule, activation_budget: float) -> Graphs:
         """Partitions the joint graph, or a copy of it, which is changed."""
-        if recompute_elementwise is None:
-            recompute_elementwise = self._policy.recompute_elementwise
+        return self._partition(gm, activation_budget, self._policy)
+
+    def _partition(
+        self, gm: fx.GraphModule, activation_budget: float, policy: PartitionPolicy
+    ) -> Graphs:
         forward, backward = compat.partition(
             gm,
             self._inputs,
-            recompute_elementwise=recompute_elementwise,
+            recompute_elementwise=policy.recompute_elementwise,
             activation_budget=activation_budget,
             **self._options,
         )
         drop_unread_parts(forward.graph, backward.graph)
         remove_regathers(forward.graph)
+        if policy.caches:
+            mark_held(forward.graph, backward.graph)
         for each in (forward, backward):
             each.recompile()
         return forward, backward

@@ -36,6 +36,7 @@ from zpasses.backend.compile_job import Codegen, Compiled, CompileJob
 from zpasses.backend.graph_facts import BackwardFacts, ForwardFacts, VariantFacts
 from zpasses.backend.hoisted_parts import hoisted_code, hoisted_graph, with_grad_arenas
 from zpasses.backend.partitioner import inductor_patches
+from zpasses.graph.cached_params import param_slots
 from zpasses.graph.encoding import expand_encodings
 from zpasses.graph.error_feedback import Residual, add_residual_inputs, residual_inputs
 from zpasses.graph.hoisting import HoistedGraph
@@ -61,7 +62,6 @@ from zpasses.runtime.forward_variants import (
     ForwardVariant,
     OutputStrides,
     build_forward_variant,
-    param_slots,
     pin_shards,
 )
 from zpasses.runtime.free_memory import note_planned_peak

@@ -99,6 +99,8 @@ def _contents(
     node, tag = buffer.node, tag_of(buffer.node)
     if buffer.scratch:
         return "scratch", tag.params if tag is not None else ()
+    if node.op == "output":
+        return "parameter", ()  # cached ones, which a backward does not read
     if tag is not None and (tag.role == "flat" or (tag.bucket is not None and len(tag.params) > 1)):
         return "bucket", _params_of_output(node, place, tag)
     if tag is not None and (tag.role in GATHER_ROLES | SOURCE_ROLES):

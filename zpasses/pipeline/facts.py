@@ -40,6 +40,8 @@ class Facts:
     """Backward gathers parameters again instead of saving them full."""
     keeps_params: bool = False
     """Parameters that a pass has backward gather again may be kept full instead."""
+    caches_params: bool = False
+    """Gathered parameters stay in memory until they change, as in stages 1 and 2."""
     chunks_loss: Gradients | None = None
     """With a memory budget, the backend may compute the head and its loss in chunks of tokens, and
     their gradients there. None if it may not."""

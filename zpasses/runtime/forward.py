@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
+from zpasses.graph.cached_params import ParamSlot
 from zpasses.runtime.backward_checks import ValuesUsed, prepare_backward
-from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot
+from zpasses.runtime.forward_variants import ForwardVariant
 from zpasses.runtime.layout import rows_of_all
 from zpasses.runtime.param_conversion import (
     CallParams,

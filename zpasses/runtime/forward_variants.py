@@ -14,44 +14,23 @@ Inductor sees a plain graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph.aliases import CLONES, is_view, view_base
+from zpasses.graph.cached_params import gather_of, held_node, is_cached_param, nodes_by_slot
 from zpasses.graph.encoding import records_of
 from zpasses.graph.queries import (
     append_placeholder,
-    collective_of,
     erase_dead,
     returned_values,
     value_of,
 )
 from zpasses.graph.tags import retag, tag_of, tagged
-
-
-@dataclass(frozen=True)
-class ParamSlot:
-    """One cached parameter of a forward graph."""
-
-    param: str
-    """Name of the parameter."""
-    dtype: torch.dtype
-    """Dtype in which it is gathered."""
-    encoding: str = ""
-    """How it is encoded (`zpasses.graph.encoding`); "" for exact values."""
-
-
-def param_slots(graph: fx.Graph) -> list[ParamSlot]:
-    """Return the cached parameters of a graph, each once, in graph order.
-
-    If a parameter is gathered in two dtypes or encodings, only the first has a slot.
-    """
-    return list(_nodes_by_slot(graph))
 
 
 def gather_ids(graph: fx.Graph) -> list[int]:
@@ -61,29 +40,9 @@ def gather_ids(graph: fx.Graph) -> list[int]:
     """
     numbers: dict[fx.Node, int] = {}
     return [
-        numbers.setdefault(_gather_of(nodes[0]), len(numbers))
-        for nodes in _nodes_by_slot(graph).values()
+        numbers.setdefault(gather_of(nodes[0]), len(numbers))
+        for nodes in nodes_by_slot(graph).values()
     ]
-
-
-def _gather_of(full: fx.Node) -> fx.Node:
-    node = full
-    while node.op == "call_function" and collective_of(node) is None and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def is_cached_param(graph: fx.Graph) -> Callable[[fx.Node], bool]:
-    """Return a predicate: whether a node of the graph is a cached parameter or a view of one."""
-    memory = cached_params(graph)
-    return lambda node: view_base(node, CLONES) in memory
-
-
-def cached_params(graph: fx.Graph) -> dict[fx.Node, None]:
-    """Return the nodes of a graph whose memory its cached parameters have."""
-    # Inductor may remove a clone, and then it is the parameter.
-    held = (_held(node) for nodes in _nodes_by_slot(graph).values() for node in nodes)
-    return {view_base(node, CLONES): None for node in held}
 
 
 def saved_params(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
@@ -117,19 +76,6 @@ def unmark_returned(graph: fx.Graph, returned: Iterable[object]) -> None:
             retag(node, cached=False)
 
 
-def _nodes_by_slot(graph: fx.Graph) -> dict[ParamSlot, list[fx.Node]]:
-    inputs = {tag.params[0] for _, tag in tagged(graph, "shard")}
-    found: dict[ParamSlot, list[fx.Node]] = {}
-    first: dict[str, ParamSlot] = {}
-    for node, tag in tagged(graph, "full"):
-        param, records = tag.params[0], records_of(node)
-        encoding = "" if records is None else str(node.args[-1])
-        slot = ParamSlot(param, value_of(records or node).dtype, encoding)
-        if tag.cached and param in inputs and first.setdefault(param, slot) == slot:
-            found.setdefault(slot, []).append(node)
-    return found
-
-
 @dataclass(frozen=True)
 class ForwardVariant:
     """How a variant handles each slot, by slot number. It gathers every slot that is not in
@@ -155,9 +101,9 @@ def build_forward_variant(
     built = compat.clone_graph_module(gm)
     graph = built.graph
     extra_outputs, extra_inputs = [], []
-    for number, nodes in enumerate(_nodes_by_slot(graph).values()):
+    for number, nodes in enumerate(nodes_by_slot(graph).values()):
         if number in variant.given:
-            held = list(map(_held, nodes))
+            held = list(map(held_node, nodes))
             given = append_placeholder(graph, f"kept_{number}", held[0])
             given.meta["zpasses"] = tag_of(records_of(nodes[0]) or nodes[0])
             extra_inputs.append(value_of(given))
@@ -165,7 +111,7 @@ def build_forward_variant(
                 node.replace_all_uses_with(given)
             erase_dead(graph, held)
         elif number in variant.kept:
-            extra_outputs.append(_held(nodes[0]))
+            extra_outputs.append(held_node(nodes[0]))
     output, returned = graph.output_node(), returned_values(graph)
     count = len(returned)
     output.args = ((*returned, *extra_outputs),)
@@ -223,23 +169,3 @@ def _has_static_strides(value: Any) -> bool:
 
 OutputStrides = Sequence[tuple[int, ...] | None]
 """Strides of the outputs of a graph, in elements; None for outputs that are no tensors."""
-
-
-def _held(full: fx.Node) -> fx.Node:
-    """Return the node whose value is cached: the codes of an encoded parameter, or that with the
-    padding, if there is any.
-
-    The partitioner may save either of the latter for backward.
-    """
-    if (records := records_of(full)) is not None:
-        return records
-    if full.target is torch.ops.aten.slice.Tensor:
-        whole = full.all_input_nodes[0]
-        tag, own = tag_of(whole), tag_of(full)
-        if (
-            tag is not None
-            and own is not None
-            and (tag.role, tag.params) == ("gathered", own.params)
-        ):
-            return whole
-    return full

@@ -8,11 +8,8 @@ from tests.zpasses.backend.budgets import TARGETS, steps
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.step_time import step_time
 from zpasses.cost.time.target import Target
-from zpasses.runtime.forward_variants import (
-    ForwardVariant,
-    build_forward_variant,
-    param_slots,
-)
+from zpasses.graph.cached_params import param_slots
+from zpasses.runtime.forward_variants import ForwardVariant, build_forward_variant
 from zpasses.testing import assert_step_equals_reference, capture_graphs, capture_ranks, fake_world
 
 WORLD = 2

@@ -4,14 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from zpasses.graph.cached_params import ParamSlot, param_slots
 from zpasses.graph.queries import collectives
 from zpasses.graph.tags import tagged
-from zpasses.runtime.forward_variants import (
-    ForwardVariant,
-    ParamSlot,
-    build_forward_variant,
-    param_slots,
-)
+from zpasses.runtime.forward_variants import ForwardVariant, build_forward_variant
 from zpasses.testing import (
     assert_equal_bits,
     capture_graphs,

@@ -29,7 +29,8 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.cost.memory.layout_copies import copied_bytes, copied_inputs, is_saved_copy
 from zpasses.cost.time.fused_kernels import FusedKernels, Load, fuses, is_addmm
-from zpasses.graph.aliases import buffer_readers, is_alias, is_view, memory_base, view_base
+from zpasses.graph.aliases import buffer_readers, is_alias, is_view, memory_root, view_base
+from zpasses.graph.cached_params import held_bytes, held_node, is_held
 from zpasses.graph.dialect import AVERAGE_GRAD, TO_HOST, group_size
 from zpasses.graph.encoding import Encoding
 from zpasses.graph.host_copies import RELOAD, RELOAD_WAIT, host_copy_of, is_on_host
@@ -115,9 +116,8 @@ def liveness(
     """
     nodes = tuple(graph.nodes)
     own = (kernels or FusedKernels()) if fuses() else None
-    tracker = _Tracker(
-        saved_inputs(nodes), reinplaceable_all_reduces(graph), bytes_of, is_view, own
-    )
+    given = saved_inputs(nodes).union(each for each in nodes if _is_held_input(each))
+    tracker = _Tracker(given, reinplaceable_all_reduces(graph), bytes_of, is_view, own)
     for index, node in enumerate(nodes):
         tracker.visit(index, node)
     tracker.join_parts()
@@ -145,7 +145,7 @@ def reinplaceable_all_reduces(graph: fx.Graph) -> set[fx.Node]:
     position = {node: index for index, node in enumerate(graph.nodes)}
     found = set()
     for node in reductions:
-        bases = [memory_base(item) for item in node.all_input_nodes]
+        bases = [memory_root(item) for item in node.all_input_nodes]
         whole = all(
             isinstance(value := value_of(item), Tensor) and value.is_contiguous()
             for item in node.all_input_nodes
@@ -226,8 +226,12 @@ class _Tracker:
             within = subgraph_bytes(node)
             if within:
                 self.buffers.append(Buffer(node, within, index, index, scratch=True))
+        elif node.op == "output" and (held := held_bytes(node.graph)):
+            self.buffers.append(Buffer(node, held, 0, index))
         tag = tag_of(node)
-        if (tag is not None and tag.cached) or _is_moved_last(node):
+        if tag is not None and tag.cached:
+            self._at_end.append(held_node(node))
+        elif _is_moved_last(node) or (node.op != "output" and is_held(node)):
             self._at_end.append(node)
 
     def write_in_place(self) -> None:
@@ -402,6 +406,10 @@ class _Tracker:
         elif is_wait(node):
             for buffer in self._pending.get(started_by(node), ()):
                 buffer.last = max(buffer.last, index)
+
+
+def _is_held_input(node: fx.Node) -> bool:
+    return node.op == "placeholder" and is_held(node)
 
 
 def _is_moved_last(node: fx.Node) -> bool:
