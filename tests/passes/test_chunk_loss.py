@@ -153,6 +153,29 @@ def test_a_budget_that_suffices_takes_no_chunks():
     assert str(wide[0].graph) == str(wide[1].graph)
 
 
+@pytest.mark.parametrize(("budget", "chunks"), [("7MiB", 4), ("3MiB", 8), ("1GiB", 0), ("0%", 0)])
+def test_an_evaluation_takes_the_fewest_chunks_that_fit(budget, chunks):
+    """As many as fit a step are not needed, because nothing is saved."""
+    inputs, graphs = batch(4096, seq=256), []
+    with fake_world(2) as mesh:
+        model = zpasses.shard(Model(vocab=4096, width=16), mesh=mesh)
+        options = {
+            "pipeline": "chunk-loss,zero3",
+            "memory_budget": budget,
+            "codegen": "eager",
+            "agreement": False,
+        }
+        step = torch.compile(model, backend="zpasses", options=options)
+        with torch.no_grad(), observe_graphs(graphs.append):
+            step(*inputs)
+        graph = graphs[-1].graph
+        called = sum(map(compat.is_subgraph_call, graph.nodes))
+        assert called == chunks
+        assert graphs[-1].kind == "inference"
+        if budget.endswith("MiB"):
+            assert liveness(graph).peak_bytes <= int(budget.removesuffix("MiB")) << 20
+
+
 # --- models ---------------------------------------------------------------------------------------
 @needs("transformers")
 @pytest.mark.slow(quick="test_steps_on_simulated_ranks_equal_those_with_all_logits")

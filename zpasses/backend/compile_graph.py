@@ -12,6 +12,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.backend.compile_job import Codegen, Compiled, CompileJob
 from zpasses.backend.graph_facts import backward_facts, forward_facts
+from zpasses.backend.inference_chunks import chunk_within_budget
 from zpasses.backend.levels import run_level
 from zpasses.backend.partitioner import inductor_patches, partition_joint
 from zpasses.backend.variant_code import (
@@ -103,6 +104,7 @@ def _forward(
     if inference:
         run_level(job, gm, Level.JOINT, kind)
         remove_regathers(gm.graph)
+        gm = chunk_within_budget(job, gm)
         gm.recompile()
     run_level(job, gm, Level.FORWARD, kind)
     agree(job, gm, kind)

@@ -56,7 +56,7 @@ Graphs = tuple[fx.GraphModule, fx.GraphModule]
 _ACTIVATIONS = (1.0, 0.7, 0.4, 0.2, 0.1)
 """Fractions of the activations to save that are tried if no plan fits a budget on the device that
 computes single values again."""
-_CHUNKS = (2, 4, 8, 16, 32)
+CHUNKS = (2, 4, 8, 16, 32)
 """Numbers of chunks of the loss that are tried with a budget. Each is tried in one form: gradients
 in forward take less time than those in backward, and about as much memory, as both hold the same
 values while they compute a chunk."""
@@ -274,7 +274,7 @@ class StepTrials:
     def chunk_counts(self) -> Iterator[int]:
         """The numbers of chunks to compare with one."""
         regions = find_regions(self.gm.graph)[0] if self.chunks_loss else ()
-        yield from (each for each in _CHUNKS if any(each <= one.rows for one in regions))
+        yield from (each for each in CHUNKS if any(each <= one.rows for one in regions))
 
     def trial(self, activation_budget: float, recomputed: frozenset[str] = frozenset()) -> Trial:
         """Returns a trial with all values on the device.

@@ -17,7 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zpasses.compat.dtensor import storage_id
-from zpasses.compat.fx_graph import lazy_module, lazy_recompiles, no_recompiles
+from zpasses.compat.fx_graph import (
+    clone_graph_module,
+    lazy_module,
+    lazy_recompiles,
+    no_recompiles,
+)
 
 
 def aot_input_index(desc: object) -> int | None:
@@ -149,9 +154,15 @@ def partition(
         if hasattr(functorch_config, _SCRIPT_OBJECT_SIZE) and _hold_no_tensors(gm.graph):
             settings[_SCRIPT_OBJECT_SIZE] = True
     _save_readers_of_changed_inputs(gm.graph)
+    budget = settings.get("activation_memory_budget", functorch_config.activation_memory_budget)
+    several = budget < 1.0 and _save_random_numbers(gm.graph)
     materialize_zeros(gm.graph)
+    joint = clone_graph_module(gm) if several else None
     with functorch_config.patch(cse=False, **settings), no_recompiles():
         made = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if joint is not None and _returns_tuples(made[0].graph):
+            with functorch_config.patch(activation_memory_budget=1.0):
+                made = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
     forward, backward = map(lazy_module, made)
     save_inputs_of_views(forward, backward, kwargs["num_fwd_outputs"])
     _mark_outputs_of_model(forward, backward, kwargs["num_fwd_outputs"])
@@ -277,6 +288,40 @@ def _save_readers_of_changed_inputs(graph: fx.Graph) -> None:
                 several = isinstance(user.meta.get("val"), (tuple, list))
                 for value in user.users if several else (user,):
                     mark_saved(value)
+
+
+def _save_random_numbers(graph: fx.Graph) -> bool:
+    """Let backward draw no random numbers again: they would be others. With an activation budget,
+    torch's partitioner lets it, and knows few of the operators that draw, not Inductor's seeds.
+
+    Returns:
+        Whether an operator that draws has several results.
+    """
+    several = False
+    for node in graph.nodes:
+        if _draws(node) and recompute_policy(node) is None:
+            mark_saved(node)
+            several |= isinstance(node.meta.get("val"), (tuple, list))
+    return several
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers. Attention has the tag, but draws only for a dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0) != 0.0)
+
+
+def _returns_tuples(forward: fx.Graph) -> bool:
+    """Whether torch's partitioner saves several results as one value, as it does where all that it
+    may not compute again is marked.
+    """
+    return any(
+        isinstance(node.meta.get("val"), (tuple, list))
+        for node in forward.output_node().all_input_nodes
+    )
 
 
 def is_joint_of_subgraph(gm: fx.GraphModule) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from tests.zpasses.backend.budgets import SCHEDULED, X, within_compile
 from tests.zpasses.models import Blocks
@@ -61,6 +62,71 @@ def test_less_activations_recompute_more():
         assert work[0] < work[-1]
 
     within_compile(check)
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["eager", "generated"])
+def test_random_numbers_are_drawn_once(fake):
+    """Those that backward draws would be others. torch's partitioner lets it."""
+
+    def check(trials):
+        for activations in (0.4, 0.1):
+            forward, backward = (each.graph for each in trials.trial(activations).graphs)
+            assert sum(map(draws, forward.nodes))
+            assert not sum(map(draws, backward.nodes))
+
+    layers = (
+        [nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.2), nn.Linear(128, 32), nn.Dropout(0.1)]
+        for _ in range(2)
+    )
+    within_compile(check, nn.Sequential(*itertools.chain(*layers)), fake=fake)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, x):
+        return nn.functional.dropout((x * self.scale).exp().sin(), 0.2)
+
+
+def test_draws_of_several_results_are_saved_one_by_one():
+    """Where nothing but them may not be computed again, torch's partitioner saves them as a tuple,
+    which autograd refuses.
+    """
+
+    def check(trials):
+        forward = trials.trial(0.1).graphs[0].graph
+        saved = [node.meta["val"] for node in forward.output_node().all_input_nodes]
+        assert all(isinstance(value, torch.Tensor) for value in saved)
+
+    within_compile(check, nn.Sequential(*(Scaled() for _ in range(4))))
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.qkv, self.out, self.dropout = nn.Linear(32, 96), nn.Linear(32, 32), dropout
+
+    def forward(self, x):
+        split = self.qkv(x).view(2, 24, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(*split, dropout_p=self.dropout)
+        return self.out(y.transpose(1, 2).reshape(48, 32)).square()
+
+
+@pytest.mark.parametrize(("dropout", "again"), [(0.0, True), (0.1, False)])
+def test_attention_without_dropout_may_be_computed_again(dropout, again):
+    """Although its operators have the tag of those that draw random numbers."""
+
+    def check(trials):
+        backward = trials.trial(0.1).graphs[1].graph
+        assert any(map(draws, backward.nodes)) == again
+
+    within_compile(check, nn.Sequential(Attention(dropout), Attention(dropout)))
+
+
+def draws(node):
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 @pytest.mark.slow(quick="test_less_activations_recompute_more")
