@@ -298,7 +298,7 @@ class _ValuesOut:
                 notes = self._observed(values, forward, returned)
             if planned is not None:
                 notes = dict.fromkeys(notes, _warn_if_held)
-            self._move(call, values, planned, notes)
+            self._move(call, forward, values, planned, notes)
         return values
 
     def _observed(
@@ -328,6 +328,7 @@ class _ValuesOut:
     def _move(
         self,
         call: _Call,
+        forward: Forward | None,
         values: list[Any],
         planned: Collection[int] | None,
         notes: Mapping[int, Callable[[bool], None]],
@@ -347,7 +348,7 @@ class _ValuesOut:
                 with self._arenas.run(size, values[chosen[0]].device):
                     call.move_out(values, chosen, notes)
             except HostFullError:
-                if planned is not None:
+                if block_schedule().plans.is_planned(forward):  # the first step moves all it can
                     _warn_of_full()
             except MemoryBudgetError as error:
                 _moves.warn_of_refusal(error)

@@ -10,8 +10,9 @@ backward begins, only forwards count whose backward may still run. Ranks may fre
 times, so what they agree on does not depend on that.
 
 A forward may also run in one step and its backward in another, as in the pipeline schedule 1F1B.
-What it saved is held in all steps until then, and counts in their plans. A forward that begins
-while more forwards are in flight than its plan counts moves everything, as if it had no plan.
+What it saved is held in all steps until then, and counts in their plans. So it moves what the most
+demanding of these plans says. A forward that begins while more forwards are in flight than its
+plans count moves everything, as if it had no plan.
 """
 
 from __future__ import annotations
@@ -70,15 +71,20 @@ class _Ran(NamedTuple):
     before: bool = False
     """Whether it is a forward of an earlier step, whose backward has not run when this one begins.
     """
+    since_forward: int = 0
+    """How many graphs before a backward its forward ran; 0 if that is not known."""
 
 
-class _InFlight(NamedTuple):
+@dataclass(eq=False)
+class _InFlight:
     """A forward that saves values, whose backward has not run."""
 
     params: object
     ran: _Ran
     backward: weakref.ref[object]
     """What is alive as long as its backward may run."""
+    at: int | None = None
+    """Its position in the step."""
 
 
 class _Plan(NamedTuple):
@@ -87,6 +93,36 @@ class _Plan(NamedTuple):
     """Positions of the values that each forward moves to the host."""
     counted: dict[Forward, int]
     """How many forwards with the same parameters are in flight when each of them begins."""
+
+
+class _Moves:
+    """What a forward moves: the most that any plan says of the round that runs and the two before
+    it.
+
+    A round ends when no forward is in flight. Its steps differ, as those at the begin and the end
+    of a pipeline schedule, and what a forward saves may be held in several of them. Two kinds of
+    rounds may take turns, as where a schedule runs its stages once to learn shapes.
+    """
+
+    def __init__(self) -> None:
+        self._rounds = deque[tuple[int, tuple[int, ...], int]](maxlen=3)
+        """Number of a round; positions of values; how many forwards with the same parameters are
+        in flight when the forward begins."""
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        return max((positions for _, positions, _ in self._rounds), key=len)
+
+    @property
+    def counted(self) -> int:
+        return max(counted for _, _, counted in self._rounds)
+
+    def add(self, round_: int, positions: tuple[int, ...], counted: int) -> None:
+        """A step of a round has ended with a plan."""
+        if self._rounds and self._rounds[-1][0] == round_:
+            _, before, most = self._rounds.pop()
+            positions, counted = max(before, positions, key=len), max(most, counted)
+        self._rounds.append((round_, positions, counted))
 
 
 PlanStep = Callable[[Sequence[GraphRun], Agreed | None], StepCost]
@@ -118,7 +154,11 @@ class PlannedBlocks:
         them."""
         self._step = deque[_Ran](maxlen=_MAX_STEP)
         """Graphs since the last step's backward, up to the last backward."""
-        self._awaiting = deque[tuple[_Ran, "weakref.ref[object] | None"]](maxlen=_MAX_STEP)
+        self._ended = 0
+        """Number of graphs that have been added to `_step`."""
+        self._awaiting = deque[tuple[_Ran, "weakref.ref[object] | None", _InFlight | None]](
+            maxlen=_MAX_STEP
+        )
         """Forwards after these, and what is alive as long as their backward may run."""
         self._ran = deque[tuple[int, bool, bool]](maxlen=_MAX_STEP)
         """What all ranks know of all graphs since the last step's backward, also of forwards
@@ -134,10 +174,10 @@ class PlannedBlocks:
         """Graphs of a step of this rank -> its plan."""
         self._last = Agreed(1, {})
         """How gathers of the last step start."""
-        self._moved: dict[Forward, tuple[int, ...]] = {}
-        """Positions of the values that each forward moves to the host, by the last plan with it."""
-        self._counted: dict[Forward, int] = {}
-        """How many forwards with the same parameters are in flight by that plan when it begins."""
+        self._round = 0
+        """Counts steps that begin without a forward in flight."""
+        self._moved: dict[Forward, _Moves] = {}
+        """Forward -> what it moves to the host."""
         self._inputs: dict[tuple[Forward, int], InputSeen] = {}
         """A forward, and number of an input that it saves -> what is known of it."""
         self._dropped: dict[tuple[Forward, int], bool] = {}
@@ -179,7 +219,11 @@ class PlannedBlocks:
             if forward is None or moved is None:
                 return None
             others = sum(each.params == forward.params for each in self._alive()) - 1
-            return moved if others <= self._counted.get(forward, 0) else None
+            return moved.positions if others <= moved.counted else None
+
+    def is_planned(self, forward: Forward | None) -> bool:
+        """Whether a plan says what a forward moves, for any number of forwards in flight."""
+        return forward in self._moved
 
     def _alive(self, of: Sequence[_InFlight] | None = None) -> list[_InFlight]:
         """The forwards in flight, or some of them, whose backward may still run."""
@@ -245,6 +289,7 @@ class PlannedBlocks:
                 self._ran.clear()
                 self._in_flight = self._alive()[-_MAX_STEP:]
                 self._before = list(self._in_flight)
+                self._round += not self._before
                 self._is_over = False
             self._is_over |= key.is_backward
             ran = _Ran(number, moves or in_backward, moves, graph)
@@ -252,35 +297,50 @@ class PlannedBlocks:
                 self._ran.append((number, ran.saves, ran.moves))
             if in_backward:
                 self._end_forwards()
-                self._step.append(ran)
                 if key.is_backward:
-                    self._end_flight(key.params)
+                    ran = ran._replace(since_forward=self._end_flight(key.params))
+                self._add(ran)
             else:
                 saves = bool(self._graphs[graph].returned)
                 backward = current_backward() if saves else None
-                self._awaiting.append((ran, backward))
+                flight = None
                 if backward is not None and ran.saves:
-                    self._in_flight.append(_InFlight(key.params, ran, backward))
+                    flight = _InFlight(key.params, ran, backward)
+                    self._in_flight.append(flight)
+                self._awaiting.append((ran, backward, flight))
 
     def _end_forwards(self) -> None:
         """A backward has begun. Forwards whose backward cannot run any more are no part of the
         step.
         """
         before, self._before = self._before, []
-        self._step.extend(each.ran._replace(before=True) for each in self._alive(before))
-        for ran, backward in self._awaiting:
+        for flight in self._alive(before):
+            flight.at = self._add(flight.ran._replace(before=True))
+        for ran, backward, its_flight in self._awaiting:
             if backward is None or backward() is not None:
-                self._step.append(ran)
+                at = self._add(ran)
+                if its_flight is not None:
+                    its_flight.at = at
         self._awaiting.clear()
 
-    def _end_flight(self, params: object) -> None:
+    def _add(self, ran: _Ran) -> int:
+        """Adds a graph to the step. Returns its position."""
+        self._step.append(ran)
+        self._ended += 1
+        return self._ended - 1
+
+    def _end_flight(self, params: object) -> int:
         """A backward with these parameters runs. If its forward is not known, it is taken to be the
         first one in flight, as in the schedules of pipelines.
+
+        Returns:
+            How many graphs before it its forward ran; 0 if that is not known.
         """
         used, alive = values_used(), [each for each in self._alive() if each.params == params]
-        found = next((each for each in alive if each.backward() is used), None)
-        found = found or next(iter(alive), None)
+        known = next((each for each in alive if each.backward() is used), None)
+        found = known or next(iter(alive), None)
         self._in_flight = [each for each in self._in_flight if each is not found]
+        return 0 if known is None or known.at is None else self._ended - known.at
 
     def plan_at_end(self, plan: PlanStep, *, asks: bool = True) -> None:
         """Called in a backward: plan the step when its backward ends, if its graphs are new.
@@ -314,8 +374,9 @@ class PlannedBlocks:
             if self._asks:
                 self._agreed[agreed] = found.cost.agreed
         self._last = found.cost.agreed
-        self._moved.update(found.moved)
-        self._counted.update(found.counted)
+        for forward, positions in found.moved.items():
+            moves = self._moved.setdefault(forward, _Moves())
+            moves.add(self._round, positions, found.counted.get(forward, 0))
 
     def _new_plan(self, step: Sequence[_Ran], plan: PlanStep, agreed: Agreed | None) -> _Plan:
         keys = self._keys
@@ -346,7 +407,7 @@ class PlannedBlocks:
             return run
         # What it moves is not planned with this step.
         moved = self._moved.get(Forward(self._keys[ran.number].params, ran.graph))
-        out = [each.nbytes for each in run.movable if moved is None or each.at in moved]
+        out = [each.nbytes for each in run.movable if moved is None or each.at in moved.positions]
         return replace(run, movable=(), saved_bytes=run.saved_bytes - sum(out))
 
     def _most_before(self, step: Sequence[_Ran]) -> dict[Forward, int]:
@@ -370,7 +431,7 @@ class PlannedBlocks:
         name = f"{run.name}{key.text}"
         run = replace(run, name=name, params=key.params, number=ran.number)
         if run.is_backward:
-            return run
+            return replace(run, since_forward=ran.since_forward)
         if not ran.moves:
             return replace(run, movable=(), saved_bytes=run.saved_bytes if ran.saves else 0)
         forward = Forward(key.params, ran.graph)

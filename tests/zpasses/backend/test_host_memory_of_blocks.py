@@ -432,8 +432,9 @@ def test_in_stage_2_values_move_as_planned_although_a_forward_gathers_nothing(ev
     results, held, costs, _ = run(f"{int(0.75 * peak)}B")
     assert_same(results, expected)
     assert held[0] == LAYERS * (2 * ONE + INPUT)  # full parameters stay
-    assert set(held[window:]) == {each.host_bytes for each in costs}
-    assert 0 < max(held[window:]) < held[0]
+    # Micro-batches that run the same forward move what the one needs that needs most.
+    assert set(held[window:]) <= {each.host_bytes for each in costs}
+    assert 0 < max(each.host_bytes for each in costs) == max(held[window:]) < held[0]
     assert len(costs) == window
 
 

@@ -252,6 +252,7 @@ def forwards(monkeypatch):
     noted, plan = [], []
     plans = SimpleNamespace(
         moved_by=lambda forward: plan[0],
+        is_planned=lambda forward: plan[0] is not None,
         forward_of=lambda params: len(noted),
         note_returned=lambda forward, at, dropped: noted.append(dropped),
         note_input=lambda forward, number, freed, counted: None,

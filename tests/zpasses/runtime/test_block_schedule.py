@@ -8,7 +8,7 @@ import pytest
 
 from zpasses import compat
 from zpasses.backend.block_steps import BlockStep, _in_common, agreed_prefetch
-from zpasses.cost.plan.prefetch import Agreed, GraphRun, MovableValue, StepCost
+from zpasses.cost.plan.prefetch import Agreed, GraphRun, MovableValue, StepCost, step_cost
 from zpasses.cost.time.clock import CollectiveTiming
 from zpasses.runtime import block_schedule, planned_blocks
 from zpasses.runtime.block_schedule import BlockSchedule
@@ -67,8 +67,13 @@ class Rank:
             self.run(False, forward(size), range(blocks), silent)
         return held
 
-    def backward(self, size, blocks=BLOCKS, silent=False):
-        """Runs backwards, after which the step is planned."""
+    def backward(self, size, blocks=BLOCKS, silent=False, of=None):
+        """Runs backwards, after which the step is planned.
+
+        Args:
+            of: what `forward` returned, if the runtime knows whose backwards these are.
+        """
+        self.monkeypatch.setattr(planned_blocks, "values_used", lambda: of)
         self.run(True, backward(size), reversed(range(blocks)), silent)
         self.schedule.plans._asks = not silent
         self.schedule.plans._plan(self.plan)
@@ -275,3 +280,43 @@ def test_what_forwards_in_flight_saved_counts_until_their_backward(rank):
     assert [run.ran_before is not None for run in steady] == [True] * 6 + [False] * 12
     assert rank.asked == 3  # as often as without counting
     assert all(each.cost.peak_bytes <= LIMIT for each in rank.schedule.plans._plans.values())
+
+
+def test_backwards_free_what_their_own_forwards_saved(rank):
+    """GPipe, whose backwards run in the order of their forwards, with two lengths."""
+    first, second = rank.forward(100, 2), rank.forward(1000, 2)
+    for size, held in ((100, first), (1000, second)):
+        rank.backward(size, 2, of=held)
+    (_, runs), peak = rank.plans, 2 * 108 + 2 * 1008 - 108 + 100
+    assert [run.since_forward for run in runs] == [0, 0, 0, 0, 3, 5, 3, 5]
+    assert [step_cost(runs[:count], 0).peak_bytes for count in (5, 6, 7)] == [peak] * 3
+    lean = [*runs[:6], replace(runs[6], peak_bytes=9000), runs[7]]
+    assert step_cost(lean, 0).peak_bytes == 9000 + 1008  # of the first one, nothing is left
+
+
+def test_the_last_blocks_of_a_stage_move_if_other_micro_batches_run_before_their_backward(rank):
+    for _ in range(2):
+        in_flight = [rank.forward(400, 2) for _ in range(4)]
+        moved = rank.moves([rank.schedule.plans.forward_of(block) for block in range(2)])
+        while in_flight:
+            rank.backward(400, 2, of=in_flight.pop(0))
+    assert moved == [(1,), ()]
+    assert all(each.cost.peak_bytes <= LIMIT for each in rank.schedule.plans._plans.values())
+
+
+def test_forwards_move_what_the_most_demanding_step_of_the_last_rounds_needs(rank):
+    """Rounds with two forwards in flight, and with one, in turn."""
+
+    def of(in_flight):
+        held = [rank.forward(300) for _ in range(in_flight)]
+        moved = rank.moves([rank.schedule.plans.forward_of(block) for block in range(BLOCKS)])
+        while held:
+            rank.backward(300, of=held.pop(0))
+        return moved
+
+    assert of(2) == [None] * BLOCKS
+    most = of(1)
+    assert (1,) in most
+    assert [of(2), of(1), of(2)] == [most] * 3
+    assert [of(1) for _ in range(3)] == [most] * 3
+    assert of(1) == [()] * BLOCKS  # the three before had one

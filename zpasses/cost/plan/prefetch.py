@@ -114,6 +114,9 @@ class GraphRun:
     ran_before: GraphRun | None = None
     """The graph itself, if this is a forward that ran before the step, and whose backward did not.
     What it saved is in memory, and it takes no time."""
+    since_forward: int = 0
+    """How many graphs before a backward its forward ran; 0: it is the last one whose values are
+    left."""
 
     @property
     def kind(self) -> Hashable:
@@ -274,12 +277,13 @@ def moves_in_order(runs: Sequence[GraphRun], host_bytes: int) -> list[list[int]]
 
     A move is the next value of one graph, in all its runs: the position of each. Graphs move
     nothing if one of their runs has its backward so soon that the copies would meet, or if all ran
-    before the step.
+    before the step. Copies with no compute beside them come last.
 
     Args:
         host_bytes: the most that the values of all moves may take.
     """
-    backwards = {forward: at for at, forward in _forward_of(runs).items()}
+    forward_of = _forward_of(runs)
+    backwards = {forward: at for at, forward in forward_of.items()}
     positions: dict[int, list[int]] = {}
     for at, run in enumerate(runs):
         if run.movable:
@@ -287,14 +291,14 @@ def moves_in_order(runs: Sequence[GraphRun], host_bytes: int) -> list[list[int]]
     found: list[tuple[float, list[int], int]] = []
     for each in positions.values():
         runs_now = any(runs[at].ran_before is None for at in each)
-        if runs_now and all(_rests(runs, at, backwards.get(at)) for at in each):
+        if runs_now and all(_rests(runs, forward_of, at, backwards.get(at)) for at in each):
             out_us = back_us = 0.0
             for value in runs[each[-1]].movable:
                 out_us, back_us = out_us + value.out_us, back_us + value.in_us
                 now = [at for at in each if runs[at].ran_before is None]
-                beside = [out_us / max(1e-3, runs[at + 1].compute_us) for at in now]
+                beside = [out_us / _out_beside_us(runs, at) for at in now]
                 ends = [backwards[at] for at in each if at in backwards]
-                beside += [back_us / max(1e-3, runs[at - 1].compute_us) for at in ends]
+                beside += [back_us / _back_beside_us(runs, forward_of, at) for at in ends]
                 found.append((max(beside), each, aligned(value.nbytes) * len(each)))
     found.sort(key=lambda move: (move[0], move[1]))
     moves, left = [], host_bytes
@@ -306,26 +310,61 @@ def moves_in_order(runs: Sequence[GraphRun], host_bytes: int) -> list[list[int]]
     return moves
 
 
-def _rests(runs: Sequence[GraphRun], forward: int, backward: int | None) -> bool:
+_NO_COMPUTE_US = 1e-3
+
+
+def _out_beside_us(runs: Sequence[GraphRun], forward: int) -> float:
+    """How long a graph computes beside the copies out of a forward: the next one, if it is another
+    forward. A backward awaits them first.
+    """
+    after = runs[forward + 1]
+    return _NO_COMPUTE_US if after.is_backward else max(_NO_COMPUTE_US, after.compute_us)
+
+
+def _back_beside_us(
+    runs: Sequence[GraphRun], forward_of: Mapping[int, int], backward: int
+) -> float:
+    """How long a graph computes beside the copies back for a backward."""
+    before = _back_from(runs, forward_of, backward)
+    return max(_NO_COMPUTE_US, runs[before].compute_us) if before < backward else _NO_COMPUTE_US
+
+
+def _back_from(runs: Sequence[GraphRun], forward_of: Mapping[int, int], backward: int) -> int:
+    """Position of the backward with which the copies back for a backward start: the one before it,
+    if that one's forward ran later, as in the backward of one call of the model; else its own.
+    """
+    before = backward - 1
+    follows = runs[before].is_backward and (
+        before not in forward_of or forward_of[before] > forward_of.get(backward, -1)
+    )
+    return before if follows else backward
+
+
+def _rests(
+    runs: Sequence[GraphRun], forward_of: Mapping[int, int], forward: int, backward: int | None
+) -> bool:
     """Whether some graph runs between the ends of the copies out and the starts of those back."""
-    if forward + 1 == len(runs) or runs[forward + 1].is_backward:
+    if forward + 1 == len(runs):
         return False
-    # A backward that is not in the step comes later.
-    return backward is None or (backward - forward >= _NEAREST and runs[backward - 1].is_backward)
-
-
-_NEAREST = 4
-"""The copies out end after the next graph, and those back start before the last one before their
-backward."""
+    if backward is None:  # it comes after the step
+        return True
+    # The copies out end after the next forward, or before the next backward.
+    end = forward if runs[forward + 1].is_backward else forward + 1
+    return _back_from(runs, forward_of, backward) - end > 1
 
 
 def _forward_of(runs: Sequence[GraphRun]) -> dict[int, int]:
-    """Position of each backward -> that of its forward: the last one whose values are left."""
-    found, left = {}, list[int]()
+    """Position of each backward -> that of its forward."""
+    found = {
+        at: at - run.since_forward
+        for at, run in enumerate(runs)
+        if run.is_backward and 0 < run.since_forward <= at
+    }
+    known, left = {*found.values()}, list[int]()
     for at, run in enumerate(runs):
-        if run.is_backward and left:
+        if run.is_backward and left and not run.since_forward:
             found[at] = left.pop()
-        elif not run.is_backward and run.saved_bytes:
+        elif not run.is_backward and run.saved_bytes and at not in known:
             left.append(at)
     return found
 
@@ -432,7 +471,11 @@ class _Step:
         if run.is_backward:
             self._free_left()
             self._bring_back(number)
-            self._bring_back(number + 1)
+            if (
+                number + 1 < len(self._runs)
+                and _back_from(self._runs, self._forward_of, number + 1) == number
+            ):
+                self._bring_back(number + 1)
             self._wait(self._back.get(self._forward_of.get(number, -1)))
         if number not in self._gathering:
             self._start(number)

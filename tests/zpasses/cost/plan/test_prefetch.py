@@ -291,6 +291,31 @@ def test_the_last_calls_move_nothing_because_their_values_are_needed_at_once():
     assert step_cost(runs, 0, (0, 0, 0, 0, 2, 2)).peak_bytes == step_cost(runs, 0).peak_bytes
 
 
+def pipelined(micro_batches):
+    """A stage of two blocks with the schedule GPipe. Equal graphs are one object."""
+    forwards = saving(2)[:2]
+    ran = 2 * micro_batches
+    last, first = (replace(FREEING, since_forward=ran - 1), replace(FREEING, since_forward=ran + 1))
+    return [*forwards * micro_batches, *[last, first] * micro_batches]
+
+
+def test_values_move_if_backwards_of_other_micro_batches_run_before_their_own():
+    """Those of the last block are moved last, as nothing computes beside some of their copies."""
+    runs = pipelined(3)
+    whole = step_cost(runs, 0)
+    assert whole.peak_bytes == 5 * 400 + 450
+    few = plan_prefetch(runs, whole.peak_bytes - 1, 1 << 20)
+    assert few.moved == (1, 0) * 3 + (0,) * 6
+    # In the first backward, the value of the next one comes back.
+    assert few.peak_bytes == whole.peak_bytes - 2 * 192
+    most = plan_prefetch(runs, 0, 1 << 20)
+    assert most.moved == (2, 2) * 3 + (0,) * 6
+    assert most.exposed_us > few.exposed_us == 0
+    # All but those of the first two backwards rest.
+    assert most.peak_bytes == 450 + 400 + 4 * (400 - 256)
+    assert plan_prefetch(pipelined(1), 0, 1 << 20).moved == ()
+
+
 def test_values_are_back_one_graph_before_their_backward():
     runs = saving(6)
     moved = (2, 0, 0, 0, 0, 0)
