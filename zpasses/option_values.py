@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 import types
 import typing
@@ -210,8 +211,16 @@ def parse_size(text: object, where: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def format_size(nbytes: int) -> str:
-    """Format a number of bytes for a message: "1.5 GiB"."""
+def format_size(nbytes: int, *, up: bool = False) -> str:
+    """Format a number of bytes for a message: "1.5 GiB".
+
+    Args:
+        up: round up, for a number of bytes that is needed.
+    """
     unit = next(name for name in reversed(_UNITS) if nbytes >= _UNITS[name] or name == "B")
     count = nbytes / _UNITS[unit]
-    return f"{count:,.0f} {unit}" if count >= 1e4 else f"{count:.4g} {unit}"
+    if count >= 1e4:
+        return f"{count:,.0f} {unit}"
+    if up and nbytes and float(f"{count:.4g}") * _UNITS[unit] < nbytes:
+        count += 10.0 ** (math.floor(math.log10(count)) - 3)
+    return f"{count:.4g} {unit}"

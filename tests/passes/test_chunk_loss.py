@@ -153,14 +153,24 @@ def test_a_budget_that_suffices_takes_no_chunks():
     assert str(wide[0].graph) == str(wide[1].graph)
 
 
-@pytest.mark.parametrize(("budget", "chunks"), [("7MiB", 4), ("3MiB", 8), ("1GiB", 0), ("0%", 0)])
-def test_an_evaluation_takes_the_fewest_chunks_that_fit(budget, chunks):
+@pytest.mark.parametrize(
+    ("stage", "width", "budget", "chunks"),
+    [
+        ("zero3", 16, "7MiB", 4),
+        ("zero3", 16, "3MiB", 8),
+        ("zero3", 16, "1GiB", 0),
+        ("zero3", 16, "0%", 0),
+        ("zero3", 64, "10MiB", 2),
+        ("zero2", 64, "10MiB", 4),  # the embedding, 1 MiB, stays
+    ],
+)
+def test_an_evaluation_takes_the_fewest_chunks_that_fit(stage, width, budget, chunks):
     """As many as fit a step are not needed, because nothing is saved."""
     inputs, graphs = batch(4096, seq=256), []
     with fake_world(2) as mesh:
-        model = zpasses.shard(Model(vocab=4096, width=16), mesh=mesh)
+        model = zpasses.shard(Model(vocab=4096, width=width), mesh=mesh)
         options = {
-            "pipeline": "chunk-loss,zero3",
+            "pipeline": f"chunk-loss,{stage}",
             "memory_budget": budget,
             "codegen": "eager",
             "agreement": False,

@@ -162,12 +162,12 @@ class _Way:
 
     @cached_property
     def graphs(self) -> tuple[_Graph, _Graph]:
-        """Forward and backward, which keep no parameters."""
+        """Forward and backward."""
         return _Graph(self.step.forward), _Graph(self.step.backward)
 
     def rank(self, limit_bytes: int, *, few: bool = False) -> tuple[int, float]:
-        """Returns the bytes above a limit and the duration of the best plan that keeps no
-        parameters and needs no search.
+        """Returns the bytes above a limit and the duration of the best plan that
+        needs no search.
         """
         forward, backward = (each.rank(limit_bytes, few=few) for each in self.graphs)
         return max(forward[0], backward[0]), forward[1] + backward[1]

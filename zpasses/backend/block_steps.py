@@ -305,8 +305,8 @@ class BlockStep:
         what = f"{format_size(missing)} are missing" if missing > 0 else "another rank needs more"
         return (
             f"memory_budget={budget!r}: the graphs of this step{_beside(self.runs)} hold at least "
-            f"{format_size(least)} on this rank, even if nothing is gathered ahead{moved}, and "
-            f"{format_size(limit_bytes)} are allowed: {what}.{held} {ways} "
+            f"{format_size(least, up=True)} on this rank, even if nothing is gathered "
+            f"ahead{moved}, and {format_size(limit_bytes)} are allowed: {what}.{held} {ways} "
             "more ranks, smaller batches or a larger budget."
         )
 

@@ -14,6 +14,7 @@ from zpasses import compat
 from zpasses.backend.compile_job import CompileJob
 from zpasses.backend.step_trials import CHUNKS
 from zpasses.cost.memory.liveness import liveness
+from zpasses.graph.cached_params import mark_held
 from zpasses.graph.loss_chunks import chunk_regions
 from zpasses.graph.loss_regions import find_regions
 from zpasses.graph.queries import collectives_by_group
@@ -36,6 +37,8 @@ def chunk_within_budget(job: CompileJob, gm: fx.GraphModule) -> fx.GraphModule:
     )
     if job.budget is None or gradients is None:
         return gm
+    if any(each.facts.caches_params for each in job.state.pipeline):
+        mark_held(gm.graph)
     with job.planning():
         best, least, notes = gm, liveness(gm.graph).peak_bytes, tuple[str, ...]()
         limit = parse_budget(job.budget, "option 'memory_budget'").limit_bytes(least)

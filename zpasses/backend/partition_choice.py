@@ -269,7 +269,7 @@ def too_little_memory(text: str, plan: StepPlan, trials: StepTrials) -> str:
     kept = "keeps every parameter that it gathers" if trials.caches else "keeps no parameter"
     return (
         f"memory_budget={text!r}: the leanest plan, which saves {100 * plan.saved_share:.0f} % of "
-        f"the activations{on_host} and {kept}, needs {format_size(plan.peak_bytes)} "
+        f"the activations{on_host} and {kept}, needs {format_size(plan.peak_bytes, up=True)} "
         f"above what rests between steps, {format_size(missing)} more than the budget{held}. At "
         f"its peak, in {graph}, the largest values are: {holders}. Raise the budget, take a "
         "smaller batch, or train on more ranks."

@@ -39,7 +39,7 @@ from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import single_plan
 from zpasses.cost.time.fused_kernels import fuses
 from zpasses.cost.time.target import current_target
-from zpasses.graph.cached_params import mark_held
+from zpasses.graph.cached_params import mark_held_in_step
 from zpasses.graph.encoding import records_of
 from zpasses.graph.error_feedback import residual_bytes
 from zpasses.graph.host_copies import offload_saved, offloadable_values
@@ -574,7 +574,7 @@ class StepTrials:
         drop_unread_parts(forward.graph, backward.graph)
         remove_regathers(forward.graph)
         if policy.caches:
-            mark_held(forward.graph, backward.graph)
+            mark_held_in_step(forward.graph, backward.graph)
         for each in (forward, backward):
             each.recompile()
         return forward, backward

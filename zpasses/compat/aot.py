@@ -22,6 +22,7 @@ from zpasses.compat.fx_graph import (
     lazy_module,
     lazy_recompiles,
     no_recompiles,
+    subgraph_of,
 )
 
 
@@ -307,6 +308,8 @@ def _save_random_numbers(graph: fx.Graph) -> bool:
 
 def _draws(node: fx.Node) -> bool:
     """Whether a call draws random numbers. Attention has the tag, but draws only for a dropout."""
+    if (body := subgraph_of(node)) is not None:
+        return any(map(_draws, body.graph.nodes))
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]

@@ -101,20 +101,29 @@ def gather_of(full: fx.Node) -> fx.Node:
     return node
 
 
-def mark_held(forward: fx.Graph, backward: fx.Graph) -> None:
-    """Marks what will be cached, before a pass of forward does: full parameters in forward, inputs
-    that hold them in backward, and there how many bytes of others are held.
+def mark_held(graph: fx.Graph) -> list[fx.Node]:
+    """Marks the full parameters of a graph that a later pass will have cached. Returns what holds
+    them.
     """
-    slots = _by_slot(forward, [node for node, _ in tagged(forward, "full")]).values()
+    slots = _by_slot(graph, [node for node, _ in tagged(graph, "full")]).values()
     held = [held_node(node) for nodes in slots for node in nodes]
-    left = {view_base(node, CLONES): None for node in held}
+    for node in held:
+        node.meta[_HELD] = 0
+    return held
+
+
+def mark_held_in_step(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Marks what will be cached: full parameters in forward, inputs that hold them in backward, and
+    there how many bytes of others are held.
+    """
+    left = {view_base(node, CLONES): None for node in mark_held(forward)}
     saved = {
         node.name: view_base(node, CLONES)
         for node in returned_values(forward)
         if isinstance(node, fx.Node)
     }
     read = [node for node in backward.find_nodes(op="placeholder") if saved.get(node.name) in left]
-    for node in (*held, *read):
+    for node in read:
         node.meta[_HELD] = 0
     for base in {saved[node.name] for node in read}:
         del left[base]

@@ -191,8 +191,8 @@ class _Tracker:
         """Buffers that a started collective needs until its wait."""
         self._storages: dict[int, Buffer] = {}
         self._at_end: list[fx.Node] = []
-        """Full parameters that outlive the call, even if the graph does not return them yet, and
-        averages, which go to the host at the end."""
+        """Full parameters that outlive the call, even if the graph does not return them yet or only
+        reads them, and averages, which go to the host at the end."""
         self._saved_inputs, self._reinplaceable = saved_inputs, reinplaceable
         self._bytes_of, self._is_view = bytes_of, is_view
         self._kernels = kernels

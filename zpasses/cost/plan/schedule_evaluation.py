@@ -121,8 +121,7 @@ class LaunchCost:
     full_bytes: int
     """Of the full tensors: of gathers, those that are not there anyway."""
     full_from: int
-    """For reductions: the last segment in which something else needs a full tensor, or a later one.
-    """
+    """For reductions: the first segment in which nothing else needs any of the full tensors."""
     unpacked_bytes: int
     """Bytes of the packed tensors that exist beside the copies out of them at the wait."""
     reload_us: float
@@ -297,7 +296,9 @@ def live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:
 
 
 def _live_bytes(problem: ScheduleProblem, plan: Plan, costs: Sequence[LaunchCost]) -> np.ndarray:
-    """Returns what is alive whatever the plan, and what each launch holds from its start on."""
+    """As `live_bytes`: what is alive without any launch, and what each holds. A plan has all jobs
+    of the problem, and its gathers start where they are needed at the latest.
+    """
     changes = [0] * (len(problem.slots) + 1)
     starts: dict[int, int] = {}
     here, started_here = -1, 0
