@@ -166,9 +166,7 @@ class _Way:
         return _Graph(self.step.forward), _Graph(self.step.backward)
 
     def rank(self, limit_bytes: int, *, few: bool = False) -> tuple[int, float]:
-        """Returns the bytes above a limit and the duration of the best plan that
-        needs no search.
-        """
+        """Returns the bytes above a limit and the duration of the best plan without a search."""
         forward, backward = (each.rank(limit_bytes, few=few) for each in self.graphs)
         return max(forward[0], backward[0]), forward[1] + backward[1]
 
