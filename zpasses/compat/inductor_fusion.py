@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import fx
 from torch._inductor import ir
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.dependencies import WeakDep
-from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
+from torch._inductor.scheduler import (
+    BaseSchedulerNode,
+    FusedSchedulerNode,
+    NopKernelSchedulerNode,
+    SchedulerNode,
+)
 from torch._inductor.utils import sympy_product
+from torch._inductor.virtualized import V
 
 from zpasses.compat.inductor_kernel_groups import end_kernel_groups
 from zpasses.compat.inductor_memory import NodeMemory, hint, is_kernel
@@ -52,6 +59,7 @@ class FusionWithinPeak(CustomSchedulerPass):
         if self._before is not None:
             nodes = self._before(nodes)
         if nodes:
+            nodes = _in_planned_order(nodes)
             _Fusions(nodes, self._limit_bytes).restrict()
             end_kernel_groups(nodes[0].scheduler, self._limit_bytes)
         return nodes
@@ -59,7 +67,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.7", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.9", self._limit_bytes, before
 
 
 def fusion_within_peak(before: Callable[..., Any] | None, limit_bytes: int) -> Callable[..., Any]:
@@ -72,20 +80,58 @@ def fusion_within_peak(before: Callable[..., Any] | None, limit_bytes: int) -> C
     return lambda nodes: FusionWithinPeak(None, limit_bytes)(function(nodes))
 
 
+def _in_planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+    """Has each kernel run where the graph has its last call, and returns the nodes in that order.
+    Inductor puts a kernel before the first operator that reads its result, so that all that it
+    reads lives until there.
+    """
+    called_at = _called_at(nodes)
+    needs = _positions_of_needs(nodes)
+    kernels = (at for at, node in enumerate(nodes) if is_kernel(node))
+    waiting = deque(sorted(kernels, key=lambda at: called_at[at]))
+    order: dict[int, None] = {}
+    for at in range(len(nodes)):
+        while waiting and called_at[waiting[0]] < called_at[at]:
+            kernel = waiting.popleft()
+            if needs[kernel] <= order.keys():
+                order.setdefault(kernel)
+        order.setdefault(at)
+    ordered = [nodes[at] for at in order]
+    for at, node in enumerate(ordered):
+        for each in (node, *node.get_nodes()):  # fusion sorts by these
+            each.min_order = each.max_order = at
+    return ordered
+
+
+def _called_at(nodes: list[BaseSchedulerNode]) -> list[int]:
+    """Returns node -> the position in the graph of the last call that it runs, 0 if it runs none.
+    """
+    kernels: list[list[Any]] = [[part.node for part in node.get_nodes()] for node in nodes]
+    calls: list[list[fx.Node]] = [
+        [call for kernel in parts if kernel is not None for call in kernel.get_origins()]
+        for parts in kernels
+    ]
+    graph = next((each[0].graph for each in calls if each), None)
+    position = {} if graph is None else {call: at for at, call in enumerate(graph.nodes)}
+    return [max((position.get(call, 0) for call in each), default=0) for each in calls]
+
+
+def _positions_of_needs(nodes: list[BaseSchedulerNode]) -> list[set[int]]:
+    """Returns node -> the positions of those that it depends on."""
+    made_at = {name: at for at, node in enumerate(nodes) for name in node.get_buffer_names()}
+    return [
+        {made_at[dep.name] for dep in node.unmet_dependencies if dep.name in made_at}
+        for node in nodes
+    ]
+
+
 class _Fusions:
     """The pairs of kernels of one graph that Inductor may fuse. Nodes go by their positions."""
 
     def __init__(self, nodes: list[BaseSchedulerNode], limit_bytes: int) -> None:
-        self._nodes = nodes
-        made_at = {
-            name: position
-            for position, node in enumerate(nodes)
-            for name in node.get_buffer_names()
-        }
-        self._needs = [
-            {made_at[dep.name] for dep in node.unmet_dependencies if dep.name in made_at}
-            for node in nodes
-        ]
+        self._unfused = nodes
+        self._nodes = nodes = _with_only_readers(nodes)
+        self._needs = _positions_of_needs(nodes)
         self._memory = NodeMemory(nodes)
         self._live = self._memory.live  # with what the allowed fusions add at most
         self._peak = self._memory.peak_within(limit_bytes)
@@ -113,9 +159,11 @@ class _Fusions:
             for name in names:
                 users[name].append(at)
         for at in sorted(self._after):
-            _run_after(self._nodes[at], [self._nodes[each] for each in sorted(self._after[at])])
+            others = [self._nodes[each] for each in sorted(self._after[at])]
+            for node in self._nodes[at].get_nodes():
+                _run_after(node, [part for other in others for part in other.get_nodes()])
         if self._after:
-            _find_ancestors(self._nodes)
+            _find_ancestors(self._unfused)
 
     def _are_apart(self, other: int, at: int) -> bool:
         """Whether an operator reads what a kernel leads to, and leads to a later kernel. Inductor
@@ -226,6 +274,43 @@ class _Fusions:
         return min(over, default=None)
 
 
+def _with_only_readers(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+    """Returns the nodes with each kernel as a part of the one kernel that reads what it makes, if
+    no operator stands between them. Inductor fuses these, and plans count on it.
+    """
+    readers: dict[str, set[int]] = defaultdict(set)
+    for at, node in enumerate(nodes):
+        for dep in node.unmet_dependencies:
+            readers[dep.name].add(at)
+    outputs = set(V.graph.get_output_names())
+    parts = [[node] for node in nodes]
+    place = list(range(len(nodes)))
+    end = len(nodes)  # the next operator
+    for at in reversed(range(len(nodes))):
+        node, made = nodes[at], nodes[at].get_buffer_names()
+        if not is_kernel(node):
+            end = at if _is_operator(node) else end
+            continue
+        read_at = {each for name in made for each in readers[name]}
+        only = min(read_at, default=end)
+        if (
+            len(read_at) == 1
+            and only < end
+            and isinstance(node, SchedulerNode)
+            and isinstance(nodes[only], SchedulerNode)
+            and outputs.isdisjoint(made)
+            and _elements(nodes[only]) == _elements(node)
+        ):
+            place[at] = place[only]
+            parts[place[at]] = [*parts[at], *parts[place[at]]]
+            parts[at] = []
+    return [
+        FusedSchedulerNode(each[0].scheduler, each) if len(each) > 1 else each[0]
+        for each in parts
+        if each
+    ]
+
+
 def _is_operator(node: BaseSchedulerNode) -> bool:
     """Whether a node runs an operator such as a product. Collectives, copies from the host, waits
     and the outputs of another call do not count: kernels around them are one kernel often. Nor does
@@ -243,7 +328,8 @@ def _is_operator(node: BaseSchedulerNode) -> bool:
 
 def _elements(node: Any) -> Any:
     """How many elements a kernel goes through. Kernels of other numbers are not fused."""
-    return hint(sympy_product(size for part in node.get_ranges() for size in part))
+    ranges = node.get_nodes()[0].get_ranges()
+    return hint(sympy_product(size for part in ranges for size in part))
 
 
 def _run_after(node: BaseSchedulerNode, others: Iterable[BaseSchedulerNode]) -> None:

@@ -59,7 +59,8 @@ class NodeMemory:
                 maker = min((made_at[part] for part in concatenated[name]), default=maker)
             readers = frozenset(position[node] for node in succ_nodes[id(each)])
             returned = each.end_step == -1
-            if not returned and readers == {maker}:  # it lives within a fused kernel
+            is_inner = not (is_input or returned) and readers <= {maker}
+            if is_inner and type(nodes[maker]) is FusedSchedulerNode:  # not what loops outside
                 each.size_alloc = each.size_free = 0
             buffer = NodeBuffer(each.size_alloc, maker, None if returned else readers)
             self._add(buffer, readers)
@@ -131,12 +132,15 @@ def _concatenated(nodes: list[BaseSchedulerNode]) -> dict[str, list[str]]:
 
 def _is_read_in_place(each: Any, nodes: list[BaseSchedulerNode]) -> bool:
     """Whether Inductor's code may write over a buffer where it is read last: elements are read only
-    where they are written, and nothing was scattered into it. Of inputs, that is not known.
+    where they are written, and nothing was scattered into it. An input must be donated, too.
     """
-    if isinstance(each.buffer, memory.FreeableInputBuffer):
-        return True
-    last = OrderedSet(node.get_name() for node in nodes[each.end_step].get_nodes())
-    return any(user.can_inplace for user in each.buffer.users if user.get_name() in last)
+    node = nodes[each.end_step]
+    buffer = each.buffer
+    if isinstance(buffer, memory.FreeableInputBuffer):
+        buffer = node.scheduler.name_to_donated_buffer.get(buffer.get_name())
+    last = OrderedSet(part.get_name() for part in node.get_nodes())
+    users = [] if buffer is None else buffer.users
+    return any(user.can_inplace for user in users if user.get_name() in last)
 
 
 def _incoming_gradients(

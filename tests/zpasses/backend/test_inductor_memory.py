@@ -97,8 +97,8 @@ def read_before_and_after(*, what, room=False):
     return torch.fx.GraphModule({}, graph), [node.meta["val"] for node in inputs]
 
 
-def calls_of(patches, make=read_before_and_after, **graph):
-    """The kernels and products of the code, in their order."""
+def code_of(patches, make=read_before_and_after, **graph):
+    """The lines of the code after its inputs."""
     ours = {"reorder_for_peak_memory": False, "allow_buffer_reuse": False}
     patches = {**ours, "force_disable_caches": True, **patches}
     with fake_world(2), torch.no_grad():
@@ -109,9 +109,17 @@ def calls_of(patches, make=read_before_and_after, **graph):
             return compat.inductor_codegen_standalone(gm, values, patches)(inputs)
 
         _, (code,) = run_and_get_code(run)
-    body = code[code.index("args.clear()") :].splitlines()
+    return [line.strip() for line in code[code.index("args.clear()") :].splitlines()]
+
+
+def allocations(code):
+    return sum("= empty_strided_cpu(" in line for line in code)
+
+
+def calls_of(patches, make=read_before_and_after, **graph):
+    """The kernels and products of the code, in their order."""
     names = {"cpp_fused": "kernel", "extern_kernels.mm(": "product"}
-    starts = [(line.strip(), name) for line in body for name in names]
+    starts = [(line, name) for line in code_of(patches, make, **graph) for name in names]
     return [names[name] for line, name in starts if line.startswith(name)]
 
 
@@ -137,16 +145,8 @@ def test_kernels_are_fused_where_there_is_room(graph):
 def test_a_kernel_that_runs_after_a_product_still_writes_over_it():
     """Also if it is kept from being fused with a kernel before the product."""
 
-    def allocations(patches):
-        gm, values = read_before_and_after(what="products")
-        inputs = [torch.ones(*each.shape) for each in values]
-        settings = {"allow_buffer_reuse": False, "force_disable_caches": True, **patches}
-        with torch.no_grad():
-            run = lambda: compat.inductor_codegen_standalone(gm, values, settings)(inputs)  # noqa: E731
-            _, (code,) = run_and_get_code(run)
-        return code.count("= empty_strided_cpu(")
-
-    assert allocations(compat.within_planned_peak({})) == 3  # not 4: the last one has none
+    code = code_of(compat.within_planned_peak({}), what="products")
+    assert allocations(code) == 3  # not 4: the last one has none
 
 
 def built(function, **shapes):
@@ -210,6 +210,54 @@ def test_an_input_counts_once_however_often_its_elements_are_read():
     shapes |= dict.fromkeys(("first", "second", "third"), (8, 4, 1))
     calls = calls_of(compat.within_planned_peak({}), lambda: built(graph, **shapes))
     assert calls == ["kernel", "product", "kernel", "product"]
+
+
+def test_a_kernel_runs_where_the_graph_has_it():
+    """Not right before the product that reads it, so that what it reads is freed early."""
+
+    def graph(call, row, base, left, right):
+        result = call(aten.sin.default, call(aten.mm.default, left, right))
+        yield call(aten.mm.default, row, base)
+        yield call(aten.mm.default, row, result)
+
+    shapes = {f"primals_{name}": (8, 8) for name in ("row", "base", "left", "right")}
+    make = lambda: built(graph, **shapes)  # noqa: E731
+    patches = {"reorder_for_locality": False}  # as in compiles of zpasses
+    assert calls_of(patches, make) == ["product", "product", "kernel", "product"]
+    kept = calls_of(compat.within_planned_peak(patches), make)
+    assert kept == ["product", "kernel", "product", "product"]
+
+
+def test_a_kernel_is_a_part_of_the_one_kernel_that_reads_it():
+    """Not of an earlier one, where what it makes lives across the products between."""
+
+    def graph(call, base, row, left, right):
+        yield call(aten.mm.default, row, call(aten.exp.default, base))
+        made = call(aten.mm.default, left, right)
+        factor = call(aten.sigmoid.default, base)  # read twice, so it is not inlined
+        made = call(aten.mul.Tensor, call(aten.mul.Tensor, made, factor), factor)
+        yield call(aten.mm.default, row, made)
+
+    shapes = {f"primals_{name}": (8, 8) for name in ("base", "row", "left", "right")}
+    shapes["primals_row"] = (1, 8)
+    code = code_of(compat.within_planned_peak({}), lambda: built(graph, **shapes))
+    assert allocations(code) == 4  # `exp`, `made` and what is returned
+
+
+def test_an_input_that_is_not_donated_is_not_written_over():
+    """The peak is where it is read, so kernels before and after that stay apart."""
+
+    def graph(call, saved, base, row, column, line):
+        yield call(aten.mm.default, row, call(aten.exp.default, base))
+        yield call(aten.mm.default, row, call(aten.sin.default, saved))
+        yield call(aten.mm.default, row, call(aten.cos.default, base))
+        yield call(aten.mm.default, row, call(aten.mm.default, column, line))
+
+    shapes = {"base": (64, 64), "row": (1, 64), "column": (64, 1), "line": (1, 256)}
+    shapes = {f"primals_{name}": shape for name, shape in shapes.items()}
+    make = lambda: built(graph, saved=(64, 128), **shapes)  # noqa: E731
+    kept = calls_of(compat.within_planned_peak({}), make)
+    assert kept == ["kernel", "product"] * 3 + ["product", "product"]
 
 
 def test_what_rests_on_the_host_is_no_memory_that_fused_kernels_may_take():

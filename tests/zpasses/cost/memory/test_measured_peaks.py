@@ -87,8 +87,9 @@ def test_modelled_peaks_are_those_of_generated_code(vocab):
     assert ahead.peak_bytes == pytest.approx(forward, rel=0.02)
     most = 1.4 if vocab == 8192 else 1.25
     assert 0.95 * backward < back.peak_bytes < most * backward
-    if vocab == 8192:  # the logits count once
-        assert ahead.peak_bytes < 0.5 * one_by_one(graphs["forward"])
+    if vocab == 8192:  # the logits count once; operators one by one hold three such values
+        logits = 4 * SIZE.batch * SIZE.seq * vocab
+        assert ahead.peak_bytes < one_by_one(graphs["forward"]) - 1.9 * logits
         assert back.peak_bytes < 0.7 * one_by_one(graphs["backward"])
 
 
@@ -134,7 +135,7 @@ MODELS = {
 
 
 @pytest.mark.inductor
-@pytest.mark.slow(quick="test_kernels_are_not_fused_where_that_raises_the_peak")
+@pytest.mark.slow(quick="test_a_kernel_is_a_part_of_the_one_kernel_that_reads_it")
 @pytest.mark.parametrize("budget", ["0%", "15%", "40%"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_generated_code_keeps_to_its_plan(make, budget):
