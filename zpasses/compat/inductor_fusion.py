@@ -104,8 +104,7 @@ def _in_planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]
 
 
 def _called_at(nodes: list[BaseSchedulerNode]) -> list[int]:
-    """Returns node -> the position in the graph of the last call that it runs, 0 if it runs none.
-    """
+    """Returns node -> the position in the graph of the last call that it runs, or 0."""
     kernels: list[list[Any]] = [[part.node for part in node.get_nodes()] for node in nodes]
     calls: list[list[fx.Node]] = [
         [call for kernel in parts if kernel is not None for call in kernel.get_origins()]

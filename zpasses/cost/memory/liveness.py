@@ -28,6 +28,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost.memory.layout_copies import copied_bytes, copied_inputs, is_saved_copy
+from zpasses.cost.memory.workspaces import workspace_bytes
 from zpasses.cost.time.fused_kernels import FusedKernels, Load, fuses, is_addmm
 from zpasses.graph.aliases import buffer_readers, is_alias, is_view, memory_root, view_base
 from zpasses.graph.cached_params import held_bytes, held_node, is_held
@@ -223,7 +224,7 @@ class _Tracker:
             )
             self._communicate(index, node)
             self._copy_inputs(index, node)
-            within = subgraph_bytes(node)
+            within = subgraph_bytes(node) + workspace_bytes(node)
             if within:
                 self.buffers.append(Buffer(node, within, index, index, scratch=True))
         elif node.op == "output" and (held := held_bytes(node.graph)):
