@@ -79,13 +79,18 @@ def inductor_config_patches(
     return {**ours, "custom_partitioner_fn": partitioner, **extra}
 
 
-def within_planned_peak(chosen: Mapping[str, Any], limit_bytes: int = 0) -> dict[str, Any]:
+def within_planned_peak(
+    chosen: Mapping[str, Any],
+    limit_bytes: int = 0,
+    workspace_of: Callable[[fx.Node], int] = lambda call: 0,
+) -> dict[str, Any]:
     """Returns the Inductor options with which kernels are not fused where that raises the peak. A
     pass of the user in the same place runs before.
 
     Args:
         chosen: the user's options, which are kept. None in this place has all kernels fused.
         limit_bytes: what the peak may be in any case.
+        workspace_of: returns the bytes that a call takes besides its inputs and outputs.
     """
     from torch._inductor import config
 
@@ -95,7 +100,7 @@ def within_planned_peak(chosen: Mapping[str, Any], limit_bytes: int = 0) -> dict
     if name in chosen and chosen[name] is None:
         return dict(chosen)
     before = chosen.get(name, getattr(config, name))
-    return {**chosen, name: fusion_within_peak(before, limit_bytes)}
+    return {**chosen, name: fusion_within_peak(before, limit_bytes, workspace_of)}
 
 
 def inductor_option_names() -> frozenset[str]:

@@ -48,11 +48,18 @@ class FusionWithinPeak(CustomSchedulerPass):
     Args:
         before: a pass of the user that runs before, if there is one.
         limit_bytes: what the peak may be in any case.
+        workspace_of: returns the bytes that a call takes besides its inputs and outputs.
     """
 
-    def __init__(self, before: CustomSchedulerPass | None = None, limit_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        before: CustomSchedulerPass | None,
+        limit_bytes: int,
+        workspace_of: Callable[[fx.Node], int],
+    ) -> None:
         self._before = before
         self._limit_bytes = limit_bytes
+        self._workspace_of = workspace_of
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         """Adds the dependencies. `nodes` are in the order of the graph."""
@@ -60,8 +67,8 @@ class FusionWithinPeak(CustomSchedulerPass):
             nodes = self._before(nodes)
         if nodes:
             nodes = _in_planned_order(nodes)
-            _Fusions(nodes, self._limit_bytes).restrict()
-            end_kernel_groups(nodes[0].scheduler, self._limit_bytes)
+            _Fusions(nodes, self._limit_bytes, self._workspace_of).restrict()
+            end_kernel_groups(nodes[0].scheduler, self._limit_bytes, self._workspace_of)
         return nodes
 
     def uuid(self) -> Any:
@@ -70,14 +77,16 @@ class FusionWithinPeak(CustomSchedulerPass):
         return "zpasses.FusionWithinPeak.9", self._limit_bytes, before
 
 
-def fusion_within_peak(before: Callable[..., Any] | None, limit_bytes: int) -> Callable[..., Any]:
+def fusion_within_peak(
+    before: Callable[..., Any] | None, limit_bytes: int, workspace_of: Callable[[fx.Node], int]
+) -> Callable[..., Any]:
     """Returns `FusionWithinPeak` after a pass of the user. Inductor caches no code of a pass that
     is a plain function, so neither does it here.
     """
     if before is None or isinstance(before, CustomSchedulerPass):
-        return FusionWithinPeak(before, limit_bytes)
+        return FusionWithinPeak(before, limit_bytes, workspace_of)
     function = before
-    return lambda nodes: FusionWithinPeak(None, limit_bytes)(function(nodes))
+    return lambda nodes: FusionWithinPeak(None, limit_bytes, workspace_of)(function(nodes))
 
 
 def _in_planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
@@ -127,11 +136,16 @@ def _positions_of_needs(nodes: list[BaseSchedulerNode]) -> list[set[int]]:
 class _Fusions:
     """The pairs of kernels of one graph that Inductor may fuse. Nodes go by their positions."""
 
-    def __init__(self, nodes: list[BaseSchedulerNode], limit_bytes: int) -> None:
+    def __init__(
+        self,
+        nodes: list[BaseSchedulerNode],
+        limit_bytes: int,
+        workspace_of: Callable[[fx.Node], int],
+    ) -> None:
         self._unfused = nodes
         self._nodes = nodes = _with_only_readers(nodes)
         self._needs = _positions_of_needs(nodes)
-        self._memory = NodeMemory(nodes)
+        self._memory = NodeMemory(nodes, workspace_of)
         self._live = self._memory.live  # with what the allowed fusions add at most
         self._peak = self._memory.peak_within(limit_bytes)
         self._operators = [at for at, node in enumerate(nodes) if _is_operator(node)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
 from torch._inductor import ir, memory
 from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode, SchedulerNode
 from torch._inductor.utils import sympy_product
@@ -26,9 +27,13 @@ class NodeBuffer:
 
 
 class NodeMemory:
-    """The memory of the nodes of a graph that run in their order."""
+    """The memory of the nodes of a graph that run in their order. `workspace_of` returns the bytes
+    that a call takes besides its inputs and outputs.
+    """
 
-    def __init__(self, nodes: list[BaseSchedulerNode]) -> None:
+    def __init__(
+        self, nodes: list[BaseSchedulerNode], workspace_of: Callable[[fx.Node], int]
+    ) -> None:
         inputs = OrderedSet(V.graph.graph_inputs)
         outputs = OrderedSet(V.graph.get_output_names())
         known = nodes[0].scheduler.name_to_buf
@@ -81,9 +86,10 @@ class NodeMemory:
         self.live: list[int] = []
         """Bytes that live during each node."""
         live = 0
-        for change, written_over in zip(self._changes[:-1], self.written_over, strict=True):
-            live += change
-            self.live.append(live - sum(buffer.nbytes for buffer in written_over))
+        for at, node in enumerate(nodes):
+            live += self._changes[at]
+            saved = sum(buffer.nbytes for buffer in self.written_over[at])
+            self.live.append(live - saved + _workspace(node, workspace_of))
 
     def peak_within(self, limit_bytes: int) -> int:
         """Returns what the peak may be: as it is, or nine tenths of a limit, because the count is
@@ -97,6 +103,14 @@ class NodeMemory:
             self.made[buffer.maker].append(buffer)
         for reader in readers:
             self.read[reader].append(buffer)
+
+
+def _workspace(node: BaseSchedulerNode, workspace_of: Callable[[fx.Node], int]) -> int:
+    """Returns the bytes that an operator takes besides its inputs and outputs."""
+    kernel: Any = node.node
+    if not isinstance(kernel, ir.FallbackKernel):
+        return 0
+    return max(map(workspace_of, kernel.get_origins()), default=0)
 
 
 def _on_host(nodes: list[BaseSchedulerNode]) -> set[str]:

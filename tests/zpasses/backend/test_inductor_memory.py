@@ -98,8 +98,10 @@ def read_before_and_after(*, what, room=False):
 
 
 def code_of(patches, make=read_before_and_after, **graph):
-    """The lines of the code after its inputs."""
-    ours = {"reorder_for_peak_memory": False, "allow_buffer_reuse": False}
+    """The lines of the code after its inputs, with the settings that compiles of zpasses have."""
+    ours = dict.fromkeys(
+        ("reorder_for_locality", "reorder_for_peak_memory", "allow_buffer_reuse"), False
+    )
     patches = {**ours, "force_disable_caches": True, **patches}
     with fake_world(2), torch.no_grad():
         gm, values = make(**graph)
@@ -189,7 +191,7 @@ def test_a_kernel_is_kept_apart_by_an_operator_that_no_fusion_moves():
 
     shapes = {f"primals_{name}": (8, 8) for name in ("base", "row", "left", "right")}
     shapes["primals_row"] = (1, 8)
-    calls = calls_of(compat.within_planned_peak({}), lambda: built(graph, **shapes))
+    calls = calls_of(compat.within_planned_peak({}, 900), lambda: built(graph, **shapes))
     assert calls == ["product", "kernel", "product", "product", "kernel"]
 
 
@@ -222,9 +224,8 @@ def test_a_kernel_runs_where_the_graph_has_it():
 
     shapes = {f"primals_{name}": (8, 8) for name in ("row", "base", "left", "right")}
     make = lambda: built(graph, **shapes)  # noqa: E731
-    patches = {"reorder_for_locality": False}  # as in compiles of zpasses
-    assert calls_of(patches, make) == ["product", "product", "kernel", "product"]
-    kept = calls_of(compat.within_planned_peak(patches), make)
+    assert calls_of({}, make) == ["product", "product", "kernel", "product"]
+    kept = calls_of(compat.within_planned_peak({}), make)
     assert kept == ["product", "kernel", "product", "product"]
 
 
@@ -258,6 +259,26 @@ def test_an_input_that_is_not_donated_is_not_written_over():
     make = lambda: built(graph, saved=(64, 128), **shapes)  # noqa: E731
     kept = calls_of(compat.within_planned_peak({}), make)
     assert kept == ["kernel", "product"] * 3 + ["product", "product"]
+
+
+@pytest.mark.parametrize("workspace", [0, 1 << 20])
+def test_what_an_operator_takes_within_its_call_counts(workspace):
+    """Where the peak is within attention, nothing may live across it in addition."""
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def graph(call, base, row, column, line, query):
+        yield call(aten.mm.default, row, call(aten.exp.default, base))
+        yield call(operator.getitem, call(attention, query, query, query), 0)
+        yield call(aten.mm.default, row, call(aten.cos.default, base))
+        yield call(aten.mm.default, row, call(aten.mm.default, column, line))
+
+    shapes = {"base": (64, 64), "row": (1, 64), "column": (64, 1), "line": (1, 256)}
+    shapes = {f"primals_{name}": shape for name, shape in shapes.items()}
+    patches = compat.within_planned_peak(
+        {}, workspace_of=lambda call: workspace if call.target is attention else 0
+    )
+    calls = calls_of(patches, lambda: built(graph, **shapes, primals_query=(1, 1, 8, 8)))
+    assert calls.count("kernel") == (2 if workspace else 1)
 
 
 def test_what_rests_on_the_host_is_no_memory_that_fused_kernels_may_take():

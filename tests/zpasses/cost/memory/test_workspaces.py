@@ -1,4 +1,4 @@
-"""What attention takes within a call."""
+"""What attention and convolutions take within a call."""
 
 import pytest
 import torch
@@ -35,8 +35,25 @@ def inputs_of(rows, columns, dtype, *, heads=4, key_heads=4, head=16):
 
 def call_of(function, inputs):
     graph = make_fx(function)(*inputs).graph
-    (node,) = (each for each in graph.nodes if "attention" in str(each.target))
-    return node
+    return next(each for each in graph.nodes if each.op == "call_function")
+
+
+def counted_and_taken(function, inputs, threads):
+    """Bytes of a call by the model, less those that it allocates."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with (
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+            record_function("call"),
+        ):
+            outputs = function(*inputs)
+        node = call_of(function, inputs)
+        counted = nbytes(value_of(node)) + workspace_bytes(node)
+    finally:
+        torch.set_num_threads(before)
+    del outputs
+    return counted - allocated(profiled, "call")[1]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -53,23 +70,26 @@ def call_of(function, inputs):
 )
 def test_attention_takes_what_the_model_says(function, rows, columns, dtype, threads):
     inputs = inputs_of(rows, columns, dtype)[function is backward]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with (
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
-            record_function("call"),
-        ):
-            outputs = function(*inputs)
-        node = call_of(function, inputs)
-        counted = nbytes(value_of(node)) + workspace_bytes(node)
-    finally:
-        torch.set_num_threads(before)
-    _, peak = allocated(profiled, "call")
     # Each thread of backward has a row of sums, and only that of the first is profiled.
     unseen = (threads - 1) * min(rows, 256) * dtype.itemsize if function is backward else 0
-    assert 0 <= counted - peak <= unseen
-    del outputs
+    assert 0 <= counted_and_taken(function, inputs, threads) <= unseen
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("mask", [None, (True, True, False), (True, False, False)])
+@pytest.mark.parametrize("channels", [64, 128])
+def test_convolutions_take_copies_of_their_weight(channels, mask, threads):
+    layout = {"memory_format": torch.channels_last}
+    data = torch.randn(4, 64, 16, 16).to(**layout)
+    weight = torch.randn(channels, 64, 3, 3).to(**layout)
+    settings = None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    function, inputs = aten.convolution, (data, weight)
+    if mask is not None:
+        gradient = torch.randn(4, channels, 16, 16).to(**layout)
+        function, inputs = aten.convolution_backward, (gradient, *inputs)
+        settings = (*settings, mask)
+    run = lambda *given: function(*given, *settings)  # noqa: E731
+    assert 0 <= counted_and_taken(run, inputs, threads) <= 16 << 10
 
 
 def test_a_gradient_in_another_layout_is_copied():
