@@ -67,7 +67,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.9", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.10", self._limit_bytes, before
 
 
 def fusion_within_peak(before: Callable[..., Any] | None, limit_bytes: int) -> Callable[..., Any]:
@@ -104,8 +104,7 @@ def _in_planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]
 
 
 def _called_at(nodes: list[BaseSchedulerNode]) -> list[int]:
-    """Returns node -> the position in the graph of the last call that it runs, 0 if it runs none.
-    """
+    """Returns node -> the position in the graph of the last call that it runs, 0 if none."""
     kernels: list[list[Any]] = [[part.node for part in node.get_nodes()] for node in nodes]
     calls: list[list[fx.Node]] = [
         [call for kernel in parts if kernel is not None for call in kernel.get_origins()]
