@@ -10,7 +10,7 @@ on what to save.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,20 +163,13 @@ class _Partitioner:
         mine: list[Any] = [
             choice.chunks,
             choice.activation_budget,
-            [
-                at
-                for at, each in enumerate(_in_order(plan_trials) if choice.recomputed else ())
-                if each.name in choice.recomputed
-            ],
+            _places(plan_trials.leaving_names, choice.recomputed),
             [at for at, (node, *_) in enumerate(full) if node.name in choice.kept],
             [at for at, (node, *_) in enumerate(full) if node.name in choice.cached],
-            [
-                at
-                for at, each in enumerate(
-                    plan_trials.saved_values(choice.activation_budget, choice.recomputed)
-                )
-                if each.name in choice.offloaded
-            ],
+            _places(
+                lambda: plan_trials.leaving_names(choice.activation_budget, choice.recomputed),
+                choice.offloaded,
+            ),
             plan.memory_budget,
             _gathered_again(plan.trial.graphs, full),
         ]
@@ -189,13 +182,13 @@ class _Partitioner:
             merge=lambda plans: [*plans[0][:-1], _in_all([plan[-1] for plan in plans])],
         )
         trials = self._trials.in_chunks(chunks)
-        values = _in_order(trials) if again else []
-        recomputed = frozenset(values[at].name for at in again if at < len(values))
+        recomputed = frozenset(_at(again, trials.leaving_names))
         own = _gathered_again(trials.trial(activations, recomputed).graphs, full)
         kept = [*kept, *(at for at in own if at not in {*gathered, *kept, *cached})]
-        saved = trials.saved_values(activations, recomputed) if offloaded else []
         nodes = [[full[at][0] for at in some] for some in (kept, cached)]
-        on_host = [saved[at] for at in offloaded if at < len(saved)]
+        moved = set(_at(offloaded, lambda: trials.leaving_names(activations, recomputed)))
+        saved = trials.saved_values(activations, recomputed) if offloaded else ()
+        on_host = [each for each in saved if each.name in moved]
         names = [frozenset(each.name for each in some) for some in (*nodes, on_host)]
         adopted = Choice(activations, names[0], names[1], names[2], recomputed, chunks)
         return _Adopted(adopted, nodes[0], nodes[1], on_host, budget)
@@ -245,9 +238,15 @@ def _in_all(gathered: Sequence[list[int]]) -> list[int]:
     return [at for at in gathered[0] if all(at in each for each in gathered)]
 
 
-def _in_order(trials: StepTrials) -> list[SavedValue]:
-    """Returns what may be computed again in an order that does not depend on a rank's costs."""
-    return sorted(trials.recomputable(), key=lambda each: (each.ready_slot, each.name))
+def _places(names: Callable[[], list[str]], chosen: Collection[str]) -> list[int]:
+    """Returns where the chosen names are in a list, which is made only if there are some."""
+    return [at for at, each in enumerate(names()) if each in chosen] if chosen else []
+
+
+def _at(places: Sequence[int], names: Callable[[], list[str]]) -> list[str]:
+    """Returns the names at these places of a list, which is made only if there are some."""
+    found = names() if places else []
+    return [found[at] for at in places if at < len(found)]
 
 
 def too_little_memory(text: str, plan: StepPlan, trials: StepTrials) -> str:

@@ -349,6 +349,20 @@ class StepTrials:
         forward, backward = (each.graph for each in self.trial(1.0).graphs)
         return cheapest_first(values, kernels_again(forward, backward, again))
 
+    def leaving_names(
+        self, activation_budget: float = 1.0, recomputed: frozenset[str] = frozenset()
+    ) -> list[str]:
+        """Returns the names of what a trial saves and may leave the device, in the order in which
+        forward returns it.
+
+        Small values are among them: which values are large enough depends on the batch, and the
+        places of values in this list must not.
+        """
+        graphs = self.trial(activation_budget, recomputed).graphs
+        forward, backward = (each.graph for each in graphs)
+        values = offloadable_values(forward, backward, self.user_outputs, least_bytes=0)
+        return [node.name for node in values]
+
     def _all_leaving(self) -> tuple[list[SavedValue], dict[str, Recompute]]:
         """What may leave the device of what is saved by default, and how backward computes those
         values again that it may.

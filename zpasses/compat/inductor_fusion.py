@@ -74,7 +74,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.9", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.10", self._limit_bytes, before
 
 
 def fusion_within_peak(

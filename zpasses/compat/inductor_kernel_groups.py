@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 from torch._inductor.codegen.cpp import CppScheduling
-from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode, Scheduler
 
 from zpasses.compat.inductor_memory import NodeMemory, is_kernel
 
@@ -54,15 +54,19 @@ def _last_of_groups(
     """Returns the kernels after which a group ends although a kernel follows."""
     most = memory.peak_within(limit_bytes)
     last: set[Any] = set()
-    live: int | None = None  # during the group, if the last node is a kernel
+    before: BaseSchedulerNode | None = None  # the last kernel of the group
+    live = 0  # during the group
     for at, node in enumerate(nodes):
+        if isinstance(node, NopKernelSchedulerNode):  # no code, so the group goes on
+            continue
         if not is_kernel(node):
-            live = None
+            before = None
             continue
         written_over = sum(buffer.nbytes for buffer in memory.written_over[at])
         added = sum(buffer.nbytes for buffer in memory.made[at]) - written_over
-        if live is not None and live + added > most:
-            last.add(nodes[at - 1])
-            live = None
-        live = memory.live[at] if live is None else live + added
+        if before is not None and live + added > most:
+            last.add(before)
+            before = None
+        live = memory.live[at] if before is None else live + added
+        before = node
     return last

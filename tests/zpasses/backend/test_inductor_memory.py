@@ -316,6 +316,23 @@ def test_kernels_are_no_one_function_where_that_raises_the_peak():
     assert roomy == calls_of({}, make) == ["product"] * 3 + ["kernel"]
 
 
+def test_a_function_of_kernels_goes_on_after_what_joins_its_results():
+    """What a part of a `cat` is computed from is freed after the function, not after the part."""
+
+    def graph(call, left, right, row):
+        products = [call(aten.mm.default, each, each) for each in (left, right)]
+        joined = call(aten.cat.default, [call(aten.exp.default, each) for each in products], 1)
+        scaled = call(aten.mul.Tensor, joined, call(aten.sum.dim_IntList, joined, [0], True))
+        yield call(aten.mm.default, row, call(aten.permute.default, scaled, [1, 0]))
+
+    shapes = {"primals_left": (8, 8), "primals_right": (8, 8), "primals_row": (1, 16)}
+    make = lambda: built(graph, **shapes)  # noqa: E731
+    kept = calls_of(compat.within_planned_peak({}), make)
+    assert kept == ["product", "kernel"] * 2 + ["kernel", "product"]
+    roomy = calls_of(compat.within_planned_peak({}, limit_bytes=1 << 20), make)
+    assert roomy == ["product", "kernel"] * 2 + ["product"]
+
+
 class Recorded(CustomSchedulerPass):
     """A pass of a user."""
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zpasses
 from zpasses import compat
@@ -13,6 +14,7 @@ from zpasses.cost.memory.liveness import liveness
 from zpasses.dumps import read
 from zpasses.inspect.overview_page import list_view
 from zpasses.pipeline.events import observe_graphs
+from zpasses.ranks.agree import simulated_answers
 from zpasses.testing import fake_world, run_on_ranks, world_mesh
 from zpasses.tools.bench.model import ModelSize, build_model
 
@@ -112,3 +114,26 @@ def test_plans_are_made_for_the_largest_length_that_is_named():
     largest = forward_peak(64)
     assert forward_peak(8) < 0.5 * largest
     assert largest <= forward_peak(8, most=64) <= 1.1 * largest
+
+
+def test_a_smaller_batch_saves_what_the_first_one_saves():
+    """Although some values of the smaller batch are too small to be worth a plan of its own."""
+    saved = []
+
+    def observe(log):
+        if log.kind == "backward":
+            inputs = [node for node in log.graph.nodes if node.op == "placeholder"]
+            shapes = [tuple(node.meta["val"].shape) for node in inputs]
+            saved.append([width for rows, *width in shapes if rows in (1024, 200)])
+
+    blocks = [(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(*(layer for block in blocks for layer in block))
+    options = {"codegen": "eager", "memory_budget": "4MiB"}
+    with fake_world(2) as mesh, simulated_answers(), observe_graphs(observe):
+        zpasses.shard(model, mesh=mesh)
+        for rows in (1024, 200):
+            torch.compiler.reset()
+            step = torch.compile(model, backend="zpasses", options=options, dynamic=False)
+            step(torch.ones(rows, 64)).sum().backward()
+    first, second = saved
+    assert first == second
