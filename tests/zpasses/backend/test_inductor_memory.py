@@ -320,7 +320,7 @@ def test_a_function_of_kernels_goes_on_after_what_joins_its_results():
     """What a part of a `cat` is computed from is freed after the function, not after the part."""
 
     def graph(call, left, right, row):
-        products = [call(aten.mm.default, each, each) for each in (left, right)]
+        products = (call(aten.mm.default, each, each) for each in (left, right))
         joined = call(aten.cat.default, [call(aten.exp.default, each) for each in products], 1)
         scaled = call(aten.mul.Tensor, joined, call(aten.sum.dim_IntList, joined, [0], True))
         yield call(aten.mm.default, row, call(aten.permute.default, scaled, [1, 0]))
