@@ -14,7 +14,7 @@ from zpasses.backend.compile_job import CompileJob
 from zpasses.backend.levels import run_level
 from zpasses.backend.partition_choice import partition_step
 from zpasses.backend.step_trials import PartitionPolicy
-from zpasses.cost.memory.workspaces import workspace_bytes
+from zpasses.cost.memory.liveness import bytes_within
 from zpasses.cost.plan.kept_params import Repetition
 from zpasses.graph.dialect import UNSHARD
 from zpasses.graph.host_copies import offloadable_inputs, offloadable_values
@@ -35,7 +35,7 @@ def inductor_patches(job: CompileJob) -> dict[str, Any]:
     extra = job.options.inductor
     if (budget := job.options.memory_budget) is not None:
         most = None if budget == "auto" else parse_budget(budget, "memory_budget").most_bytes
-        extra = compat.within_planned_peak(extra, most or 0, workspace_bytes)
+        extra = compat.within_planned_peak(extra, most or 0, bytes_within)
     return compat.inductor_config_patches(partitioner, extra)
 
 

@@ -90,7 +90,8 @@ def within_planned_peak(
     Args:
         chosen: the user's options, which are kept. None in this place has all kernels fused.
         limit_bytes: what the peak may be in any case.
-        workspace_of: returns the bytes that a call takes besides its inputs and outputs.
+        workspace_of: returns the bytes that a call takes besides its inputs and outputs, until its
+            waits if there are some.
     """
     from torch._inductor import config
 

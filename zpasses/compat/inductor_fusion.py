@@ -38,7 +38,8 @@ class FusionWithinPeak(CustomSchedulerPass):
         dx = mm(dy, w)                             dw = mm(dy, x1)
         dh = kernel(h, dx)
 
-    That saves a read of `h`, and `dx` and `dh` live beside `dy`. This pass goes through the pairs
+    That saves a read of `h`, and `dx` and `dh` live beside `dy`. A collective or a wait may stand
+    between them, too. This pass goes through the pairs
     of kernels that Inductor may fuse, in the order of the graph. It allows a pair if the bytes that
     live earlier for it and for all pairs allowed before fit below the peak that the graph has
     without fusion, or below nine tenths of a limit; so the peak is kept whichever of them Inductor
@@ -48,7 +49,8 @@ class FusionWithinPeak(CustomSchedulerPass):
     Args:
         before: a pass of the user that runs before, if there is one.
         limit_bytes: what the peak may be in any case.
-        workspace_of: returns the bytes that a call takes besides its inputs and outputs.
+        workspace_of: returns the bytes that a call takes besides its inputs and outputs, until its
+            waits if there are some.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.10", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.11", self._limit_bytes, before
 
 
 def fusion_within_peak(
@@ -148,7 +150,7 @@ class _Fusions:
         self._memory = NodeMemory(nodes, workspace_of)
         self._live = self._memory.live  # with what the allowed fusions add at most
         self._peak = self._memory.peak_within(limit_bytes)
-        self._operators = [at for at, node in enumerate(nodes) if _is_operator(node)]
+        self._operators = [at for at, node in enumerate(nodes) if _is_call(node)]
         self._place = list(range(len(nodes)))
         """Where each node runs at the earliest, after the fusions that are allowed."""
         self._group = list(range(len(nodes)))
@@ -325,18 +327,20 @@ def _with_only_readers(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode
 
 
 def _is_operator(node: BaseSchedulerNode) -> bool:
-    """Whether a node runs an operator such as a product. Collectives, copies from the host, waits
-    and the outputs of another call do not count: kernels around them are one kernel often. Nor does
-    what makes no buffer, because dependencies name one.
+    """Whether a node runs an operator such as a product. Collectives, copies from the host and
+    waits do not count.
     """
-    if is_kernel(node) or isinstance(node, NopKernelSchedulerNode) or not node.get_buffer_names():
+    namespace = getattr(getattr(node.node, "op_overload", None), "namespace", None)
+    return _is_call(node) and namespace not in ("_c10d_functional", "zpasses")
+
+
+def _is_call(node: BaseSchedulerNode) -> bool:
+    """Whether a node runs no kernel. The outputs of another call do not count, nor does what makes
+    no buffer, because dependencies name one.
+    """
+    if is_kernel(node) or isinstance(node, NopKernelSchedulerNode):
         return False
-    kernel: Any = node.node
-    namespace = getattr(getattr(kernel, "op_overload", None), "namespace", None)
-    return not isinstance(kernel, ir.MultiOutput) and namespace not in (
-        "_c10d_functional",
-        "zpasses",
-    )
+    return bool(node.get_buffer_names()) and not isinstance(node.node, ir.MultiOutput)
 
 
 def _elements(node: Any) -> Any:

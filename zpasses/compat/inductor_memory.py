@@ -28,7 +28,7 @@ class NodeBuffer:
 
 class NodeMemory:
     """The memory of the nodes of a graph that run in their order. `workspace_of` returns the bytes
-    that a call takes besides its inputs and outputs.
+    that a call takes besides its inputs and outputs, until its waits if there are some.
     """
 
     def __init__(
@@ -86,10 +86,14 @@ class NodeMemory:
         self.live: list[int] = []
         """Bytes that live during each node."""
         live = 0
-        for at, node in enumerate(nodes):
+        for at in range(len(nodes)):
             live += self._changes[at]
             saved = sum(buffer.nbytes for buffer in self.written_over[at])
-            self.live.append(live - saved + _workspace(node, workspace_of))
+            self.live.append(live - saved)
+        for at, node in enumerate(nodes):
+            within = _workspace(node, workspace_of)
+            for place in range(at, _awaited_at(nodes, at) + 1 if within else at):
+                self.live[place] += within
 
     def peak_within(self, limit_bytes: int) -> int:
         """Returns what the peak may be: as it is, or nine tenths of a limit, because the count is
@@ -111,6 +115,20 @@ def _workspace(node: BaseSchedulerNode, workspace_of: Callable[[fx.Node], int]) 
     if not isinstance(kernel, ir.FallbackKernel):
         return 0
     return max(map(workspace_of, kernel.get_origins()), default=0)
+
+
+def _awaited_at(nodes: list[BaseSchedulerNode], at: int) -> int:
+    """Returns the position of the last wait for an operator; its own if it has none."""
+    names, last = set(nodes[at].get_buffer_names()), at
+    for place in range(at + 1, len(nodes)):
+        kernel: Any = nodes[place].node
+        if names.isdisjoint(dep.name for dep in nodes[place].unmet_dependencies):
+            continue
+        if isinstance(kernel, ir.MultiOutput):
+            names |= set(nodes[place].get_buffer_names())
+        elif "wait" in str(getattr(kernel, "op_overload", None)):
+            last = place
+    return last
 
 
 def _on_host(nodes: list[BaseSchedulerNode]) -> set[str]:

@@ -458,6 +458,14 @@ def subgraph_bytes(node: fx.Node) -> int:
     return known[fuses()]
 
 
+def bytes_within(node: fx.Node) -> int:
+    """Returns the bytes that a call takes besides its inputs and outputs, until its wait if it
+    communicates. Copies that Inductor's code makes by kernels of their own do not count.
+    """
+    collective = collective_of(node)
+    return workspace_bytes(node) if collective is None else _of_backend(node, collective)
+
+
 GLOO_PACKED_BYTES = 64 << 10
 """Largest message over gloo that is packed with others. The copies of a larger one take longer than
 the message that they save."""
