@@ -10,9 +10,10 @@ from typing import Any
 from torch import fx
 from torch._inductor import ir
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
-from torch._inductor.dependencies import WeakDep
+from torch._inductor.dependencies import MemoryDep, WeakDep
 from torch._inductor.scheduler import (
     BaseSchedulerNode,
+    ForeachKernelSchedulerNode,
     FusedSchedulerNode,
     NopKernelSchedulerNode,
     SchedulerNode,
@@ -28,7 +29,8 @@ _MOST_NEIGHBOURS = 64
 
 
 class FusionWithinPeak(CustomSchedulerPass):
-    """Has Inductor fuse no kernels across an operator where that raises the peak of the graph.
+    """Has kernels run where the graph has them, and Inductor fuse none across an operator where
+    that raises the peak of the graph.
 
     Inductor fuses kernels that read the same values. The fused kernel runs where the first of them
     would, after all that the others depend on, and all that it writes lives from there on:
@@ -64,7 +66,7 @@ class FusionWithinPeak(CustomSchedulerPass):
         self._workspace_of = workspace_of
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-        """Adds the dependencies. `nodes` are in the order of the graph."""
+        """Orders the nodes and adds the dependencies."""
         if self._before is not None:
             nodes = self._before(nodes)
         if nodes:
@@ -76,7 +78,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.11", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.12", self._limit_bytes, before
 
 
 def fusion_within_peak(
@@ -163,7 +165,7 @@ class _Fusions:
         """Adds the dependencies that keep kernels apart."""
         users: dict[str, list[int]] = defaultdict(list)
         for at, node in enumerate(self._nodes):
-            if not is_kernel(node):
+            if not is_kernel(node) or isinstance(node, ForeachKernelSchedulerNode):
                 continue
             names = node.used_buffer_names()
             near = {each for name in names for each in users[name][-_MOST_NEIGHBOURS:]}
@@ -182,15 +184,24 @@ class _Fusions:
 
     def _are_apart(self, other: int, at: int) -> bool:
         """Whether an operator reads what a kernel leads to, and leads to a later kernel. Inductor
-        fuses no such pair.
+        fuses no such pair. If it leads to some parts of the later kernel only, it keeps the others
+        apart, too.
         """
         low, high = (bisect_left(self._operators, each) for each in (other, at))
-        names, later = self._nodes[other].get_operation_names(), self._nodes[at].ancestors
-        return any(
-            not later.isdisjoint(self._nodes[each].get_operation_names())
-            and not names.isdisjoint(self._nodes[each].ancestors)
+        names = self._nodes[other].get_operation_names()
+        between = [
+            (each, self._nodes[each].get_operation_names())
             for each in self._operators[low:high]
-        )
+            if not names.isdisjoint(self._nodes[each].ancestors)
+        ]
+        apart_by = [
+            next((each for each, made in between if not part.ancestors.isdisjoint(made)), None)
+            for part in self._nodes[at].get_nodes()
+        ]
+        operators = [each for each in apart_by if each is not None]
+        if operators and None in apart_by:
+            self._after[at].add(operators[0])
+        return bool(operators)
 
     def _decide(self, other: int, at: int) -> None:
         """Allows two kernels to be fused, or keeps them apart."""
@@ -291,7 +302,8 @@ class _Fusions:
 
 def _with_only_readers(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     """Returns the nodes with each kernel as a part of the one kernel that reads what it makes, if
-    no operator stands between them. Inductor fuses these, and plans count on it.
+    that reads each element where it is written, and no operator stands between them. Inductor fuses
+    these if no other kernel is fused with one of them before, and plans count on it.
     """
     readers: dict[str, set[int]] = defaultdict(set)
     for at, node in enumerate(nodes):
@@ -311,10 +323,8 @@ def _with_only_readers(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode
         if (
             len(read_at) == 1
             and only < end
-            and isinstance(node, SchedulerNode)
-            and isinstance(nodes[only], SchedulerNode)
             and outputs.isdisjoint(made)
-            and _elements(nodes[only]) == _elements(node)
+            and _is_read_as_written(node, nodes[only])
         ):
             place[at] = place[only]
             parts[place[at]] = [*parts[at], *parts[place[at]]]
@@ -324,6 +334,21 @@ def _with_only_readers(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode
         for each in parts
         if each
     ]
+
+
+def _is_read_as_written(maker: BaseSchedulerNode, reader: BaseSchedulerNode) -> bool:
+    """Whether a kernel reads the elements of another one in the order in which they are written."""
+    if not isinstance(maker, SchedulerNode) or not isinstance(reader, SchedulerNode):
+        return False
+    written = set(map(_element, maker.read_writes.writes))
+    names = {dep.name for dep in maker.read_writes.writes}
+    reads = [dep for dep in reader.read_writes.reads if dep.name in names]
+    return all(isinstance(dep, MemoryDep) and _element(dep) in written for dep in reads)
+
+
+def _element(dep: Any) -> Any:
+    """Which element of which buffer each step of a loop reads or writes."""
+    return (dep.name, dep.index, dep.size) if isinstance(dep, MemoryDep) else dep.name
 
 
 def _is_operator(node: BaseSchedulerNode) -> bool:

@@ -112,7 +112,7 @@ class NodeMemory:
 def _workspace(node: BaseSchedulerNode, workspace_of: Callable[[fx.Node], int]) -> int:
     """Returns the bytes that an operator takes besides its inputs and outputs."""
     kernel: Any = node.node
-    if not isinstance(kernel, ir.FallbackKernel):
+    if not isinstance(kernel, ir.ExternKernelAlloc):
         return 0
     return max(map(workspace_of, kernel.get_origins()), default=0)
 

@@ -176,7 +176,7 @@ def test_a_kernel_of_two_parts_writes_over_nothing_that_both_read():
     assert calls == ["product", "kernel", "product", "kernel"]
 
 
-def test_a_kernel_is_kept_apart_by_an_operator_that_no_fusion_moves():
+def test_a_kernel_is_kept_apart_by_an_targetthat_no_fusion_moves():
     """The second kernel is fused with the first, so that `made` runs before both. What keeps the
     third one apart from them is a later product.
     """
@@ -245,6 +245,42 @@ def test_a_kernel_is_a_part_of_the_one_kernel_that_reads_it():
     assert allocations(code) == 4  # `exp`, `made` and what is returned
 
 
+def test_a_part_of_a_kernel_is_kept_apart_by_what_another_part_waits_for():
+    """The kernel of `factor` could be fused with the first one, that of its reader could not."""
+
+    def graph(call, base, other, row, left):
+        first = call(aten.exp.default, call(aten.mul.Tensor, base, other))
+        made = call(aten.mm.default, first, left)
+        factor = call(aten.sigmoid.default, call(aten.add.Tensor, base, other))
+        made = call(aten.mul.Tensor, call(aten.mul.Tensor, made, factor), factor)
+        yield call(aten.mm.default, row, made)
+
+    shapes = {f"primals_{name}": (64, 64) for name in ("base", "other", "row", "left")}
+    shapes["primals_row"] = (1, 64)
+    code = code_of(compat.within_planned_peak({}), lambda: built(graph, **shapes))
+    assert allocations(code) == 3  # `first`, `made` and what is returned
+
+
+def test_a_kernel_is_no_part_of_one_that_reads_it_in_another_order():
+    """Inductor does not fuse these, so the peak is where both of them live."""
+
+    def graph(call, base, row, left, column, line):
+        yield call(aten.mm.default, row, call(aten.exp.default, base))
+        made = call(aten.mm.default, left, left)
+        factor = call(aten.sigmoid.default, made)
+        turned = call(aten.permute.default, factor, [1, 0])
+        product = call(aten.mul.Tensor, call(aten.mul.Tensor, factor, turned), made)
+        yield call(aten.mm.default, row, product)
+        yield call(aten.mm.default, row, call(aten.cos.default, base))
+        yield call(aten.mm.default, row, call(aten.mm.default, column, line))
+
+    shapes = {"base": (64, 64), "row": (1, 64), "left": (64, 64), "column": (64, 1)}
+    shapes = {f"primals_{name}": shape for name, shape in {**shapes, "line": (1, 160)}.items()}
+    code = code_of(compat.within_planned_peak({}), lambda: built(graph, **shapes))
+    starts = [line for line in code if line.startswith(("cpp_fused", "extern_kernels.mm("))]
+    assert starts[0].count("buf") == 1  # `exp` alone
+
+
 def test_an_input_that_is_not_donated_is_not_written_over():
     """The peak is where it is read, so kernels before and after that stay apart."""
 
@@ -262,20 +298,29 @@ def test_an_input_that_is_not_donated_is_not_written_over():
 
 
 @pytest.mark.parametrize("workspace", [0, 1 << 20])
-def test_what_an_operator_takes_within_its_call_counts(workspace):
-    """Where the peak is within attention, nothing may live across it in addition."""
-    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+@pytest.mark.parametrize(
+    ("target", "arguments"),
+    [
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, ()),
+        (aten.convolution.default, (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)),
+    ],
+    ids=["attention", "convolution"],
+)
+def test_what_an_targettakes_within_its_call_counts(target, arguments, workspace):
+    """Where the peak is within its call, nothing may live across it in addition."""
 
     def graph(call, base, row, column, line, query):
         yield call(aten.mm.default, row, call(aten.exp.default, base))
-        yield call(operator.getitem, call(attention, query, query, query), 0)
+        given = (query, query) if arguments else (query, query, query)
+        result = call(target, *given, *arguments)
+        yield result if arguments else call(operator.getitem, result, 0)
         yield call(aten.mm.default, row, call(aten.cos.default, base))
         yield call(aten.mm.default, row, call(aten.mm.default, column, line))
 
     shapes = {"base": (64, 64), "row": (1, 64), "column": (64, 1), "line": (1, 256)}
     shapes = {f"primals_{name}": shape for name, shape in shapes.items()}
     patches = compat.within_planned_peak(
-        {}, workspace_of=lambda call: workspace if call.target is attention else 0
+        {}, workspace_of=lambda call: workspace if call.target is target else 0
     )
     calls = calls_of(patches, lambda: built(graph, **shapes, primals_query=(1, 1, 8, 8)))
     assert calls.count("kernel") == (2 if workspace else 1)
