@@ -78,7 +78,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.12", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.13", self._limit_bytes, before
 
 
 def fusion_within_peak(
@@ -100,7 +100,8 @@ def _in_planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]
     """
     called_at = _called_at(nodes)
     needs = _positions_of_needs(nodes)
-    kernels = (at for at, node in enumerate(nodes) if is_kernel(node))
+    # What only fills memory, such as that which a scatter adds to, frees none by running early.
+    kernels = (at for at, node in enumerate(nodes) if is_kernel(node) and node.read_writes.reads)
     waiting = deque(sorted(kernels, key=lambda at: called_at[at]))
     order: dict[int, None] = {}
     for at in range(len(nodes)):
