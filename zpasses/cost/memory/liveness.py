@@ -528,7 +528,8 @@ def _of_backend(node: fx.Node, collective: Collective) -> int:
         ranks = group_size(collective.group)
         count = numel(value_of(node.all_input_nodes[0])) // ranks
         return 2 * ranks * int(Encoding.parse(how["encoding"]).record_bytes(count))
-    if call.namespace != "_c10d_functional" or not compat.is_gloo(collective.group):
+    is_plain = call.namespace == "_c10d_functional" or collective.op.startswith("gloo_")
+    if not is_plain or not compat.is_gloo(collective.group):
         return 0
     if "all_reduce" in collective.op:
         return collective.nbytes if len(collective.shapes) > 1 else 0
