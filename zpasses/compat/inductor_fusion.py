@@ -78,7 +78,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.13", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.14", self._limit_bytes, before
 
 
 def fusion_within_peak(

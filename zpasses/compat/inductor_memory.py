@@ -71,7 +71,8 @@ class NodeMemory:
             self._add(buffer, readers)
             if not returned:
                 self._changes[each.end_step + 1] -= each.size_free
-                if each.start_step < each.end_step and _is_read_in_place(each, nodes):
+                is_given = is_input or each.start_step < each.end_step
+                if is_given and _is_read_in_place(each, nodes):
                     dying[each.end_step, each.size_free].append(buffer)
         for size, read_at in _incoming_gradients(nodes, inputs - outputs):
             self._add(NodeBuffer(size, -1, read_at), read_at)

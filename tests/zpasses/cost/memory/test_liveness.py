@@ -13,6 +13,7 @@ from tests.streams import GraphBuilder
 from tests.zpasses.cost.memory.allocations import one_by_one
 from zpasses import compat
 from zpasses.cost.memory.liveness import (
+    bytes_within,
     liveness,
     reinplaceable_all_reduces,
     scratch_bytes,
@@ -25,6 +26,7 @@ from zpasses.graph.tags import Tag, add_tag
 from zpasses.passes import CacheParams, GatherParams, ReduceGrads, Schedule
 from zpasses.pipeline.events import observe_graphs
 from zpasses.runtime.codegen import eager_module
+from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.testing import fake_world
 
 aten = torch.ops.aten
@@ -145,6 +147,18 @@ def test_gloo_takes_scratch_memory_until_the_wait(monkeypatch):
     at = gloo.nodes.index(wait)
     assert gloo.live_bytes[at] - plain.live_bytes[at] == 120
     assert gloo.live_bytes[at + 2] == plain.live_bytes[at + 2]
+
+
+def test_operators_over_gloo_take_what_their_collectives_take(monkeypatch):
+    monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: True)
+    bucket = Schedule("single", mode="coalesced", memory_budget="1GiB")
+    with fake_world(2):
+        gm = two_params(GatherParams(), ReduceGrads("reduce_scatter"), bucket)
+        planned = [scratch_bytes(node) for node in started(gm)]
+        called = started(replace_gloo_collectives(gm))
+        assert [bytes_within(node) for node in called] == planned
+    assert all(node.target.namespace == "zpasses" for node in called)
+    assert min(planned) > 0
 
 
 def _all_reduced(build, item):

@@ -148,6 +148,38 @@ def test_generated_code_keeps_to_its_plan(make, budget):
         assert 0.9 < measured / liveness(graphs[kind]).peak_bytes < 1.005
 
 
+class WithLoss(torch.nn.Module):
+    """Its backward starts with a kernel that writes over the logits."""
+
+    def __init__(self, width=64, classes=2048):
+        super().__init__()
+        self.head = torch.nn.Linear(width, classes, bias=False)
+
+    def forward(self, x):
+        wanted = torch.zeros(len(x), dtype=torch.long)
+        return torch.nn.functional.cross_entropy(self.head(x), wanted)
+
+
+@pytest.mark.inductor
+def test_the_scheduler_counts_what_plans_count(monkeypatch):
+    """It allows fusions by its own count."""
+    counted = []
+    monkeypatch.setattr(
+        "zpasses.compat.inductor_fusion._Fusions.restrict",
+        lambda self: counted.append(max(self._memory.live)),
+    )
+    graphs, _, _ = measured_step(
+        None,
+        make=lambda: (WithLoss(), [(torch.randn(256, 64),)] * 2),
+        cache=False,
+        memory_budget="0%",
+        agreement=False,
+        inductor={"fx_graph_cache": False},
+    )
+    planned = [liveness(graphs[kind]).peak_bytes for kind in ("forward", "backward")]
+    assert counted == pytest.approx(planned, rel=0.01)
+
+
 class Residual(torch.nn.Module):
     """Convolutions with a skip connection, which is a strided convolution."""
 
