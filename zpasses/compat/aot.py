@@ -24,6 +24,7 @@ from zpasses.compat.fx_graph import (
     no_recompiles,
     subgraph_of,
 )
+from zpasses.compat.inductor import kept_strides
 
 
 def aot_input_index(desc: object) -> int | None:
@@ -167,10 +168,14 @@ def partition(
     forward, backward = map(lazy_module, made)
     save_inputs_of_views(forward, backward, kwargs["num_fwd_outputs"])
     _mark_outputs_of_model(forward, backward, kwargs["num_fwd_outputs"])
+    for name in kept_strides(forward.graph):
+        for node in backward.graph.find_nodes(op="placeholder"):
+            if node.name == name:
+                node.meta[_KEEPS_STRIDES] = True
     return forward, backward
 
 
-_IS_OUTPUT = "zpasses_is_output_of_model"
+_IS_OUTPUT, _KEEPS_STRIDES = "zpasses_is_output_of_model", "zpasses_keeps_strides"
 
 
 def may_overwrite(saved: fx.Node) -> bool:
@@ -178,6 +183,13 @@ def may_overwrite(saved: fx.Node) -> bool:
     unless the model also returns them. Incoming gradients belong to autograd.
     """
     return not saved.name.startswith("tangents") and not saved.meta.get(_IS_OUTPUT, False)
+
+
+def keeps_strides(saved: fx.Node) -> bool:
+    """Whether Inductor's code for the forward graph computes an input of a backward graph with the
+    strides that the graph shows, although it lays out convolutions channels last.
+    """
+    return bool(saved.meta.get(_KEEPS_STRIDES))
 
 
 def _mark_outputs_of_model(

@@ -233,6 +233,23 @@ def prefers_channels_last(graph: fx.Graph) -> bool:
     return GraphLowering.decide_layout_opt(gm, is_inference=False)
 
 
+def kept_strides(graph: fx.Graph) -> set[str]:
+    """Returns the names of the outputs of a forward graph that Inductor computes with the strides
+    that the graph shows, although it lays out convolutions channels last: those after the last
+    convolution.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    if not graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default):
+        return set()
+    if not prefers_channels_last(graph):
+        return set()
+    lowering: Any = SimpleNamespace(module=SimpleNamespace(graph=graph))
+    last = GraphLowering.find_nodes_prefer_channels_last(lowering)
+    outputs: Any = graph.output_node().all_input_nodes
+    return {each.name for each in outputs if each.op == "call_function" and each not in last}
+
+
 def report_output_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
     """Tells AOTAutograd the strides that a forward graph returns.
 

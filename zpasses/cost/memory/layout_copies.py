@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.graph.aliases import GETITEM, is_view
-from zpasses.graph.queries import collective_of, is_wait, nbytes, value_of
+from zpasses.cost.time.fused_kernels import is_elementwise
+from zpasses.graph.aliases import GETITEM, is_view, view_base
+from zpasses.graph.queries import collective_of, is_wait, nbytes, numel, value_of
 from zpasses.graph.tags import tag_of
 
 aten = torch.ops.aten
@@ -65,8 +66,22 @@ def copied_bytes(node: fx.Node) -> int:
     return sum(nbytes(value_of(each)) for each in copied_inputs(node))
 
 
+def runs_channels_last(convolution: fx.Node) -> bool:
+    """Whether a convolution of any number of dimensions runs channels last in Inductor's code."""
+    if _prefers_channels_last(convolution.graph) and value_of(convolution.args[0]).dim() == 4:
+        return _is_last(convolution)
+    first = 0 if convolution.target is _FORWARD else 1
+    operands: Any = convolution.args[first : first + 2]
+    values = [value_of(each) for each in operands]
+    return any(
+        compat.planned_size(each.stride(1)) == 1 and compat.planned_size(each.shape[1]) > 1
+        for each in values
+        if each.numel() != each.shape[0] * each.shape[1]
+    )
+
+
 def _is_last(convolution: fx.Node) -> bool:
-    """Whether a convolution runs channels last."""
+    """Whether a convolution runs channels last, if its graph prefers that."""
     first = 0 if convolution.target is _FORWARD else 1
     operands: Any = convolution.args[first : first + 2]
     if any(value_of(each).dim() != 4 for each in operands):
@@ -88,16 +103,34 @@ def _is_fixed(node: fx.Node, last: bool) -> bool:
     """Whether a value has a layout that its reader cannot choose: channels last, or another."""
     if not _matters(node):
         return False
+    is_read_apart = len(node.users) > 1 and any(user.target is _BACKWARD for user in node.users)
+    if is_elementwise(node) and is_read_apart:
+        # Inductor has it laid out as the operator does it alone: like its first whole operand.
+        source = _first_operand(node)
+        return not last if source is None else _is_fixed(source, last)
     while node.target in _SAME_LAYOUT:
         node = node.all_input_nodes[0]
     source = node.all_input_nodes[0] if node.target is GETITEM else node
     if source.target in (_FORWARD, _BACKWARD):
         return _is_last(source) == last
     if is_saved_copy(node) or (node.op == "placeholder" and _is_saved(node)):
-        return last and _prefers_channels_last(node.graph)
+        is_last = _prefers_channels_last(node.graph) and not compat.keeps_strides(node)
+        return is_last == last
     if node.op == "placeholder" or is_view(node) or is_wait(node) or collective_of(source):
         return (compat.planned_size(value_of(node).stride(1)) == 1) == last
     return False
+
+
+def _first_operand(node: fx.Node) -> fx.Node | None:
+    """Returns the value whose layout an elementwise value has; None if all are broadcast."""
+    count = numel(value_of(node))
+    while is_elementwise(node):
+        operands = node.all_input_nodes
+        found = [each for each in operands if numel(value_of(view_base(each))) >= count]
+        if not found:
+            return None
+        node = found[0]
+    return node
 
 
 def _is_saved(node: fx.Node) -> bool:

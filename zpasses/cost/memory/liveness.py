@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -244,20 +243,22 @@ class _Tracker:
             ]
             for _, sources, _ in self._elementwise
         ]
-        # Several parts of one kernel may read a value: none knows which of them is the last.
-        readers = Counter(
-            (id(buffer), others)
-            for (_, _, others), read in zip(self._elementwise, read_by, strict=True)
-            for buffer in {id(buffer): buffer for buffer, _ in read}.values()
-        )
+        readers: dict[tuple[int, int], list[fx.Node]] = {}
+        for (node, _, others), read in zip(self._elementwise, read_by, strict=True):
+            for buffer in {id(buffer) for buffer, _ in read}:
+                readers.setdefault((buffer, others), []).append(node)
         for (node, _, others), read in zip(self._elementwise, read_by, strict=True):
             made = self._memory_of[node][0]
             kept = [buffer for buffer, in_place in read if not in_place]
-            kept += [buffer for buffer, _ in read if readers[id(buffer), others] > 1]
             if made is None or made.node is not node:
                 continue
             for dying, _ in read:
-                if dying is not None and dying not in kept and _takes_over(made, dying):
+                if (
+                    dying is not None
+                    and dying not in kept
+                    and _takes_over(made, dying)
+                    and _needs_all(node, readers[id(dying), others])
+                ):
                     dying.last = made.first - 1
                     break
 
@@ -416,6 +417,21 @@ def _is_held_input(node: fx.Node) -> bool:
 def _is_moved_last(node: fx.Node) -> bool:
     """Whether a value is an average that goes to the host, at the end of the graph."""
     return node.target is AVERAGE_GRAD and any(user.target is TO_HOST for user in node.users)
+
+
+def _needs_all(node: fx.Node, readers: list[fx.Node]) -> bool:
+    """Whether a kernel needs the results of all others that read a value. If it does not, both may
+    be parts of one kernel, and none knows which of them reads the value last.
+    """
+    missing = {each for each in readers if each is not node}
+    pending, seen = [node] if missing else [], {node}
+    while missing and pending:
+        for each in pending.pop().all_input_nodes:
+            if each not in seen and each >= readers[0]:
+                seen.add(each)
+                pending.append(each)
+                missing.discard(each)
+    return not missing
 
 
 def _takes_over(made: Buffer, dying: Buffer) -> bool:

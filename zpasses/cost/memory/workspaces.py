@@ -5,19 +5,18 @@ thread, and in `flash_api.cpp` on NVIDIA GPUs: backward adds the gradient of the
 and makes the gradients of keys and values for each head of the queries. On AMD GPUs, backward only
 takes sums of rows. Other kernels of attention, such as those of cuDNN, do not count.
 
-On a CPU, a convolution copies its weight into blocks of channels, and makes the gradient of the
-weight in blocks, too (measured with oneDNN and fp32). What it takes on GPUs does not count.
+What convolutions take on a CPU is in `zpasses.cost.memory.convolutions`. On GPUs it does not count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.cost.memory.convolutions import convolution_bytes, is_convolution
 from zpasses.cost.time.target import current_target
 from zpasses.graph.queries import nbytes, value_of
 
@@ -32,14 +31,12 @@ _BACKWARD = (
     aten._scaled_dot_product_flash_attention_backward.default,
 )
 _FLOAT_BYTES = 4
-_ONEDNN_BYTES = 4224
-"""What oneDNN takes in each call and for each thread, as measured."""
 
 
 def workspace_bytes(node: fx.Node) -> int:
     """Returns the bytes that a call takes on the target besides its inputs and outputs."""
-    if node.target in (aten.convolution.default, aten.convolution_backward.default):
-        return _of_convolution(node) if current_target().architecture == "cpu" else 0
+    if is_convolution(node):
+        return convolution_bytes(node) if current_target().architecture == "cpu" else 0
     if node.target not in _FORWARD + _BACKWARD:
         return 0
     operands = [value_of(each) for each in node.args if isinstance(each, fx.Node)]
@@ -79,16 +76,6 @@ def _on_cpu(query: Tensor, key: Tensor, gradient: Tensor | None) -> int:
     accumulated = max(_FLOAT_BYTES, query.element_size())
     per_thread = (scores + others) * accumulated + scores * rounded
     return copied + torch.get_num_threads() * int(per_thread)
-
-
-def _of_convolution(node: fx.Node) -> int:
-    """A gradient of the weight is made in blocks, and then put together."""
-    is_backward = node.target is aten.convolution_backward.default
-    weight: Any = node.args[2 if is_backward else 1]
-    mask: Any = node.args[-1]
-    if is_backward and mask[1]:
-        return 2 * nbytes(value_of(weight))
-    return nbytes(value_of(weight)) + _ONEDNN_BYTES * (1 + torch.get_num_threads())
 
 
 def _planned(sizes: Iterable[int]) -> list[int]:

@@ -159,7 +159,7 @@ class FusedKernels:
         return self._moved[node]
 
     def _bytes_of(self, node: fx.Node) -> int | None:
-        if _is_elementwise(node) and self.is_inlined(node):
+        if is_elementwise(node) and self.is_inlined(node):
             return None
         written = nbytes(value_of(node))
         if self._fuses and (_is_fusible(node) or node.target in _INTO_A_COPY):
@@ -172,7 +172,7 @@ class FusedKernels:
         """Whether a call is computed where it is read, so that its value is in no memory."""
         return (
             self._fuses
-            and (_is_elementwise(node) or _is_in_addmm(node))
+            and (is_elementwise(node) or _is_in_addmm(node))
             and node not in self._leaves_of(node)
         )
 
@@ -234,7 +234,7 @@ class FusedKernels:
             return {leaf: Load(whole and each.in_place, each.nbytes) for leaf, each in leaves}
         if _is_in_addmm(node):
             return self.inputs(node)
-        if not _is_elementwise(node) or not node.users or not _is_read_by_kernels(node):
+        if not is_elementwise(node) or not node.users or not _is_read_by_kernels(node):
             return itself
         leaves_of_inputs = self.inputs(node)
         most = _MOST_SHARED_READS if len(node.users) > 1 else _MOST_READS
@@ -276,7 +276,7 @@ def _is_ours(node: fx.Node) -> bool:
 
 def may_be_inlined(node: fx.Node) -> bool:
     """Whether some graph with a call computes it where it is read."""
-    return fuses() and _is_elementwise(node) and bool(node.users) and _is_read_by_kernels(node)
+    return fuses() and is_elementwise(node) and bool(node.users) and _is_read_by_kernels(node)
 
 
 def may_write_in_place(node: fx.Node) -> bool:
@@ -315,7 +315,7 @@ def _nodes_in(arguments: object) -> list[fx.Node]:
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    return _kind_of(node.target) == "reduction" or _is_elementwise(node)
+    return _kind_of(node.target) == "reduction" or is_elementwise(node)
 
 
 def is_addmm(node: fx.Node) -> bool:
@@ -368,7 +368,8 @@ def _is_in_addmm(node: fx.Node) -> bool:
     return product_in(reader) is node
 
 
-def _is_elementwise(node: fx.Node) -> bool:
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether Inductor computes each element of a call's result by itself."""
     if is_addmm(node):
         return False
     if node.target is aten.scatter.value:  # Inductor compares positions, if it writes to a constant

@@ -1,0 +1,156 @@
+"""Memory that convolutions take within a call on a CPU, as measured with oneDNN and fp32.
+
+If its operands are channels last, a convolution copies its weight, with the channels of its result
+rounded up to blocks of 16, and makes the gradient of the weight in blocks, too. Otherwise it copies
+all operands into blocks of channels, and its result out of them. Backward computes the gradient of
+the input first, and then that of the weight. A transposed convolution computes what the gradient of
+the input of another one is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from zpasses import compat
+from zpasses.cost.memory.layout_copies import runs_channels_last
+from zpasses.graph.queries import nbytes, value_of
+
+aten = torch.ops.aten
+_BLOCK = 16
+"""Channels of a block."""
+_CALL_BYTES = 4224
+"""What each call takes, and again for each thread."""
+_STRIDED_CALL_BYTES, _STRIDED_THREAD_BYTES = 12 << 10, 8216
+"""What the gradient of the input of a strided convolution takes, and again for each thread, besides
+the gradient of its result."""
+_MARGIN_BYTES = 16 << 10
+"""What each thread takes there at most if images have a margin."""
+_LONG_KERNEL = 15
+"""Least length of a kernel whose gradient each thread makes by itself."""
+
+
+class _Sizes(NamedTuple):
+    """Bytes of a convolution, or of that which a transposed one is the gradient of."""
+
+    source: int
+    weight: int
+    result: int
+    channels: int
+    out: int
+    """Channels of the result."""
+    kernel: int
+    """Longest dimension of the kernel."""
+    dims: int
+    groups: int
+    is_strided: bool
+    batch: int
+    image_bytes: int
+    """Bytes of the result for one element of the batch, with a margin for the kernel."""
+
+
+def is_convolution(node: fx.Node) -> bool:
+    """Whether a call is a convolution or its backward."""
+    return node.target in (aten.convolution.default, aten.convolution_backward.default)
+
+
+def convolution_bytes(node: fx.Node) -> int:
+    """Returns the bytes that a convolution, or its backward, takes besides inputs and outputs."""
+    operands: Any = node.args
+    is_backward = node.target is aten.convolution_backward.default
+    if is_backward:
+        gradient, given, weight, _, stride, _, _, transposed, _, groups, mask = operands
+    else:
+        given, weight, _, stride, _, _, transposed, _, groups = operands
+        gradient, mask = node, (True, False, False)
+    ends = value_of(given), value_of(gradient)
+    sizes = _sizes(*(reversed(ends) if transposed else ends), value_of(weight), stride, groups)
+    if _is_native(sizes):
+        return sizes.source if is_backward and mask[0] and sizes.dims == 3 else 0
+    of_result, of_source, of_weight = (
+        _channels_last(sizes) if runs_channels_last(node) else _in_blocks(sizes)
+    )
+    if not is_backward:
+        return of_source if transposed else of_result
+    of_input = (of_result if transposed else of_source) if mask[0] else 0
+    return max(of_input - sizes.weight, of_weight) if mask[1] else of_input
+
+
+def _sizes(source: Tensor, result: Tensor, weight: Tensor, stride: Any, groups: int) -> _Sizes:
+    batch, channels, *_ = map(compat.planned_size, source.shape)
+    _, out, *image = map(compat.planned_size, result.shape)
+    _, _, *kernel = map(compat.planned_size, weight.shape)
+    margins = [(size - 1) // step for size, step in zip(kernel, stride, strict=True)]
+    padded = math.prod(size + margin for size, margin in zip(image, margins, strict=True))
+    return _Sizes(
+        nbytes(source),
+        nbytes(weight),
+        nbytes(result),
+        channels,
+        out,
+        max(kernel),
+        len(image),
+        groups,
+        max(stride) > 1,
+        batch,
+        out * padded * result.element_size(),
+    )
+
+
+def _is_native(sizes: _Sizes) -> bool:
+    """Whether torch multiplies matrices itself: kernels of size 1 on one thread."""
+    is_product = sizes.kernel == 1 and not sizes.is_strided and sizes.groups == 1
+    return is_product and torch.get_num_threads() == 1 and sizes.batch < 16
+
+
+def _channels_last(sizes: _Sizes) -> tuple[int, int, int]:
+    """Returns the bytes of the result, the gradient of the source, and that of the weight."""
+    weight, threads = sizes.weight, torch.get_num_threads()
+    channels, out = sizes.channels // sizes.groups, sizes.out // sizes.groups
+    if channels == out == 1:
+        copy = _in_whole_blocks(weight, sizes.groups)
+        return copy, copy, weight + (copy if sizes.kernel <= 3 else weight * _BLOCK**2)
+    both = _in_whole_blocks(_in_whole_blocks(weight, channels), out)
+    if sizes.groups > 1:
+        copy = weight if {channels, out} <= {4, 8} else both
+        return copy, copy, weight + both
+    per_call = _CALL_BYTES * (1 + threads)
+    of_source = per_call
+    if sizes.is_strided:
+        per_thread = sizes.image_bytes + _STRIDED_THREAD_BYTES
+        per_thread += _MARGIN_BYTES if sizes.kernel > 1 else 0
+        of_source = _STRIDED_CALL_BYTES + threads * per_thread
+    of_result = _in_whole_blocks(weight, out)
+    of_weight = weight + (both if channels > _BLOCK else of_result)
+    if sizes.kernel >= _LONG_KERNEL:
+        per_image = 4 * weight + 2 * sizes.source // sizes.batch + _CALL_BYTES
+        of_weight = min(threads, sizes.batch) * per_image
+    return of_result + per_call, _in_whole_blocks(weight, channels) + of_source, of_weight
+
+
+def _in_blocks(sizes: _Sizes) -> tuple[int, int, int]:
+    """Returns the bytes of the result, the gradient of the source, and that of the weight."""
+    weight, source = sizes.weight, _in_whole_blocks(sizes.source, sizes.channels)
+    result = _in_whole_blocks(sizes.result, sizes.out)
+    if sizes.groups == 1:
+        weight = _in_whole_blocks(_in_whole_blocks(weight, sizes.channels), sizes.out)
+    read = source if sizes.channels >= _BLOCK else 0  # it reads few channels where they are
+    of_result = max(read + weight + result - sizes.result, result)
+    of_source = max(result + weight + source - sizes.source, source)
+    if sizes.is_strided:
+        of_source = max(of_source, 2 * sizes.source)
+    threads = torch.get_num_threads()
+    if sizes.groups == sizes.channels == sizes.out and sizes.dims != 2:
+        return of_result, of_source, 8 * threads * weight
+    of_weight = read + result + weight - sizes.weight
+    if sizes.dims == 3:
+        of_weight += (threads - 1) * (weight + 2 * _CALL_BYTES)
+    return of_result, of_source, of_weight
+
+
+def _in_whole_blocks(nbytes: int, channels: int) -> int:
+    """Returns the bytes of a tensor whose channels are rounded up."""
+    return nbytes * -(-channels // _BLOCK) * _BLOCK // channels
