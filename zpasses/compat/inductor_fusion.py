@@ -78,7 +78,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.14", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.17", self._limit_bytes, before
 
 
 def fusion_within_peak(
@@ -172,7 +172,11 @@ class _Fusions:
             near = {each for name in names for each in users[name][-_MOST_NEIGHBOURS:]}
             for other in sorted(near, reverse=True):
                 alike = other in self._needs[at] or _elements(self._nodes[other]) == _elements(node)
-                if alike and not self._are_apart(other, at):
+                if not alike or self._are_apart(other, at):
+                    continue
+                if _is_layout_copy(self._nodes[other], node) and not self._may_write_copy(other, at):
+                    V.graph.no_fuse_buffer_names |= node.get_buffer_names()
+                else:
                     self._decide(other, at)
             for name in names:
                 users[name].append(at)
@@ -182,6 +186,20 @@ class _Fusions:
                 _run_after(node, [part for other in others for part in other.get_nodes()])
         if self._after:
             _find_ancestors(self._unfused)
+
+    def _may_write_copy(self, maker: int, copy: int) -> bool:
+        """Whether a kernel may write what it makes in another layout, instead of a kernel that
+        copies it. It then writes over nothing, and what it reads lives beside the copy.
+        """
+        made, copied = (sum(each.nbytes for each in self._memory.made[at]) for at in (maker, copy))
+        is_inner = all(each.readers == {copy} for each in self._memory.made[maker])
+        added = copied - (made if is_inner and not self._memory.written_over[maker] else 0)
+        places = range(maker, copy)
+        if any(self._live[at] + added > self._peak for at in places):
+            return False
+        for at in places:
+            self._live[at] += max(added, 0)
+        return True
 
     def _are_apart(self, other: int, at: int) -> bool:
         """Whether an operator reads what a kernel leads to, and leads to a later kernel. Inductor
@@ -344,7 +362,24 @@ def _is_read_as_written(maker: BaseSchedulerNode, reader: BaseSchedulerNode) -> 
     written = set(map(_element, maker.read_writes.writes))
     names = {dep.name for dep in maker.read_writes.writes}
     reads = [dep for dep in reader.read_writes.reads if dep.name in names]
+    if _is_layout_copy(maker, reader):
+        return False
     return all(isinstance(dep, MemoryDep) and _element(dep) in written for dep in reads)
+
+
+def _is_layout_copy(maker: BaseSchedulerNode, reader: BaseSchedulerNode) -> bool:
+    """Whether a kernel does nothing but write what another one makes in another layout."""
+    reads, writes = (list(each) for each in (reader.read_writes.reads, reader.read_writes.writes))
+    if not isinstance(reader, SchedulerNode) or len(reads) != 1 or len(writes) != 1:
+        return False
+    (read,), (written,) = reads, writes
+    return (
+        read.name in maker.get_buffer_names()
+        and isinstance(read, MemoryDep)
+        and isinstance(written, MemoryDep)
+        and _element(read)[1:] != _element(written)[1:]
+        and hint(sympy_product(read.size)) == hint(sympy_product(written.size))
+    )
 
 
 def _element(dep: Any) -> Any:

@@ -48,7 +48,9 @@ class NodeMemory:
         self.read: list[list[NodeBuffer]] = [[] for _ in nodes]
         """Node -> what it reads."""
         self._changes = [0] * (len(nodes) + 1)
-        dying: dict[tuple[int, int], list[NodeBuffer]] = defaultdict(list)
+        dying: dict[tuple[str, int], list[NodeBuffer]] = defaultdict(list)
+        """Part of a node and bytes -> what the part may write over."""
+        made_by: dict[NodeBuffer, str] = {}
         concatenated, on_host = _concatenated(nodes), _on_host(nodes)
         parts = {name for each in concatenated.values() for name in each}
         made_at = {name: at for at, node in enumerate(nodes) for name in node.get_buffer_names()}
@@ -71,19 +73,24 @@ class NodeMemory:
             self._add(buffer, readers)
             if not returned:
                 self._changes[each.end_step + 1] -= each.size_free
-                is_given = is_input or each.start_step < each.end_step
-                if is_given and _is_read_in_place(each, nodes):
-                    dying[each.end_step, each.size_free].append(buffer)
+                if is_input or each.start_step < each.end_step:
+                    for part in _in_place_readers(each, nodes):
+                        dying[part, each.size_free].append(buffer)
+            if not is_input:
+                made_by[buffer] = each.buffer.defining_op_name()
         for size, read_at in _incoming_gradients(nodes, inputs - outputs):
             self._add(NodeBuffer(size, -1, read_at), read_at)
             self._changes[max(read_at) + 1] -= size
         self.written_over: list[list[NodeBuffer]] = [[] for _ in nodes]
         """Node -> the inputs that it writes over."""
+        taken: set[NodeBuffer] = set()
         for at, node in enumerate(nodes):
             for buffer in self.made[at] if is_kernel(node) else ():
-                found = dying[at, buffer.nbytes]
-                if buffer.maker == at and found:
-                    self.written_over[at].append(found.pop())
+                found = [] if buffer.maker != at else dying[made_by[buffer], buffer.nbytes]
+                over = next((each for each in found if each not in taken), None)
+                if over is not None:
+                    taken.add(over)
+                    self.written_over[at].append(over)
         self.live: list[int] = []
         """Bytes that live during each node."""
         live = 0
@@ -163,17 +170,20 @@ def _concatenated(nodes: list[BaseSchedulerNode]) -> dict[str, list[str]]:
     return found
 
 
-def _is_read_in_place(each: Any, nodes: list[BaseSchedulerNode]) -> bool:
-    """Whether Inductor's code may write over a buffer where it is read last: elements are read only
-    where they are written, and nothing was scattered into it. An input must be donated, too.
+def _in_place_readers(each: Any, nodes: list[BaseSchedulerNode]) -> Iterator[str]:
+    """Yields the parts of a buffer's last reader that may write over it: a part that reads elements
+    only where it writes them, after all other parts that read them. An input must be donated, too.
     """
     node = nodes[each.end_step]
     buffer = each.buffer
     if isinstance(buffer, memory.FreeableInputBuffer):
         buffer = node.scheduler.name_to_donated_buffer.get(buffer.get_name())
     last = OrderedSet(part.get_name() for part in node.get_nodes())
-    users = [] if buffer is None else buffer.users
-    return any(user.can_inplace for user in users if user.get_name() in last)
+    users = [] if buffer is None else [each for each in buffer.users if each.get_name() in last]
+    for user in users:
+        others = {each.get_name() for each in users} - {user.get_name()}
+        if user.can_inplace and others <= user.node.ancestors:
+            yield user.get_name()
 
 
 def _incoming_gradients(

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost.time.fused_kernels import is_elementwise
-from zpasses.graph.aliases import GETITEM, is_view, view_base
+from zpasses.graph.aliases import GETITEM, WHOLE_VIEWS, is_view, view_base
 from zpasses.graph.queries import collective_of, is_wait, nbytes, numel, value_of
 from zpasses.graph.tags import tag_of
 
@@ -59,6 +59,15 @@ def is_saved_copy(node: fx.Node) -> bool:
         and _matters(node)
         and _prefers_channels_last(node.graph)
     )
+
+
+def has_shown_layout(node: fx.Node) -> bool:
+    """Whether Inductor lays out a value as the graph shows it. If the graph prefers channels last,
+    it does so with the result of a kernel that a view of another shape reads.
+    """
+    if not _matters(node) or not _prefers_channels_last(node.graph):
+        return True
+    return is_elementwise(node) and any(user.target in WHOLE_VIEWS for user in node.users)
 
 
 def copied_bytes(node: fx.Node) -> int:

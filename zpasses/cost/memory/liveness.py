@@ -26,7 +26,12 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.memory.layout_copies import copied_bytes, copied_inputs, is_saved_copy
+from zpasses.cost.memory.layout_copies import (
+    copied_bytes,
+    copied_inputs,
+    has_shown_layout,
+    is_saved_copy,
+)
 from zpasses.cost.memory.workspaces import workspace_bytes
 from zpasses.cost.time.fused_kernels import FusedKernels, Load, fuses, is_addmm
 from zpasses.graph.aliases import buffer_readers, is_alias, is_view, memory_root, view_base
@@ -443,17 +448,28 @@ def _takes_over(made: Buffer, dying: Buffer) -> bool:
         and isinstance(ours, Tensor)
         and isinstance(theirs, Tensor)
         and _layout(ours) == _layout(theirs)
+        and (
+            ours.shape == theirs.shape
+            or (has_shown_layout(made.node) and has_shown_layout(dying.node))
+        )
         and collective_of(dying.node) is None
         and (dying.node.op != "placeholder" or compat.may_overwrite(dying.node))
     )
 
 
 def _layout(value: Tensor) -> tuple[Any, ...]:
-    """Dtype, sizes and strides, dimensions of size 1 left out. Symbols count by their hints."""
-    sizes = [compat.planned_size(size) for size in value.shape]
-    strides = [compat.planned_size(stride) for stride in value.stride()]
-    kept = [pair for pair in zip(sizes, strides, strict=True) if pair[0] != 1]
-    return value.dtype, *kept
+    """Dtype, sizes and strides, with dimensions merged that one index goes through. Symbols count
+    by their hints.
+    """
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        size, stride = compat.planned_size(size), compat.planned_size(stride)
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            size *= merged.pop()[0]
+        merged.append((size, stride))
+    return value.dtype, *merged
 
 
 _subgraph_bytes: weakref.WeakKeyDictionary[fx.GraphModule, dict[bool, int]]

@@ -246,15 +246,43 @@ class FusedKernels:
         return leaves_of_inputs
 
     def _is_read_apart(self, node: fx.Node) -> bool:
-        """Whether an operator stands between two readers, so that they are two kernels."""
+        """Whether an operator stands between two readers, or one of them needs a reduction that
+        the other leads to, so that they are two kernels.
+        """
         if len(node.users) == 1:
             return False
+        if _is_read_after_reduction(node):
+            return True
         if node not in self._operators_before:
             before = 0
             for each in node.graph.nodes:
                 self._operators_before[each] = before
                 before += _is_operator(each) and not _is_ours(each)
         return len({self._operators_before[user] for user in node.users}) > 1
+
+
+def _is_read_after_reduction(node: fx.Node) -> bool:
+    """Whether an elementwise kernel reads a value, and what a reduction makes of it."""
+    elementwise, reduced = {node}, set[fx.Node]()
+    pending = set(node.users)
+    while pending:
+        each = min(pending)  # in the order of the graph, so after all that it reads
+        pending.discard(each)
+        inputs = each.all_input_nodes
+        if _kind_of(each.target) == "reduction":
+            reduced.add(each)
+        elif is_view(each) or is_elementwise(each) or each.target is operator.getitem:
+            reads_it = not elementwise.isdisjoint(inputs)
+            if not reduced.isdisjoint(inputs):
+                if reads_it:
+                    return True
+                reduced.add(each)
+            if reads_it:
+                elementwise.add(each)
+        else:
+            continue
+        pending |= each.users.keys()
+    return False
 
 
 def _is_operator(node: fx.Node) -> bool:
@@ -300,6 +328,8 @@ def _loaded_by(user: fx.Node, source: fx.Node, most: int, leaf: fx.Node | None =
 def _is_read_by_kernels(node: fx.Node) -> bool:
     """Whether the kernels of all readers can compute a value that they read."""
     for user in node.users:
+        if user.target is aten.as_strided.default:  # needs what it views in memory
+            return False
         if is_view(user):
             if not _is_read_by_kernels(user):
                 return False
