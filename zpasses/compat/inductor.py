@@ -233,6 +233,21 @@ def prefers_channels_last(graph: fx.Graph) -> bool:
     return GraphLowering.decide_layout_opt(gm, is_inference=False)
 
 
+def makes_indices_of_pool(node: fx.Node) -> bool:
+    """Whether a call makes indices for the gradient of max pooling."""
+    return str(node.target) == "prims._low_memory_max_pool_offsets_to_indices.default"
+
+
+def scatters_by_operator(scatter: fx.Node) -> bool:
+    """Whether Inductor calls an operator for a `scatter_add`, as its code for several threads."""
+    from torch._inductor import config
+    from torch._inductor.utils import parallel_num_threads
+
+    on_cpu = scatter.meta["val"].device.type == "cpu"
+    several = config.cpp.dynamic_threads or parallel_num_threads() != 1
+    return on_cpu and config.cpp.fallback_scatter_reduce_sum and several
+
+
 def kept_strides(graph: fx.Graph) -> set[str]:
     """Returns the names of the outputs of a forward graph that Inductor computes with the strides
     that the graph shows, although it lays out convolutions channels last: those after the last

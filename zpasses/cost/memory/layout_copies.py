@@ -1,11 +1,13 @@
-"""Copies in another layout that Inductor's code makes for convolutions, and a graph does not show.
+"""Copies in another layout that Inductor's code makes around convolutions, and a graph does not
+show.
 
 Inductor lays out the values around two-dimensional convolutions channels last. Kernels compute
 their results in this layout at once, and forward saves them so. What comes in a layout of its own
 is copied right before the convolution: gathered weights, the batch, and gradients of what the model
 returns. A gathered weight that forward saves is copied once, for both graphs, unless it is cached.
 A backward convolution runs channels last if its input or its weight is so. Then its gradient of the
-weight is, too, and a collective reads a copy of it.
+weight is, too, and a collective reads a copy of it. On a CPU with several threads, the gradient of
+max pooling is scattered by an operator, which reads copies of its indices and of the gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost.time.fused_kernels import is_elementwise
-from zpasses.graph.aliases import GETITEM, WHOLE_VIEWS, is_view, view_base
+from zpasses.graph.aliases import GETITEM, WHOLE_VIEWS, elements_of, is_view, view_base
 from zpasses.graph.queries import collective_of, is_wait, nbytes, numel, value_of
 from zpasses.graph.tags import tag_of
 
@@ -39,6 +41,8 @@ def copied_inputs(node: fx.Node) -> list[fx.Node]:
         return [each for each in operands if _is_fixed(each, not wanted)]
     if collective_of(node) is not None:
         return [each for each in node.all_input_nodes if _is_fixed(each, True)]
+    if node.target is aten.scatter_add.default and compat.scatters_by_operator(node):
+        return [each for each in node.all_input_nodes if _is_reshaped_last(each)]
     return []
 
 
@@ -130,10 +134,19 @@ def _is_fixed(node: fx.Node, last: bool) -> bool:
     return False
 
 
+def _is_reshaped_last(node: fx.Node) -> bool:
+    """Whether a value is a view in another shape of what is laid out channels last."""
+    base = elements_of(node)
+    if base is node or not _matters(base):
+        return False
+    source = _first_operand(base)
+    return source is not None and _is_fixed(source, True)
+
+
 def _first_operand(node: fx.Node) -> fx.Node | None:
     """Returns the value whose layout an elementwise value has; None if all are broadcast."""
     count = numel(value_of(node))
-    while is_elementwise(node):
+    while is_elementwise(node) or compat.makes_indices_of_pool(node):
         operands = node.all_input_nodes
         found = [each for each in operands if numel(value_of(view_base(each))) >= count]
         if not found:

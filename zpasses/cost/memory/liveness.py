@@ -16,6 +16,7 @@ result.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -268,11 +269,33 @@ class _Tracker:
                     break
 
     def lay_out(self) -> None:
-        """Has what is copied in another layout die with its copy, before the operator runs."""
-        for index, copy, source in self._copies:
-            copy.first = index - 1
-            if source is not None and source.last == index > source.first:
-                source.last = index - 1
+        """Has what is copied in another layout die with its copy, before the operator runs. Copies
+        are made one after another.
+        """
+        for index, group in itertools.groupby(self._copies, key=operator.itemgetter(0)):
+            copies = list(group)
+            dying = [
+                source if source is not None and source.last == index > source.first else None
+                for _, _, source in copies
+            ]
+            left = sum(each.nbytes for each in dying if each is not None)
+            made, most = 0, 0
+            total = left + sum(copy.nbytes for _, copy, _ in copies)
+            for (_, copy, _), source in zip(copies, dying, strict=True):
+                copy.first = index - 1
+                made += copy.nbytes
+                most = max(most, made + left)
+                if source is not None:
+                    source.last = index - 1
+                    left -= source.nbytes
+            unneeded = total - most  # less than all copies but the first
+            for _, copy, _ in reversed(copies):
+                cut = min(unneeded, copy.nbytes)
+                if cut:
+                    copy.first = index
+                    rest = Buffer(copy.node, copy.nbytes - cut, index - 1, index - 1, scratch=True)
+                    self.buffers.append(rest)
+                unneeded -= cut
 
     def join_parts(self) -> None:
         """Has each result of `cat` live as long as what is written into it."""
@@ -393,6 +416,10 @@ class _Tracker:
             self._copies.append((index, copy, self._memory_of[source][0]))
             if node in self._pending:
                 self._pending[node].append(copy)
+            if node.target is aten.scatter_add.default:  # into what is made before
+                made = self._memory_of[node][0]
+                assert made is not None
+                made.first = min(made.first, index - 1)
 
     def _communicate(self, index: int, node: fx.Node) -> None:
         found = collective_of(node)
