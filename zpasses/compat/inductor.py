@@ -233,6 +233,20 @@ def prefers_channels_last(graph: fx.Graph) -> bool:
     return GraphLowering.decide_layout_opt(gm, is_inference=False)
 
 
+def lays_out_backwards(graph: fx.Graph) -> bool | None:
+    """Whether Inductor has all backwards of convolutions of a graph run channels last, as some
+    forward convolutions that it computes again do. If it does not, the operands get the layouts
+    that eager code would give the gradients. None: they have those that the graph shows.
+    """
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.kernel import conv
+
+    if not hasattr(conv, "convolution_backward_lowering"):
+        return None
+    gm: Any = SimpleNamespace(graph=graph)
+    return GraphLowering.decide_layout_opt(gm, is_inference=False)
+
+
 def makes_indices_of_pool(node: fx.Node) -> bool:
     """Whether a call makes indices for the gradient of max pooling."""
     return str(node.target) == "prims._low_memory_max_pool_offsets_to_indices.default"

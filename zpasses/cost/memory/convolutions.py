@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.memory.layout_copies import runs_channels_last
+from zpasses.cost.memory.layout_copies import is_depthwise_backward, runs_channels_last
 from zpasses.graph.queries import nbytes, value_of
 
 aten = torch.ops.aten
@@ -73,6 +73,8 @@ def convolution_bytes(node: fx.Node) -> int:
     of_result, of_source, of_weight = (
         _channels_last(sizes) if runs_channels_last(node) else _in_blocks(sizes)
     )
+    if is_depthwise_backward(node):  # its input is none of both
+        of_source, of_weight = of_source + sizes.source, of_weight + sizes.source
     if not is_backward:
         return of_source if transposed else of_result
     of_input = (of_result if transposed else of_source) if mask[0] else 0

@@ -31,10 +31,15 @@ _SAME_LAYOUT = (aten.slice.Tensor, aten.alias.default, aten.detach.default)
 
 _prefers: weakref.WeakKeyDictionary[fx.Graph, bool] = weakref.WeakKeyDictionary()
 """Graph -> whether its convolutions are laid out. No pass adds or removes one."""
+_backwards: weakref.WeakKeyDictionary[fx.Graph, bool | None] = weakref.WeakKeyDictionary()
+"""Graph -> whether all backwards of convolutions are."""
 
 
 def copied_inputs(node: fx.Node) -> list[fx.Node]:
     """Returns the inputs of a convolution, or of a collective, that Inductor's code copies."""
+    if is_depthwise_backward(node):
+        gradient, given = node.args[:2]
+        return [given, gradient]  # type: ignore[list-item]
     if node.target in (_FORWARD, _BACKWARD):
         wanted = _is_last(node)
         operands: Any = node.args[: 2 if node.target is _FORWARD else 3]
@@ -81,6 +86,8 @@ def copied_bytes(node: fx.Node) -> int:
 
 def runs_channels_last(convolution: fx.Node) -> bool:
     """Whether a convolution of any number of dimensions runs channels last in Inductor's code."""
+    if is_depthwise_backward(convolution):
+        return False
     if _prefers_channels_last(convolution.graph) and value_of(convolution.args[0]).dim() == 4:
         return _is_last(convolution)
     first = 0 if convolution.target is _FORWARD else 1
@@ -93,15 +100,29 @@ def runs_channels_last(convolution: fx.Node) -> bool:
     )
 
 
+def is_depthwise_backward(node: fx.Node) -> bool:
+    """Whether a call is the backward of a depthwise convolution. Its weight has one channel, so its
+    strides name no layout, and Inductor takes the other operands into one that is none of both.
+    """
+    if node.target is not _BACKWARD or _lays_out_backwards(node.graph) is not False:
+        return False
+    mask: Any = node.args[-1]
+    _, channels, *kernel = map(compat.planned_size, value_of(node.args[2]).shape)
+    is_whole = channels == 1 < max(kernel) and len(kernel) == 2
+    return is_whole and mask[1] and _prefers_channels_last(node.graph)
+
+
 def _is_last(convolution: fx.Node) -> bool:
     """Whether a convolution runs channels last, if its graph prefers that."""
+    if is_depthwise_backward(convolution):
+        return False
     first = 0 if convolution.target is _FORWARD else 1
     operands: Any = convolution.args[first : first + 2]
     if any(value_of(each).dim() != 4 for each in operands):
         return False
     if not _prefers_channels_last(convolution.graph):
         return False
-    if convolution.target is _FORWARD:
+    if convolution.target is _FORWARD or _lays_out_backwards(convolution.graph):
         return True
     return not all(_is_fixed(each, False) or not _matters(each) for each in operands)
 
@@ -110,6 +131,12 @@ def _prefers_channels_last(graph: fx.Graph) -> bool:
     if graph not in _prefers:
         _prefers[graph] = compat.prefers_channels_last(graph)
     return _prefers[graph]
+
+
+def _lays_out_backwards(graph: fx.Graph) -> bool | None:
+    if graph not in _backwards:
+        _backwards[graph] = compat.lays_out_backwards(graph)
+    return _backwards[graph]
 
 
 def _is_fixed(node: fx.Node, last: bool) -> bool:
