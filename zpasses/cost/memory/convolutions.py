@@ -16,8 +16,13 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.memory.layout_copies import is_depthwise_backward, runs_channels_last
-from zpasses.graph.queries import nbytes, value_of
+from zpasses.cost.memory.layout_copies import (
+    copied_inputs,
+    is_depthwise_backward,
+    runs_channels_last,
+)
+from zpasses.graph.aliases import is_view
+from zpasses.graph.queries import nbytes, numel, value_of
 
 aten = torch.ops.aten
 _BLOCK = 16
@@ -75,10 +80,23 @@ def convolution_bytes(node: fx.Node) -> int:
     )
     if is_depthwise_backward(node):  # its input is none of both
         of_source, of_weight = of_source + sizes.source, of_weight + sizes.source
+    dense = sum(nbytes(value_of(each)) for each in _sliced_operands(node))
     if not is_backward:
-        return of_source if transposed else of_result
+        return dense + (of_source if transposed else of_result)
     of_input = (of_result if transposed else of_source) if mask[0] else 0
-    return max(of_input - sizes.weight, of_weight) if mask[1] else of_input
+    return dense + (max(of_input - sizes.weight, of_weight) if mask[1] else of_input)
+
+
+def _sliced_operands(node: fx.Node) -> list[fx.Node]:
+    """Returns the operands of a convolution that are parts of other values, and copied first."""
+    copied = copied_inputs(node)
+    views = [each for each in node.all_input_nodes if is_view(each) and each not in copied]
+    sliced = []
+    for each in views:
+        value = value_of(each)
+        if compat.planned_size(value.shape[0] * value.stride(0)) > numel(value):
+            sliced.append(each)
+    return sliced
 
 
 def _sizes(source: Tensor, result: Tensor, weight: Tensor, stride: Any, groups: int) -> _Sizes:

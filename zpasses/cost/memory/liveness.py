@@ -175,6 +175,7 @@ _ALL_REDUCES = (
 
 
 aten = torch.ops.aten
+_AVERAGE_BACKWARDS = (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 """Operators that write to memory which is given."""
 
@@ -212,7 +213,7 @@ class _Tracker:
         """Operators, copies in another layout that they read, and what each is a copy of."""
 
     def visit(self, index: int, node: fx.Node) -> None:
-        for item in (*node.all_input_nodes, *(self._at_end if node.op == "output" else ())):
+        for item in (*self._read_by(node), *(self._at_end if node.op == "output" else ())):
             for buffer in self._memory_of.get(item, ()):
                 if buffer is not None:
                     buffer.last = index
@@ -239,6 +240,18 @@ class _Tracker:
             self._at_end.append(held_node(node))
         elif _is_moved_last(node) or (node.op != "output" and is_held(node)):
             self._at_end.append(node)
+
+    def _read_by(self, node: fx.Node) -> list[fx.Node]:
+        """Returns what a node reads. Inductor's code for the gradient of an average asks for the
+        shape of its second input, and code that reads an input nowhere never frees it.
+        """
+        read = node.all_input_nodes
+        if self._kernels is None or node.target not in _AVERAGE_BACKWARDS:
+            return read
+        shape_of = read.pop()
+        if shape_of.op == "placeholder" and len(shape_of.users) == 1:
+            self._at_end.append(shape_of)
+        return read
 
     def write_in_place(self) -> None:
         """Ends the life of what elementwise kernels write over right before them."""
