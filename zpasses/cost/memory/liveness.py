@@ -378,7 +378,8 @@ class _Tracker:
         into = [
             item
             for item in items
-            if kernels.has_kernel(item) or item.target in _PRODUCTS or is_addmm(item)
+            if (kernels.has_kernel(item) or item.target in _PRODUCTS or is_addmm(item))
+            and not self._has_layout_before(item, node)
         ]
         at_once = not kernels.on_cpu and all(
             kernels.has_kernel(item) and len(item.users) == 1 for item in items
@@ -399,6 +400,23 @@ class _Tracker:
                         buffer.last = index
         self.buffers.append(whole)
         return [whole]
+
+    def _has_layout_before(self, node: fx.Node, cat: fx.Node) -> bool:
+        """Whether the layout of a value is fixed before a `cat`, so that it is copied there: the
+        graph returns it, or an operator reads it first.
+        """
+        kernels = self._kernels
+        assert kernels is not None
+        return any(
+            each.op == "output"
+            or (
+                each < cat
+                and not is_alias(each)
+                and not kernels.has_kernel(each)
+                and not kernels.is_inlined(each)
+            )
+            for each in buffer_readers(node)
+        )
 
     def _allocate(self, index: int, node: fx.Node) -> list[Buffer | None]:
         value = value_of(node)
