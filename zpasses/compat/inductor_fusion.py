@@ -78,7 +78,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.17", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.18", self._limit_bytes, before
 
 
 def fusion_within_peak(
@@ -279,6 +279,10 @@ class _Fusions:
                 inner = buffer.readers is not None and buffer.readers <= together
                 for position in range(first, first + 1 if inner else self._place[each]):
                     added[position] += buffer.nbytes
+            for whole in self._memory.joined[each]:
+                if whole.maker not in moved:
+                    for position in range(first, self._place[whole.maker]):
+                        added[position] += whole.nbytes
         for each in together:  # a kernel writes over what one of its parts reads
             for buffer in self._memory.written_over[each]:
                 is_shared = len(together.intersection(buffer.readers or ())) > 1

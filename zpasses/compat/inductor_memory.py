@@ -47,6 +47,8 @@ class NodeMemory:
         """Node -> what it makes."""
         self.read: list[list[NodeBuffer]] = [[] for _ in nodes]
         """Node -> what it reads."""
+        self.joined: list[list[NodeBuffer]] = [[] for _ in nodes]
+        """Node -> buffers of `cat` that it writes a part of, and another node the first part."""
         self._changes = [0] * (len(nodes) + 1)
         dying: dict[tuple[str, int], list[NodeBuffer]] = defaultdict(list)
         """Part of a node and bytes -> what the part may write over."""
@@ -71,6 +73,8 @@ class NodeMemory:
                 each.size_alloc = each.size_free = 0
             buffer = NodeBuffer(each.size_alloc, maker, None if returned else readers)
             self._add(buffer, readers)
+            for at in {made_at[part] for part in concatenated.get(name, ())} - {maker}:
+                self.joined[at].append(buffer)
             if not returned:
                 self._changes[each.end_step + 1] -= each.size_free
                 if is_input or each.start_step < each.end_step:

@@ -66,6 +66,7 @@ _REDUCTIONS = frozenset(
     {
         aten.amax.default,
         aten.amin.default,
+        aten.any.dim,
         aten.mean.dim,
         aten.sum.default,
         aten.sum.dim_IntList,
