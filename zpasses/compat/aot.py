@@ -185,6 +185,11 @@ def may_overwrite(saved: fx.Node) -> bool:
     return not saved.name.startswith("tangents") and not saved.meta.get(_IS_OUTPUT, False)
 
 
+def is_returned_by_model(node: fx.Node) -> bool:
+    """Whether the model returns a value of a forward graph, with the strides that it shows."""
+    return bool(node.meta.get(_IS_OUTPUT))
+
+
 def keeps_strides(saved: fx.Node) -> bool:
     """Whether Inductor's code for the forward graph computes an input of a backward graph with the
     strides that the graph shows, although it lays out convolutions channels last.
@@ -196,7 +201,10 @@ def _mark_outputs_of_model(
     forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int
 ) -> None:
     returned: Any = forward.graph.output_node().args[0]
-    values = (each.meta["val"] for each in returned[:num_fwd_outputs] if isinstance(each, fx.Node))
+    outputs = [each for each in returned[:num_fwd_outputs] if isinstance(each, fx.Node)]
+    for node in outputs:
+        node.meta[_IS_OUTPUT] = True
+    values = (each.meta["val"] for each in outputs)
     held = {storage_id(each) for each in values if isinstance(each, Tensor)}
     for node in backward.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")

@@ -4,10 +4,12 @@ show.
 Inductor lays out the values around two-dimensional convolutions channels last. Kernels compute
 their results in this layout at once, and forward saves them so. What comes in a layout of its own
 is copied right before the convolution: gathered weights, the batch, and gradients of what the model
-returns. A gathered weight that forward saves is copied once, for both graphs, unless it is cached.
-A backward convolution runs channels last if its input or its weight is so. Then its gradient of the
-weight is, too, and a collective reads a copy of it. On a CPU with several threads, the gradient of
-max pooling is scattered by an operator, which reads copies of its indices and of the gradient.
+returns. What the model returns is copied back into the layout of eager code. A gathered weight that
+forward saves is copied once, for both graphs, unless it is cached. A backward convolution runs
+channels last if its input or its weight is so. Then its gradient of the weight is, too, and a
+collective reads a copy of it. The operands of the backward of a depthwise convolution are copied.
+On a CPU with several threads, the gradient of max pooling is scattered by an operator, which reads
+copies of its indices and of the gradient.
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ _backwards: weakref.WeakKeyDictionary[fx.Graph, bool | None] = weakref.WeakKeyDi
 
 
 def copied_inputs(node: fx.Node) -> list[fx.Node]:
-    """Returns the inputs of a convolution, or of a collective, that Inductor's code copies."""
+    """Returns the inputs of a convolution, of a collective, of what scatters, or of the output, that
+    Inductor's code copies.
+    """
+    if node.op == "output":
+        made = [each for each in node.all_input_nodes if compat.is_returned_by_model(each)]
+        return [each for each in made if _is_fixed(each, True)]
     if is_depthwise_backward(node):
         gradient, given = node.args[:2]
         return [given, gradient]  # type: ignore[list-item]

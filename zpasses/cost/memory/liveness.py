@@ -233,8 +233,10 @@ class _Tracker:
             within = subgraph_bytes(node) + workspace_bytes(node)
             if within:
                 self.buffers.append(Buffer(node, within, index, index, scratch=True))
-        elif node.op == "output" and (held := held_bytes(node.graph)):
-            self.buffers.append(Buffer(node, held, 0, index))
+        elif node.op == "output":
+            self._copy_inputs(index, node)
+            if held := held_bytes(node.graph):
+                self.buffers.append(Buffer(node, held, 0, index))
         tag = tag_of(node)
         if tag is not None and tag.cached:
             self._at_end.append(held_node(node))
@@ -444,7 +446,8 @@ class _Tracker:
         for source in copied_inputs(node):
             copy = Buffer(node, nbytes(value_of(source)), index, index, scratch=True)
             self.buffers.append(copy)
-            self._copies.append((index, copy, self._memory_of[source][0]))
+            if node.op != "output":
+                self._copies.append((index, copy, self._memory_of[source][0]))
             if node in self._pending:
                 self._pending[node].append(copy)
             if node.target is aten.scatter_add.default:  # into what is made before
