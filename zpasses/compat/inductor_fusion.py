@@ -174,7 +174,9 @@ class _Fusions:
                 alike = other in self._needs[at] or _elements(self._nodes[other]) == _elements(node)
                 if not alike or self._are_apart(other, at):
                     continue
-                if _is_layout_copy(self._nodes[other], node) and not self._may_write_copy(other, at):
+                if _is_layout_copy(self._nodes[other], node) and not self._may_write_copy(
+                    other, at
+                ):
                     V.graph.no_fuse_buffer_names |= node.get_buffer_names()
                 else:
                     self._decide(other, at)
@@ -192,7 +194,7 @@ class _Fusions:
         copies it. It then writes over nothing, and what it reads lives beside the copy.
         """
         made, copied = (sum(each.nbytes for each in self._memory.made[at]) for at in (maker, copy))
-        is_inner = all(each.readers == {copy} for each in self._memory.made[maker])
+        is_inner = all(each.readers == frozenset({copy}) for each in self._memory.made[maker])
         added = copied - (made if is_inner and not self._memory.written_over[maker] else 0)
         places = range(maker, copy)
         if any(self._live[at] + added > self._peak for at in places):

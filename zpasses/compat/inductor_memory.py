@@ -80,7 +80,7 @@ class NodeMemory:
                 if is_input or each.start_step < each.end_step:
                     for part in _in_place_readers(each, nodes):
                         dying[part, each.size_free].append(buffer)
-            if not is_input:
+            if not isinstance(each.buffer, memory.FreeableInputBuffer):
                 made_by[buffer] = each.buffer.defining_op_name()
         for size, read_at in _incoming_gradients(nodes, inputs - outputs):
             self._add(NodeBuffer(size, -1, read_at), read_at)

@@ -71,8 +71,10 @@ def convolution_bytes(node: fx.Node) -> int:
     else:
         given, weight, _, stride, _, _, transposed, _, groups = operands
         gradient, mask = node, (True, False, False)
-    ends = value_of(given), value_of(gradient)
-    sizes = _sizes(*(reversed(ends) if transposed else ends), value_of(weight), stride, groups)
+    source, result = value_of(given), value_of(gradient)
+    if transposed:
+        source, result = result, source
+    sizes = _sizes(source, result, value_of(weight), stride, groups)
     if _is_native(sizes):
         return sizes.source if is_backward and mask[0] and sizes.dims == 3 else 0
     of_result, of_source, of_weight = (

@@ -38,9 +38,7 @@ _backwards: weakref.WeakKeyDictionary[fx.Graph, bool | None] = weakref.WeakKeyDi
 
 
 def copied_inputs(node: fx.Node) -> list[fx.Node]:
-    """Returns the inputs of a convolution, of a collective, of what scatters, or of the output, that
-    Inductor's code copies.
-    """
+    """Returns the inputs of a call, or of the output, that Inductor's code copies."""
     if node.op == "output":
         made = [each for each in node.all_input_nodes if compat.is_returned_by_model(each)]
         return [each for each in made if _is_fixed(each, True)]
@@ -95,15 +93,15 @@ def runs_channels_last(convolution: fx.Node) -> bool:
     """Whether a convolution of any number of dimensions runs channels last in Inductor's code."""
     if is_depthwise_backward(convolution):
         return False
-    if _prefers_channels_last(convolution.graph) and value_of(convolution.args[0]).dim() == 4:
-        return _is_last(convolution)
     first = 0 if convolution.target is _FORWARD else 1
     operands: Any = convolution.args[first : first + 2]
     values = [value_of(each) for each in operands]
+    if values[0].dim() == 4 and _prefers_channels_last(convolution.graph):
+        return _is_last(convolution)
+    sizes = [[compat.planned_size(size) for size in each.shape] for each in values]
     return any(
-        compat.planned_size(each.stride(1)) == 1 and compat.planned_size(each.shape[1]) > 1
-        for each in values
-        if each.numel() != each.shape[0] * each.shape[1]
+        channels > 1 and max(image) > 1 and compat.planned_size(each.stride(1)) == 1
+        for each, (_, channels, *image) in zip(values, sizes, strict=True)
     )
 
 
@@ -113,8 +111,9 @@ def is_depthwise_backward(node: fx.Node) -> bool:
     """
     if node.target is not _BACKWARD or _lays_out_backwards(node.graph) is not False:
         return False
+    weight: Any = node.args[2]
     mask: Any = node.args[-1]
-    _, channels, *kernel = map(compat.planned_size, value_of(node.args[2]).shape)
+    _, channels, *kernel = map(compat.planned_size, value_of(weight).shape)
     is_whole = channels == 1 < max(kernel) and len(kernel) == 2
     return is_whole and mask[1] and _prefers_channels_last(node.graph)
 

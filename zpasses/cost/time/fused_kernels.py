@@ -146,6 +146,8 @@ class FusedKernels:
         self._slow: set[fx.Node] = set()
         """Inlined expressions with one of `_COMPUTED_ONCE`."""
         self._operators_before: dict[fx.Node, int] = {}
+        self._convolves: bool | None = None
+        """Whether the graph has convolutions, once asked."""
         self._leaves: dict[fx.Node, Mapping[fx.Node, Load]] = {}
         """Node -> the values that a kernel loads which reads this one."""
         self._inputs: dict[fx.Node, Mapping[fx.Node, Load]] = {}
@@ -246,13 +248,21 @@ class FusedKernels:
             self._slow.add(node)
         return leaves_of_inputs
 
+    def _is_among_convolutions(self, node: fx.Node) -> bool:
+        if value_of(node).dim() != 4:
+            return False
+        if self._convolves is None:
+            self._convolves = any(each.target in _CONVOLUTIONS for each in node.graph.nodes)
+        return self._convolves
+
     def _is_read_apart(self, node: fx.Node) -> bool:
-        """Whether an operator stands between two readers, or one of them needs a reduction that
-        the other leads to, so that they are two kernels.
+        """Whether an operator stands between two readers, so that they are two kernels. Among
+        convolutions, whose loops go through the channels last, kernels that read a value before and
+        after a reduction are two as well. Elsewhere, they go through it row by row.
         """
         if len(node.users) == 1:
             return False
-        if _is_read_after_reduction(node):
+        if self._is_among_convolutions(node) and _is_read_after_reduction(node):
             return True
         if node not in self._operators_before:
             before = 0
@@ -260,6 +270,9 @@ class FusedKernels:
                 self._operators_before[each] = before
                 before += _is_operator(each) and not _is_ours(each)
         return len({self._operators_before[user] for user in node.users}) > 1
+
+
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
 def _is_read_after_reduction(node: fx.Node) -> bool:
