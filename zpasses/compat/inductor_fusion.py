@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import fx
 from torch._inductor import ir
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
@@ -24,6 +25,8 @@ from torch._inductor.virtualized import V
 from zpasses.compat.inductor_kernel_groups import end_kernel_groups
 from zpasses.compat.inductor_memory import NodeMemory, hint, is_kernel
 
+aten = torch.ops.aten
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 _MOST_NEIGHBOURS = 64
 """Kernels with a buffer in common that Inductor compares with each kernel."""
 
@@ -78,7 +81,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.18", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.19", self._limit_bytes, before
 
 
 def fusion_within_peak(
@@ -119,14 +122,20 @@ def _in_planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]
 
 def _called_at(nodes: list[BaseSchedulerNode]) -> list[int]:
     """Returns node -> the position in the graph of the last call that it runs, or 0."""
-    kernels: list[list[Any]] = [[part.node for part in node.get_nodes()] for node in nodes]
-    calls: list[list[fx.Node]] = [
-        [call for kernel in parts if kernel is not None for call in kernel.get_origins()]
-        for parts in kernels
-    ]
+    calls = [[call for part in node.get_nodes() for call in _calls_of(part)] for node in nodes]
     graph = next((each[0].graph for each in calls if each), None)
     position = {} if graph is None else {call: at for at, call in enumerate(graph.nodes)}
     return [max((position.get(call, 0) for call in each), default=0) for each in calls]
+
+
+def _calls_of(node: BaseSchedulerNode) -> list[fx.Node]:
+    """Returns the calls that a node runs. Inductor names the convolution, too, for a kernel that
+    writes its result in the layout that the convolution wants.
+    """
+    calls: list[fx.Node] = [] if node.node is None else list(node.node.get_origins())
+    if not is_kernel(node) or _writes_in_another_layout(node):
+        return calls
+    return [each for each in calls if each.target not in _CONVOLUTIONS]
 
 
 def _positions_of_needs(nodes: list[BaseSchedulerNode]) -> list[set[int]]:
@@ -375,17 +384,23 @@ def _is_read_as_written(maker: BaseSchedulerNode, reader: BaseSchedulerNode) -> 
 
 def _is_layout_copy(maker: BaseSchedulerNode, reader: BaseSchedulerNode) -> bool:
     """Whether a kernel does nothing but write what another one makes in another layout."""
-    reads, writes = (list(each) for each in (reader.read_writes.reads, reader.read_writes.writes))
-    if not isinstance(reader, SchedulerNode) or len(reads) != 1 or len(writes) != 1:
-        return False
+    read = _writes_in_another_layout(reader)
+    return read is not None and read.name in maker.get_buffer_names()
+
+
+def _writes_in_another_layout(kernel: BaseSchedulerNode) -> MemoryDep | None:
+    """Returns what a kernel reads if that is one value, which it writes in another layout."""
+    reads, writes = (list(each) for each in (kernel.read_writes.reads, kernel.read_writes.writes))
+    if not isinstance(kernel, SchedulerNode) or len(reads) != 1 or len(writes) != 1:
+        return None
     (read,), (written,) = reads, writes
-    return (
-        read.name in maker.get_buffer_names()
-        and isinstance(read, MemoryDep)
+    is_copy = (
+        isinstance(read, MemoryDep)
         and isinstance(written, MemoryDep)
         and _element(read)[1:] != _element(written)[1:]
         and hint(sympy_product(read.size)) == hint(sympy_product(written.size))
     )
+    return read if is_copy else None
 
 
 def _element(dep: Any) -> Any:

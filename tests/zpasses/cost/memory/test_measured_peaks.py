@@ -1,22 +1,19 @@
 """Peaks that the memory model plans, beside what steps allocate, with eager and generated code."""
 
-import gc
 import math
 import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile, record_function
 
 import zpasses
-from tests.zpasses.cost.memory.allocations import allocated, one_by_one
+from tests.zpasses.cost.memory.allocations import measured_step, one_by_one, write_no_kernels
+from tests.zpasses.cost.memory.layers import LAYERS
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.errors import MemoryBudgetError
-from zpasses.graph.queries import copy_graph
 from zpasses.option_values import parse_size
 from zpasses.pipeline.events import observe_graphs
 from zpasses.testing import fake_world
@@ -26,36 +23,6 @@ SIZE = ModelSize(width=128, layers=2, heads=4, vocab=256, seq=64, batch=4)
 
 
 RESHARDED = "reshard-after-forward,schedule{plan=one-ahead,cap_mb=1,memory_budget=1GiB}"
-
-
-def measured_step(size, dtype=None, *, make=None, **options):
-    """Returns the graphs of a step, and the bytes that its forward and its backward allocate."""
-    graphs = {}
-
-    def keep(log):  # a copy, because Inductor rewrites the graph that it compiles
-        graphs.setdefault(log.kind, copy_graph(log.graph).graph)
-
-    # Entered first: the profiler misses the release of memory whose allocation it has not seen.
-    with (
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
-        fake_world(2) as mesh,
-    ):
-        model, (warmup, measured) = make() if make else (build_model(size), batches(size, 2, 0))
-        zpasses.shard(model, mesh=mesh, param_dtype=dtype, reduce_dtype=dtype)
-        step = torch.compile(model, backend="zpasses", fullgraph=True, options=options)
-        with observe_graphs(keep):
-            step(*warmup).square().mean().backward()
-        step(*warmup).square().mean().backward()
-        for param in model.parameters():
-            param.grad = None
-        gc.collect()
-        with record_function("measured forward"):
-            loss = step(*measured).square().mean()
-        with record_function("measured backward"):
-            loss.backward()
-    resting, forward = allocated(profiled, "measured forward")
-    before_backward, backward = allocated(profiled, "measured backward")
-    return graphs, forward, backward + before_backward - resting  # with what outlives forward
 
 
 @pytest.mark.parametrize("last", ["cache-params", RESHARDED], ids=["cached", "resharded"])
@@ -93,59 +60,20 @@ def test_modelled_peaks_are_those_of_generated_code(vocab):
         assert back.peak_bytes < 0.7 * one_by_one(graphs["backward"])
 
 
-class GatedBlock(torch.nn.Module):
-    """Its backward computes again what both of its kernels and a product read."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.gate, self.up = (torch.nn.Linear(width, 2 * width) for _ in range(2))
-        self.down = torch.nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return x + self.down(torch.nn.functional.silu(self.gate(normed)) * self.up(normed))
-
-
-class ChunkedBlock(torch.nn.Module):
-    """Its backward concatenates the gradients of gate and up."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.gate_up = torch.nn.Linear(width, 4 * width, bias=False)
-        self.down = torch.nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x):
-        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-        gate, up = self.gate_up(normed).chunk(2, -1)
-        return x + self.down(torch.nn.functional.silu(gate) * up)
-
-
-def stacked(block, blocks=3):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(block(64) for _ in range(blocks)))
-    return model, [(torch.randn(1024, 64),)] * 2
-
-
-MODELS = {
-    "gpt": None,
-    "gated": partial(stacked, GatedBlock),
-    "chunked": partial(stacked, ChunkedBlock),
-    "added": partial(stacked, ChunkedBlock, blocks=2),  # forward peaks where `addmm` adds
-}
-
-
 @pytest.mark.inductor
 @pytest.mark.slow(quick="test_a_kernel_is_a_part_of_the_one_kernel_that_reads_it")
 @pytest.mark.parametrize("budget", ["0%", "15%", "40%"])
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_generated_code_keeps_to_its_plan(make, budget):
-    """From the leanest plan to one of the richest."""
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_generated_code_keeps_to_its_plan(make, budget, monkeypatch):
+    """From the leanest plan to one of the richest. `einsum` is written over less than it could."""
+    if make is not None:
+        write_no_kernels(monkeypatch)
     size = replace(SIZE, width=256)  # so that small buffers do not count
     graphs, forward, backward = measured_step(
         size, make=make, cache=False, memory_budget=budget, agreement=False
     )
     for measured, kind in ((forward, "forward"), (backward, "backward")):
-        assert 0.9 < measured / liveness(graphs[kind]).peak_bytes < 1.005
+        assert 0.94 < measured / liveness(graphs[kind]).peak_bytes < 1.003
 
 
 class WithLoss(torch.nn.Module):
@@ -178,80 +106,6 @@ def test_the_scheduler_counts_what_plans_count(monkeypatch):
     )
     planned = [liveness(graphs[kind]).peak_bytes for kind in ("forward", "backward")]
     assert counted == pytest.approx(planned, rel=0.01)
-
-
-class Residual(torch.nn.Module):
-    """Convolutions with a skip connection, which is a strided convolution."""
-
-    def __init__(self, channels, out):
-        super().__init__()
-        self.first = torch.nn.Conv2d(channels, out, 3, 2, 1, bias=False)
-        self.norm = torch.nn.BatchNorm2d(out)
-        self.second = torch.nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.skip = torch.nn.Conv2d(channels, out, 1, 2, bias=False)
-
-    def forward(self, x):
-        return torch.relu(self.second(torch.relu(self.norm(self.first(x)))) + self.skip(x))
-
-
-class Separable(torch.nn.Module):
-    """A depthwise convolution and layers that have the channels last."""
-
-    def __init__(self, channels, out):
-        super().__init__()
-        self.each = torch.nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
-        self.norm, self.up = torch.nn.LayerNorm(channels), torch.nn.Linear(channels, out)
-        self.down = torch.nn.Conv2d(out, out, 2, 2)
-
-    def forward(self, x):
-        inner = torch.nn.functional.gelu(self.up(self.norm(self.each(x).permute(0, 2, 3, 1))))
-        return self.down(inner.permute(0, 3, 1, 2))
-
-
-def plain(channels, out):
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(channels, out, 3, padding=1), torch.nn.BatchNorm2d(out), torch.nn.ReLU()
-    )
-
-
-def pooled(channels, out):
-    """Its backward scatters into the gradient of what is pooled, which is not channels last."""
-    return torch.nn.Sequential(*plain(channels, out), torch.nn.MaxPool2d(3, 2, 1))
-
-
-def convolutions(block, size):
-    torch.manual_seed(0)
-    blocks = [block(channels, 2 * channels) for channels in (32, 64)]
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3, padding=1), *blocks)
-    return torch.nn.Sequential(model, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()), [
-        (torch.randn(4, 3, size, size),)
-    ] * 2
-
-
-@pytest.mark.inductor
-@pytest.mark.parametrize(
-    ("block", "stage"), [(plain, 3), (pooled, 2), (Residual, 2), (Residual, 3), (Separable, 3)]
-)
-def test_copies_in_another_layout_are_planned(block, stage, monkeypatch):
-    """The leanest plan and a rich one. Memory does not depend on what kernels compute."""
-    monkeypatch.setattr(
-        "torch._inductor.async_compile.AsyncCompile.cpp_pybinding",
-        lambda self, types, source: lambda *args: None,
-    )
-    size = 16 if block is plain else 32
-    graphs, forward, backward = measured_step(
-        None,
-        make=partial(convolutions, block, size),
-        cache=False,
-        memory_budget="0%" if stage == 3 else "40%",
-        agreement=False,
-        zero_stage=stage,
-        inductor={"fx_graph_cache": False},
-    )
-    ahead, back = liveness(graphs["forward"]), liveness(graphs["backward"])
-    cached = ahead.live_bytes[-1] - back.live_bytes[0]
-    assert 0.9 < forward / ahead.peak_bytes < 1.01
-    assert 0.9 < backward / (back.peak_bytes + cached) < 1.01
 
 
 @pytest.mark.inductor
