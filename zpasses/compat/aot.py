@@ -168,10 +168,10 @@ def partition(
     forward, backward = map(lazy_module, made)
     save_inputs_of_views(forward, backward, kwargs["num_fwd_outputs"])
     _mark_outputs_of_model(forward, backward, kwargs["num_fwd_outputs"])
-    for name in kept_strides(forward.graph):
-        for node in backward.graph.find_nodes(op="placeholder"):
-            if node.name == name:
-                node.meta[_KEEPS_STRIDES] = True
+    kept = kept_strides(forward.graph)
+    for node in backward.graph.find_nodes(op="placeholder"):
+        if node.name in kept:
+            node.meta[_KEEPS_STRIDES] = True
     return forward, backward
 
 
@@ -186,7 +186,7 @@ def may_overwrite(saved: fx.Node) -> bool:
 
 
 def is_returned_by_model(node: fx.Node) -> bool:
-    """Whether the model returns a value of a forward graph, with the strides that it shows."""
+    """Whether the model returns a value of a graph, with the strides that the graph shows."""
     return bool(node.meta.get(_IS_OUTPUT))
 
 

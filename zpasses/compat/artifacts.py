@@ -321,6 +321,8 @@ _KEPT_META = (
     "val",
     "tensor_meta",
     "zpasses",
+    "zpasses_is_output_of_model",
+    "zpasses_keeps_strides",
     "custom",
     "stack_trace",
     "recompute",

@@ -253,13 +253,14 @@ def makes_indices_of_pool(node: fx.Node) -> bool:
 
 
 def scatters_by_operator(scatter: fx.Node) -> bool:
-    """Whether Inductor calls an operator for a `scatter_add`, as its code for several threads."""
-    from torch._inductor import config
-    from torch._inductor.utils import parallel_num_threads
+    """Whether Inductor calls an operator for a `scatter_add`, as its code for several threads of a
+    CPU does.
+    """
+    from torch._inductor.utils import use_scatter_fallback
 
-    on_cpu = scatter.meta["val"].device.type == "cpu"
-    several = config.cpp.dynamic_threads or parallel_num_threads() != 1
-    return on_cpu and config.cpp.fallback_scatter_reduce_sum and several
+    value = scatter.meta["val"]
+    call, dtype = torch.ops.aten.scatter_reduce_.two, value.dtype
+    return use_scatter_fallback(call, "sum", dtype, dtype, value.device.type, True)
 
 
 def kept_strides(graph: fx.Graph) -> set[str]:

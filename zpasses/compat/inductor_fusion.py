@@ -81,7 +81,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.19", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.20", self._limit_bytes, before
 
 
 def fusion_within_peak(
@@ -133,7 +133,7 @@ def _calls_of(node: BaseSchedulerNode) -> list[fx.Node]:
     writes its result in the layout that the convolution wants.
     """
     calls: list[fx.Node] = [] if node.node is None else list(node.node.get_origins())
-    if not is_kernel(node) or _writes_in_another_layout(node):
+    if not is_kernel(node) or _read_in_another_layout(node) is not None:
         return calls
     return [each for each in calls if each.target not in _CONVOLUTIONS]
 
@@ -202,7 +202,8 @@ class _Fusions:
         """Whether a kernel may write what it makes in another layout, instead of a kernel that
         copies it. It then writes over nothing, and what it reads lives beside the copy.
         """
-        made, copied = (sum(each.nbytes for each in self._memory.made[at]) for at in (maker, copy))
+        made = sum(each.nbytes for each in self._memory.made[maker])
+        copied = sum(each.nbytes for each in (*self._memory.made[copy], *self._memory.joined[copy]))
         is_inner = all(each.readers == frozenset({copy}) for each in self._memory.made[maker])
         added = copied - (made if is_inner and not self._memory.written_over[maker] else 0)
         places = range(maker, copy)
@@ -290,10 +291,10 @@ class _Fusions:
                 inner = buffer.readers is not None and buffer.readers <= together
                 for position in range(first, first + 1 if inner else self._place[each]):
                     added[position] += buffer.nbytes
-            for whole in self._memory.joined[each]:
-                if whole.maker not in moved:
-                    for position in range(first, self._place[whole.maker]):
-                        added[position] += whole.nbytes
+        wholes = {id(whole): whole for each in moved for whole in self._memory.joined[each]}
+        for whole in wholes.values():  # unless a part moves that was counted with it
+            for position in range(first, 0 if whole.maker in moved else self._place[whole.maker]):
+                added[position] += whole.nbytes
         for each in together:  # a kernel writes over what one of its parts reads
             for buffer in self._memory.written_over[each]:
                 is_shared = len(together.intersection(buffer.readers or ())) > 1
@@ -383,24 +384,21 @@ def _is_read_as_written(maker: BaseSchedulerNode, reader: BaseSchedulerNode) -> 
 
 
 def _is_layout_copy(maker: BaseSchedulerNode, reader: BaseSchedulerNode) -> bool:
-    """Whether a kernel does nothing but write what another one makes in another layout."""
-    read = _writes_in_another_layout(reader)
+    """Whether a kernel reads what another one makes, alone, and writes it in another layout."""
+    read = _read_in_another_layout(reader)
     return read is not None and read.name in maker.get_buffer_names()
 
 
-def _writes_in_another_layout(kernel: BaseSchedulerNode) -> MemoryDep | None:
+def _read_in_another_layout(kernel: BaseSchedulerNode) -> MemoryDep | None:
     """Returns what a kernel reads if that is one value, which it writes in another layout."""
     reads, writes = (list(each) for each in (kernel.read_writes.reads, kernel.read_writes.writes))
     if not isinstance(kernel, SchedulerNode) or len(reads) != 1 or len(writes) != 1:
         return None
     (read,), (written,) = reads, writes
-    is_copy = (
-        isinstance(read, MemoryDep)
-        and isinstance(written, MemoryDep)
-        and _element(read)[1:] != _element(written)[1:]
-        and hint(sympy_product(read.size)) == hint(sympy_product(written.size))
-    )
-    return read if is_copy else None
+    if not isinstance(read, MemoryDep) or not isinstance(written, MemoryDep):
+        return None
+    is_all = hint(sympy_product(read.size)) == hint(sympy_product(written.size))
+    return read if is_all and _element(read)[1:] != _element(written)[1:] else None
 
 
 def _element(dep: Any) -> Any:

@@ -55,6 +55,8 @@ class _Sizes(NamedTuple):
     batch: int
     image_bytes: int
     """Bytes of the result for one element of the batch, with a margin for the kernel."""
+    columns: int
+    """Bytes of the source with an element for each that a kernel reads."""
 
 
 def is_convolution(node: fx.Node) -> bool:
@@ -67,15 +69,19 @@ def convolution_bytes(node: fx.Node) -> int:
     operands: Any = node.args
     is_backward = node.target is aten.convolution_backward.default
     if is_backward:
-        gradient, given, weight, _, stride, _, _, transposed, _, groups, mask = operands
+        gradient, given, weight, _, stride, _, dilation, transposed, _, groups, mask = operands
     else:
-        given, weight, _, stride, _, _, transposed, _, groups = operands
+        given, weight, _, stride, _, dilation, transposed, _, groups = operands
         gradient, mask = node, (True, False, False)
     source, result = value_of(given), value_of(gradient)
     if transposed:
         source, result = result, source
+    if not all(map(numel, (source, result, value_of(weight)))):
+        return 0
     sizes = _sizes(source, result, value_of(weight), stride, groups)
-    if _is_native(sizes):
+    if _is_native(sizes, value_of(given), value_of(weight), max(dilation) > 1):
+        if sizes.kernel > 1:
+            return sizes.columns
         return sizes.source if is_backward and mask[0] and sizes.dims == 3 else 0
     of_result, of_source, of_weight = (
         _channels_last(sizes) if runs_channels_last(node) else _in_blocks(sizes)
@@ -105,8 +111,10 @@ def _sizes(source: Tensor, result: Tensor, weight: Tensor, stride: Any, groups: 
     batch, channels, *_ = map(compat.planned_size, source.shape)
     _, out, *image = map(compat.planned_size, result.shape)
     _, _, *kernel = map(compat.planned_size, weight.shape)
-    margins = [(size - 1) // step for size, step in zip(kernel, stride, strict=True)]
+    steps = stride if len(stride) == len(kernel) else [stride[0]] * len(kernel)
+    margins = [(size - 1) // step for size, step in zip(kernel, steps, strict=True)]
     padded = math.prod(size + margin for size, margin in zip(image, margins, strict=True))
+    columns = batch * channels * math.prod(kernel) * math.prod(image) * source.element_size()
     return _Sizes(
         nbytes(source),
         nbytes(weight),
@@ -119,13 +127,23 @@ def _sizes(source: Tensor, result: Tensor, weight: Tensor, stride: Any, groups: 
         max(stride) > 1,
         batch,
         out * padded * result.element_size(),
+        columns,
     )
 
 
-def _is_native(sizes: _Sizes) -> bool:
-    """Whether torch multiplies matrices itself: kernels of size 1 on one thread."""
-    is_product = sizes.kernel == 1 and not sizes.is_strided and sizes.groups == 1
-    return is_product and torch.get_num_threads() == 1 and sizes.batch < 16
+def _is_native(sizes: _Sizes, given: Tensor, weight: Tensor, is_dilated: bool) -> bool:
+    """Whether torch multiplies matrices itself, by `use_mkldnn` of its `Convolution.cpp`: in fp64,
+    kernels of size 1 on one thread, and small inputs.
+    """
+    if given.dtype == torch.float64:
+        return True
+    shape = [compat.planned_size(size) for size in given.shape]
+    kernel = [1, *(compat.planned_size(size) for size in weight.shape[2:])][-2:]
+    is_wide = sizes.is_strided or is_dilated or sizes.batch >= _BLOCK or kernel != [1, 1]
+    is_large = (
+        sizes.groups > 1 or min(kernel) > 3 or sizes.batch > 1 or math.prod(shape[:4]) > 20480
+    )
+    return not ((is_wide or torch.get_num_threads() > 1) and is_large)
 
 
 def _channels_last(sizes: _Sizes) -> tuple[int, int, int]:

@@ -14,15 +14,18 @@ copies of its indices and of the gradient.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.time.fused_kernels import is_elementwise
-from zpasses.graph.aliases import GETITEM, WHOLE_VIEWS, elements_of, is_view, view_base
+from zpasses.cost.time.fused_kernels import fuses, is_elementwise
+from zpasses.graph.aliases import GETITEM, elements_of, is_view, view_base
 from zpasses.graph.queries import collective_of, is_wait, nbytes, numel, value_of
 from zpasses.graph.tags import tag_of
 
@@ -34,14 +37,25 @@ _SAME_LAYOUT = (aten.slice.Tensor, aten.alias.default, aten.detach.default)
 _prefers: weakref.WeakKeyDictionary[fx.Graph, bool] = weakref.WeakKeyDictionary()
 """Graph -> whether its convolutions are laid out. No pass adds or removes one."""
 _backwards: weakref.WeakKeyDictionary[fx.Graph, bool | None] = weakref.WeakKeyDictionary()
-"""Graph -> whether all backwards of convolutions are."""
+"""Graph -> whether all its backwards of convolutions run channels last, if Inductor decides so."""
+
+_first_operands: contextvars.ContextVar[dict[fx.Node, fx.Node | None] | None]
+_first_operands = contextvars.ContextVar("zpasses.first_operands", default=None)
+"""Inside `remembered_layouts`: value -> the one whose layout it has."""
+
+
+@contextlib.contextmanager
+def remembered_layouts() -> Iterator[None]:
+    """Context manager in which graphs do not change, so that layouts are found once."""
+    token = _first_operands.set({})
+    try:
+        yield
+    finally:
+        _first_operands.reset(token)
 
 
 def copied_inputs(node: fx.Node) -> list[fx.Node]:
-    """Returns the inputs of a call, or of the output, that Inductor's code copies."""
-    if node.op == "output":
-        made = [each for each in node.all_input_nodes if compat.is_returned_by_model(each)]
-        return [each for each in made if _is_fixed(each, True)]
+    """Returns the inputs of a call that Inductor's code copies."""
     if is_depthwise_backward(node):
         gradient, given = node.args[:2]
         return [given, gradient]  # type: ignore[list-item]
@@ -75,13 +89,26 @@ def is_saved_copy(node: fx.Node) -> bool:
     )
 
 
+def is_copied_back(node: fx.Node) -> bool:
+    """Whether a convolution makes what the model returns, which is copied into the layout that the
+    graph shows, for all that read it.
+    """
+    return (
+        node.target is _FORWARD
+        and compat.is_returned_by_model(node)
+        and _matters(node)
+        and not _shows_last(node)
+        and _is_last(node)
+    )
+
+
 def has_shown_layout(node: fx.Node) -> bool:
     """Whether Inductor lays out a value as the graph shows it. If the graph prefers channels last,
     it does so with the result of a kernel that a view of another shape reads.
     """
     if not _matters(node) or not _prefers_channels_last(node.graph):
         return True
-    return is_elementwise(node) and any(user.target in WHOLE_VIEWS for user in node.users)
+    return is_elementwise(node) and any(user.target is aten.view.default for user in node.users)
 
 
 def copied_bytes(node: fx.Node) -> int:
@@ -90,13 +117,13 @@ def copied_bytes(node: fx.Node) -> int:
 
 
 def runs_channels_last(convolution: fx.Node) -> bool:
-    """Whether a convolution of any number of dimensions runs channels last in Inductor's code."""
+    """Whether a convolution of any number of dimensions runs channels last."""
     if is_depthwise_backward(convolution):
         return False
     first = 0 if convolution.target is _FORWARD else 1
     operands: Any = convolution.args[first : first + 2]
     values = [value_of(each) for each in operands]
-    if values[0].dim() == 4 and _prefers_channels_last(convolution.graph):
+    if fuses() and values[0].dim() == 4 and _prefers_channels_last(convolution.graph):
         return _is_last(convolution)
     sizes = [[compat.planned_size(size) for size in each.shape] for each in values]
     return any(
@@ -106,16 +133,19 @@ def runs_channels_last(convolution: fx.Node) -> bool:
 
 
 def is_depthwise_backward(node: fx.Node) -> bool:
-    """Whether a call is the backward of a depthwise convolution. Its weight has one channel, so its
-    strides name no layout, and Inductor takes the other operands into one that is none of both.
+    """Whether Inductor's code runs the backward of a depthwise convolution. Its weight has one
+    channel, so its strides name no layout, and Inductor takes the other operands into one that is
+    none of both.
     """
-    if node.target is not _BACKWARD or _lays_out_backwards(node.graph) is not False:
+    if node.target is not _BACKWARD or not fuses() or _lays_out_backwards(node.graph) is not False:
         return False
     weight: Any = node.args[2]
-    mask: Any = node.args[-1]
+    groups, mask = node.args[-2:]
     _, channels, *kernel = map(compat.planned_size, value_of(weight).shape)
-    is_whole = channels == 1 < max(kernel) and len(kernel) == 2
-    return is_whole and mask[1] and _prefers_channels_last(node.graph)
+    is_whole = channels == 1 < max(kernel, default=1) and len(kernel) == 2
+    makes_weight = bool(mask[1])  # type: ignore[index]
+    may_be = is_whole and bool(groups != 1) and makes_weight
+    return may_be and _prefers_channels_last(node.graph)
 
 
 def _is_last(convolution: fx.Node) -> bool:
@@ -149,6 +179,8 @@ def _is_fixed(node: fx.Node, last: bool) -> bool:
     """Whether a value has a layout that its reader cannot choose: channels last, or another."""
     if not _matters(node):
         return False
+    if compat.is_returned_by_model(node):
+        return _shows_last(node) == last
     is_read_apart = len(node.users) > 1 and any(user.target is _BACKWARD for user in node.users)
     if is_elementwise(node) and is_read_apart:
         # Inductor has it laid out as the operator does it alone: like its first whole operand.
@@ -163,8 +195,13 @@ def _is_fixed(node: fx.Node, last: bool) -> bool:
         is_last = _prefers_channels_last(node.graph) and not compat.keeps_strides(node)
         return is_last == last
     if node.op == "placeholder" or is_view(node) or is_wait(node) or collective_of(source):
-        return (compat.planned_size(value_of(node).stride(1)) == 1) == last
+        return _shows_last(node) == last
     return False
+
+
+def _shows_last(node: fx.Node) -> bool:
+    """Whether the graph shows a value channels last."""
+    return compat.planned_size(value_of(node).stride(1)) == 1
 
 
 def _is_reshaped_last(node: fx.Node) -> bool:
@@ -178,14 +215,20 @@ def _is_reshaped_last(node: fx.Node) -> bool:
 
 def _first_operand(node: fx.Node) -> fx.Node | None:
     """Returns the value whose layout an elementwise value has; None if all are broadcast."""
-    count = numel(value_of(node))
-    while is_elementwise(node) or compat.makes_indices_of_pool(node):
-        operands = node.all_input_nodes
-        found = [each for each in operands if numel(value_of(view_base(each))) >= count]
-        if not found:
-            return None
-        node = found[0]
-    return node
+    known = _first_operands.get()
+    known = {} if known is None else known
+    count, passed, found = numel(value_of(node)), list[fx.Node](), node
+    while found not in known and (is_elementwise(found) or compat.makes_indices_of_pool(found)):
+        passed.append(found)
+        operands = found.all_input_nodes
+        whole = [each for each in operands if numel(value_of(view_base(each))) >= count]
+        if not whole:
+            known[found] = None
+            break
+        found = whole[0]
+    first = known.get(found, found)
+    known.update(dict.fromkeys(passed, first))
+    return first
 
 
 def _is_saved(node: fx.Node) -> bool:

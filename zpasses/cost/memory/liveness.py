@@ -17,9 +17,10 @@ result.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,9 @@ from zpasses.cost.memory.layout_copies import (
     copied_bytes,
     copied_inputs,
     has_shown_layout,
+    is_copied_back,
     is_saved_copy,
+    remembered_layouts,
 )
 from zpasses.cost.memory.workspaces import workspace_bytes
 from zpasses.cost.time.fused_kernels import FusedKernels, Load, fuses, is_addmm
@@ -124,8 +127,9 @@ def liveness(
     own = (kernels or FusedKernels()) if fuses() else None
     given = saved_inputs(nodes).union(each for each in nodes if _is_held_input(each))
     tracker = _Tracker(given, reinplaceable_all_reduces(graph), bytes_of, is_view, own)
-    for index, node in enumerate(nodes):
-        tracker.visit(index, node)
+    with remembered_layouts():
+        for index, node in enumerate(nodes):
+            tracker.visit(index, node)
     tracker.join_parts()
     tracker.lay_out()
     tracker.write_in_place()
@@ -176,6 +180,14 @@ _ALL_REDUCES = (
 
 aten = torch.ops.aten
 _AVERAGE_BACKWARDS = (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+_LARGEST_WINDOW = 25
+"""Elements of the largest window for which Inductor writes a kernel."""
+_FIXES_LAYOUT = (
+    aten.mm.default,
+    aten._int_mm.default,
+    aten.convolution_backward.default,
+)
+"""Readers for which Inductor fixes the layout of a value where it is computed."""
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 """Operators that write to memory which is given."""
 
@@ -231,12 +243,12 @@ class _Tracker:
             self._communicate(index, node)
             self._copy_inputs(index, node)
             within = subgraph_bytes(node) + workspace_bytes(node)
+            if self._kernels is not None and is_copied_back(node):  # after the call
+                within = max(within, nbytes(value_of(node)))
             if within:
                 self.buffers.append(Buffer(node, within, index, index, scratch=True))
-        elif node.op == "output":
-            self._copy_inputs(index, node)
-            if held := held_bytes(node.graph):
-                self.buffers.append(Buffer(node, held, 0, index))
+        elif node.op == "output" and (held := held_bytes(node.graph)):
+            self.buffers.append(Buffer(node, held, 0, index))
         tag = tag_of(node)
         if tag is not None and tag.cached:
             self._at_end.append(held_node(node))
@@ -244,15 +256,18 @@ class _Tracker:
             self._at_end.append(node)
 
     def _read_by(self, node: fx.Node) -> list[fx.Node]:
-        """Returns what a node reads. Inductor's code for the gradient of an average asks for the
-        shape of its second input, and code that reads an input nowhere never frees it.
+        """Returns what a node reads. A kernel for the gradient of an average needs the shape of the
+        second operand alone, and code that reads an input nowhere never frees it.
         """
         read = node.all_input_nodes
         if self._kernels is None or node.target not in _AVERAGE_BACKWARDS:
             return read
-        shape_of = read.pop()
-        if shape_of.op == "placeholder" and len(shape_of.users) == 1:
-            self._at_end.append(shape_of)
+        gradient, averaged, window = node.args[:3]
+        if averaged is gradient or math.prod(window) > _LARGEST_WINDOW:  # type: ignore[arg-type]
+            return read
+        read.remove(averaged)  # type: ignore[arg-type]
+        if averaged.op == "placeholder" and len(averaged.users) == 1:  # type: ignore[union-attr]
+            self._at_end.append(averaged)  # type: ignore[arg-type]
         return read
 
     def write_in_place(self) -> None:
@@ -303,7 +318,7 @@ class _Tracker:
                 if source is not None:
                     source.last = index - 1
                     left -= source.nbytes
-            unneeded = total - most  # less than all copies but the first
+            unneeded = total - most  # at most all copies but the first
             for _, copy, _ in reversed(copies):
                 cut = min(unneeded, copy.nbytes)
                 if cut:
@@ -405,20 +420,20 @@ class _Tracker:
 
     def _has_layout_before(self, node: fx.Node, cat: fx.Node) -> bool:
         """Whether the layout of a value is fixed before a `cat`, so that it is copied there: the
-        graph returns it, or an operator reads it first.
+        graph returns it, a product reads it, or another operator reads it first.
         """
         kernels = self._kernels
         assert kernels is not None
-        return any(
-            each.op == "output"
-            or (
-                each < cat
-                and not is_alias(each)
-                and not kernels.has_kernel(each)
-                and not kernels.is_inlined(each)
-            )
-            for each in buffer_readers(node)
-        )
+        for each in buffer_readers(node):
+            if each.op == "output":
+                return True
+            if is_alias(each) or kernels.has_kernel(each) or kernels.is_inlined(each):
+                continue
+            if each.target in _FIXES_LAYOUT and node in each.all_input_nodes:
+                return True
+            if each < cat and not is_addmm(each) and each.target is not aten.addmm.default:
+                return True
+        return False
 
     def _allocate(self, index: int, node: fx.Node) -> list[Buffer | None]:
         value = value_of(node)
@@ -446,8 +461,7 @@ class _Tracker:
         for source in copied_inputs(node):
             copy = Buffer(node, nbytes(value_of(source)), index, index, scratch=True)
             self.buffers.append(copy)
-            if node.op != "output":
-                self._copies.append((index, copy, self._memory_of[source][0]))
+            self._copies.append((index, copy, self._memory_of[source][0]))
             if node in self._pending:
                 self._pending[node].append(copy)
             if node.target is aten.scatter_add.default:  # into what is made before
@@ -510,12 +524,16 @@ def _takes_over(made: Buffer, dying: Buffer) -> bool:
         and isinstance(theirs, Tensor)
         and _layout(ours) == _layout(theirs)
         and (
-            ours.shape == theirs.shape
+            _planned(ours.shape) == _planned(theirs.shape)
             or (has_shown_layout(made.node) and has_shown_layout(dying.node))
         )
         and collective_of(dying.node) is None
         and (dying.node.op != "placeholder" or compat.may_overwrite(dying.node))
     )
+
+
+def _planned(sizes: Iterable[int]) -> list[int]:
+    return [compat.planned_size(size) for size in sizes]
 
 
 def _layout(value: Tensor) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import heapq
 import operator
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -249,7 +250,8 @@ class FusedKernels:
         return leaves_of_inputs
 
     def _is_among_convolutions(self, node: fx.Node) -> bool:
-        if value_of(node).dim() != 4:
+        value = value_of(node)
+        if not isinstance(value, torch.Tensor) or value.dim() != 4:
             return False
         if self._convolves is None:
             self._convolves = any(each.target in _CONVOLUTIONS for each in node.graph.nodes)
@@ -262,41 +264,48 @@ class FusedKernels:
         """
         if len(node.users) == 1:
             return False
-        if self._is_among_convolutions(node) and _is_read_after_reduction(node):
-            return True
         if node not in self._operators_before:
             before = 0
             for each in node.graph.nodes:
                 self._operators_before[each] = before
                 before += _is_operator(each) and not _is_ours(each)
-        return len({self._operators_before[user] for user in node.users}) > 1
+        regions = {self._operators_before[user] for user in node.users}
+        if len(regions) > 1:
+            return True
+        return self._is_among_convolutions(node) and self._is_read_after_reduction(node)
+
+    def _is_read_after_reduction(self, node: fx.Node) -> bool:
+        """Whether an elementwise kernel reads a value, and what a reduction makes of it, before the
+        next operator runs.
+        """
+        before = self._operators_before
+        region = before[next(iter(node.users))]
+        elementwise, reduced = {node}, set[fx.Node]()
+        pending, seen = list(node.users), set(node.users)
+        heapq.heapify(pending)
+        while pending:
+            each = heapq.heappop(pending)  # in the order of the graph, so after all that it reads
+            inputs = each.all_input_nodes
+            if _kind_of(each.target) == "reduction":
+                reduced.add(each)
+            elif is_view(each) or is_elementwise(each) or each.target is operator.getitem:
+                reads_it = not elementwise.isdisjoint(inputs)
+                if not reduced.isdisjoint(inputs):
+                    if reads_it:
+                        return True
+                    reduced.add(each)
+                if reads_it:
+                    elementwise.add(each)
+            else:
+                continue
+            for user in each.users:
+                if user not in seen and before[user] == region:
+                    seen.add(user)
+                    heapq.heappush(pending, user)
+        return False
 
 
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-
-
-def _is_read_after_reduction(node: fx.Node) -> bool:
-    """Whether an elementwise kernel reads a value, and what a reduction makes of it."""
-    elementwise, reduced = {node}, set[fx.Node]()
-    pending = set(node.users)
-    while pending:
-        each = min(pending)  # in the order of the graph, so after all that it reads
-        pending.discard(each)
-        inputs = each.all_input_nodes
-        if _kind_of(each.target) == "reduction":
-            reduced.add(each)
-        elif is_view(each) or is_elementwise(each) or each.target is operator.getitem:
-            reads_it = not elementwise.isdisjoint(inputs)
-            if not reduced.isdisjoint(inputs):
-                if reads_it:
-                    return True
-                reduced.add(each)
-            if reads_it:
-                elementwise.add(each)
-        else:
-            continue
-        pending |= each.users.keys()
-    return False
 
 
 def _is_operator(node: fx.Node) -> bool:

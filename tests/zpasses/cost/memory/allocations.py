@@ -57,7 +57,9 @@ def measured_step(size, dtype=None, *, make=None, **options):
             param.grad = None
         gc.collect()
         with record_function("measured forward"):
-            loss = step(*measured).square().mean()
+            made = step(*measured)
+        loss = made.square().mean()
+        del made
         with record_function("measured backward"):
             loss.backward()
     resting, forward = allocated(profiled, "measured forward")
