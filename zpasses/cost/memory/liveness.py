@@ -38,7 +38,7 @@ from zpasses.cost.memory.layout_copies import (
 )
 from zpasses.cost.memory.workspaces import workspace_bytes
 from zpasses.cost.time.fused_kernels import FusedKernels, Load, fuses, is_addmm
-from zpasses.graph.aliases import buffer_readers, is_alias, is_view, memory_root, view_base
+from zpasses.graph.aliases import GETITEM, buffer_readers, is_alias, is_view, memory_root, view_base
 from zpasses.graph.cached_params import held_bytes, held_node, is_held
 from zpasses.graph.dialect import AVERAGE_GRAD, TO_HOST, group_size
 from zpasses.graph.encoding import Encoding
@@ -133,6 +133,7 @@ def liveness(
     tracker.join_parts()
     tracker.lay_out()
     tracker.write_in_place()
+    tracker.hold()
     changes = [0] * (len(nodes) + 1)
     for buffer in tracker.buffers:
         changes[buffer.first] += buffer.nbytes
@@ -219,6 +220,12 @@ class _Tracker:
         """Kernels, their inputs as `FusedKernels.inputs` returns them, and the number of calls
         before that are no such kernels. Those with the same number may be fused."""
         self._others = 0
+        self._index: dict[fx.Node, int] = {}
+        """Kernel -> its position."""
+        self._readers: dict[tuple[int, int], list[fx.Node]] = {}
+        """Buffer and number of calls before, as above -> the kernels that read it."""
+        self._written_over: set[int] = set()
+        """Buffers that a kernel writes over."""
         self._parts: list[tuple[Buffer, Buffer]] = []
         """Buffers of `cat` and of what is written right into each."""
         self._copies: list[tuple[int, Buffer, Buffer | None]] = []
@@ -234,6 +241,7 @@ class _Tracker:
         elif node.op == "placeholder":
             self._memory_of[node] = [self._given(index, node)]
         elif node.op == "call_function":
+            self._index[node] = index
             self._memory_of[node] = (
                 self._inlined(node)
                 or self._aliased(node)
@@ -279,7 +287,7 @@ class _Tracker:
             ]
             for _, sources, _ in self._elementwise
         ]
-        readers: dict[tuple[int, int], list[fx.Node]] = {}
+        readers = self._readers
         for (node, _, others), read in zip(self._elementwise, read_by, strict=True):
             for buffer in {id(buffer) for buffer, _ in read}:
                 readers.setdefault((buffer, others), []).append(node)
@@ -296,7 +304,24 @@ class _Tracker:
                     and _needs_all(node, readers[id(dying), others])
                 ):
                     dying.last = made.first - 1
+                    self._written_over.add(id(dying))
                     break
+
+    def hold(self) -> None:
+        """Has what a kernel reads and writes live until the last of those that it is fused with."""
+        fused = _fused_kernels(self._elementwise, self._memory_of, self._readers, self._kernels)
+        first_of = {each: group[0] for group in fused for each in group}
+        last_of = {group[0]: self._index[group[-1]] for group in fused}
+        for node, sources, _ in self._elementwise:
+            if node not in first_of:
+                continue
+            first, last = self._index[first_of[node]], last_of[first_of[node]]
+            for each in (node, *sources):
+                for buffer in self._memory_of.get(each, ()):
+                    if buffer is None or id(buffer) in self._written_over:
+                        continue
+                    if first <= buffer.last < last:
+                        buffer.last = last
 
     def lay_out(self) -> None:
         """Has what is copied in another layout die with its copy, before the operator runs. Copies
@@ -497,6 +522,44 @@ def _is_held_input(node: fx.Node) -> bool:
 def _is_moved_last(node: fx.Node) -> bool:
     """Whether a value is an average that goes to the host, at the end of the graph."""
     return node.target is AVERAGE_GRAD and any(user.target is TO_HOST for user in node.users)
+
+
+def _fused_kernels(
+    kernels: Sequence[tuple[fx.Node, Mapping[fx.Node, Load], int]],
+    memory_of: Mapping[fx.Node, list[Buffer | None]],
+    readers: Mapping[tuple[int, int], list[fx.Node]],
+    known: FusedKernels | None,
+) -> list[list[fx.Node]]:
+    """Returns kernels that are fused because one reads what another one makes, in the order of the
+    graph: those that go through the same elements, and reductions of their rows.
+    """
+    if known is None:
+        return []
+    region = {node: others for node, _, others in kernels}
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node, sources, others in kernels:
+        group = [node]
+        for source in sources:
+            maker = source.all_input_nodes[0] if source.target is GETITEM else source
+            before = groups.get(maker)
+            if before is None or before is group or region[maker] != others:
+                continue
+            if known.elements(maker) != known.elements(node):
+                continue
+            buffer = memory_of[maker][0]
+            between = [
+                each
+                for each in readers.get((id(buffer), others), ())
+                if each < node and groups[each] is not before
+            ]
+            if any(_needs_all(node, [each]) for each in between):
+                continue
+            group = [*before, *group]
+            for each in group:
+                groups[each] = group
+        groups[node] = group
+    unique = {id(group): group for group in groups.values() if len(group) > 1}
+    return [sorted(group) for group in unique.values()]
 
 
 def _needs_all(node: fx.Node, readers: list[fx.Node]) -> bool:

@@ -184,6 +184,21 @@ class FusedKernels:
         """Whether a call is an elementwise operator, or a reduction, that is not inlined."""
         return _is_fusible(node) and not self.is_inlined(node)
 
+    def elements(self, node: fx.Node) -> int | None:
+        """Returns the number of elements that the loops of a kernel go through, row by row; None if
+        they reduce others than rows.
+        """
+        if _kind_of(node.target) != "reduction":
+            return numel(value_of(node))
+        source, dims, *_ = (*node.args, None)
+        assert isinstance(source, fx.Node)
+        if not isinstance(dims, (list, tuple)) or self._is_among_convolutions(elements_of(source)):
+            return None
+        rank: int = value_of(source).dim()
+        reduced = sorted(int(dim) % rank for dim in dims)  # type: ignore[arg-type]
+        is_rows = reduced == list(range(rank - len(reduced), rank))
+        return numel(value_of(source)) if is_rows else None
+
     def inputs(self, node: fx.Node) -> Mapping[fx.Node, Load]:
         """Returns the values that a call loads, through those that are inlined in it."""
         if node not in self._inputs:
