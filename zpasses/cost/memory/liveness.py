@@ -255,8 +255,11 @@ class _Tracker:
                 within = max(within, nbytes(value_of(node)))
             if within:
                 self.buffers.append(Buffer(node, within, index, index, scratch=True))
-        elif node.op == "output" and (held := held_bytes(node.graph)):
-            self.buffers.append(Buffer(node, held, 0, index))
+        elif node.op == "output":
+            if held := held_bytes(node.graph):
+                self.buffers.append(Buffer(node, held, 0, index))
+            if copied := max(map(self._copied_at_end, node.all_input_nodes), default=0):
+                self.buffers.append(Buffer(node, copied, index, index, scratch=True))
         tag = tag_of(node)
         if tag is not None and tag.cached:
             self._at_end.append(held_node(node))
@@ -277,6 +280,18 @@ class _Tracker:
         if averaged.op == "placeholder" and len(averaged.users) == 1:  # type: ignore[union-attr]
             self._at_end.append(averaged)  # type: ignore[arg-type]
         return read
+
+    def _copied_at_end(self, node: fx.Node) -> int:
+        """Returns the bytes of the copy of a saved view that Inductor's code makes, one at a time:
+        of a result that it makes contiguous for a product, and the graph shows otherwise.
+        """
+        base = view_base(node)
+        if self._kernels is None or base is node or not self._kernels.has_kernel(base):
+            return 0
+        value = value_of(base)
+        _, *shown = _layout(value) if isinstance(value, Tensor) else (None,)
+        multiplied = any(each.target is aten.bmm.default for each in buffer_readers(base))
+        return nbytes(value) if len(shown) > 1 and multiplied else 0
 
     def write_in_place(self) -> None:
         """Ends the life of what elementwise kernels write over right before them."""
