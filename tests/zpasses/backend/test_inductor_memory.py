@@ -306,7 +306,7 @@ def test_an_input_that_is_not_donated_is_not_written_over():
     ],
     ids=["attention", "convolution"],
 )
-def test_what_an_targettakes_within_its_call_counts(target, arguments, workspace):
+def test_what_an_operator_takes_within_its_call_counts(target, arguments, workspace):
     """Where the peak is within its call, nothing may live across it in addition."""
 
     def graph(call, base, row, column, line, query):

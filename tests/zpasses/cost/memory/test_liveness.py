@@ -292,6 +292,80 @@ def test_a_kernel_writes_only_over_elements_that_it_reads_there(function, held):
     assert peaks(decomposed(lambda x: function(x @ x), (32, 32)))[0] == held
 
 
+@pytest.mark.parametrize(
+    ("function", "held"),
+    [
+        (lambda y: y * y.sum(0), 1),  # after the sum, which is a kernel of its own
+        (lambda y: (y.sin(), y.cos()), 3),  # parts of one kernel
+        (lambda y: y.view(4, 8, 32).sin(), 1),
+        (lambda y: (y + y.sum(1, keepdim=True)).view(4, 8, 32).sin(), 1),
+    ],
+)
+def test_a_kernel_writes_over_what_only_its_own_inputs_have_read(function, held):
+    with use_target(Target.parse("cpu")):
+        assert peaks(decomposed(lambda x: function(x @ x), (32, 32)))[0] == held
+
+
+def test_fused_kernels_hold_what_each_of_them_reads():
+    def function(x):
+        first, second = x @ x, x.t() @ x
+        made = first * second
+        return made, made.sin()
+
+    # The first result is written over a product, and the second beside both.
+    assert peaks(decomposed(function, (32, 32)))[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "held"),
+    [
+        (lambda x, y, kernel: (torch.cat([kernel, y]), y @ y), 3),
+        (lambda x, y, kernel: (torch.cat([kernel, y]), kernel), 3),
+        (lambda x, y, kernel: (torch.cat([kernel, y]), kernel @ y), 4),
+        (lambda x, y, kernel: (kernel.view(1, 32, 32).bmm(x[None]), torch.cat([kernel, y])), 4),
+        (lambda x, y, kernel: (torch.addmm(x[0], kernel, y), torch.cat([kernel, y])), 3),
+    ],
+)
+def test_what_has_a_layout_before_a_cat_is_copied_there(function, held):
+    graph = decomposed(lambda x, y: function(x, y, x.sin()), (32, 32), (32, 32))
+    assert peaks(graph)[0] == held
+
+
+@pytest.mark.parametrize(("window", "reads"), [(2, False), (6, True)])
+def test_the_gradient_of_an_average_needs_a_shape_alone(window, reads):
+    """By a kernel. What code reads nowhere is never freed, and what an operator reads is."""
+    graph = torch.fx.Graph()
+    gradient, given = (graph.placeholder(name) for name in ("made", "saved"))
+    size = [window, window]
+    call = aten.avg_pool2d_backward.default
+    made = graph.call_function(call, (gradient, given, size, size, [0, 0], False, True, None))
+    later = graph.call_function(aten.sum.default, (made,))
+    images = (4, 1, 12, 12)
+    shapes = ((4, 1, 12 // window, 12 // window), images, images, ())
+    for node, shape in zip((gradient, given, made, later), shapes, strict=True):
+        node.meta["val"] = torch.empty(shape, device="meta")
+    graph.placeholder("tangents_1").meta["val"] = torch.empty((), device="meta")
+    graph.output((later,))
+    held = {each.node: each for each in liveness(graph).buffers}[given]
+    at = list(graph.nodes).index(made)
+    assert held.last == (at if reads else len(graph.nodes) - 1)
+
+
+def test_sizes_that_may_be_equal_are_not_compared():
+    """A comparison of symbols would add a guard."""
+
+    def function(x):
+        return (x * x.sum(1).view(-1, 1)).sum(0)
+
+    traced = make_fx(function, compat.inductor_decompositions(), tracing_mode="symbolic")(
+        torch.empty(9, 9, 1)[..., 0]
+    )
+    shapes = next(iter(traced.graph.nodes)).meta["val"].fake_mode.shape_env
+    before = len(shapes.guards)
+    liveness(traced.graph)
+    assert len(shapes.guards) == before
+
+
 def test_backward_writes_over_no_gradient_and_no_output_of_the_model():
     def peak(name, **meta):
         graph = torch.fx.Graph()

@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tests.zpasses.cost.memory.allocations import allocated
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.memory.workspaces import workspace_bytes
+from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.queries import nbytes, value_of
 
@@ -90,6 +91,76 @@ def test_convolutions_take_copies_of_their_weight(channels, mask, threads):
         settings = (*settings, mask)
     run = lambda *given: function(*given, *settings)  # noqa: E731
     assert 0 <= counted_and_taken(run, inputs, threads) <= 16 << 10
+
+
+def convolution(channels, out, kernel, stride=1, *, groups=1, transposed=False, dims=2, size=16):
+    """The operands of a convolution and its settings. Those of images are channels last."""
+    layout = {"memory_format": torch.channels_last} if dims == 2 else {}
+    data = torch.randn(4, channels, *[size] * dims).to(**layout)
+    sizes = (channels, out) if transposed else (out, channels // groups)
+    weight = torch.randn(*sizes, *[kernel] * dims).to(**layout)
+    padding = [kernel // 2 if kernel % 2 else 0] * dims
+    settings = None, [stride] * dims, padding, [1] * dims, transposed, [0] * dims, groups
+    return (data, weight), settings
+
+
+@pytest.mark.parametrize("mask", [None, (True, True, False), (False, True, False)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        convolution(64, 64, 3, 2, size=32),
+        convolution(64, 128, 3, 2, size=56),
+        convolution(32, 64, 4, 4, size=32),
+        convolution(24, 40, 3, size=28),  # channels that fill no block
+        convolution(64, 64, 3, groups=64, size=28),
+        convolution(64, 64, 7, groups=64, size=28),
+        convolution(64, 64, 3, groups=32, size=28),
+        convolution(3, 192, 16, 16, size=64),
+        convolution(128, 64, 2, 2, transposed=True),
+        convolution(64, 64, 3, dims=1, size=256),
+        convolution(16, 32, 3, dims=3),
+        convolution(16, 32, 3, 2, dims=3),
+        convolution(32, 16, 2, 2, transposed=True, dims=3, size=8),
+    ],
+    ids=lambda given: "-".join(map(str, (*given[0][1].shape, given[1][1][0], given[1][-1]))),
+)
+def test_convolutions_take_what_the_model_says(given, mask, monkeypatch):
+    """Within 3 % of all operands, by strides, groups, layouts and blocks of channels. No operand of
+    the backward of a depthwise convolution is copied here.
+    """
+    monkeypatch.setattr("zpasses.compat.lays_out_backwards", lambda graph: None)
+    (data, weight), settings = given
+    function, inputs = aten.convolution, (data, weight)
+    gradient = torch.randn_like(aten.convolution(data, weight, *settings))
+    if mask is not None:
+        function, inputs = aten.convolution_backward, (gradient, *inputs)
+        settings = (*settings, mask)
+    kept = slice(None) if mask is None else [at for at in range(2) if mask[at]]
+
+    def run(*given):
+        made = function(*given, *settings)
+        return made if mask is None else tuple(made[at] for at in kept)
+
+    most = 0.03 * nbytes([data, weight, gradient])
+    assert abs(counted_and_taken(run, inputs, threads=1)) <= most + (32 << 10)
+
+
+def test_operators_one_by_one_run_convolutions_as_they_are_laid_out():
+    (data, weight), settings = convolution(64, 64, 3)
+    inputs = data.contiguous(), weight.contiguous()
+    node = call_of(lambda *given: aten.convolution(*given, *settings), inputs)
+    with use_fusion(False):
+        apart = workspace_bytes(node)
+    assert apart > nbytes(data) > 0
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8, 8), (4, 4, 8, 8)])
+def test_convolutions_that_torch_accepts_are_counted(shape):
+    """Of no image, and with one stride for both dimensions."""
+    data, weight = torch.randn(*shape), torch.randn(4, 4, 3, 3)
+    settings = None, [2], [1], [1], False, [0], 1
+    node = call_of(lambda *given: aten.convolution(*given, *settings), (data, weight))
+    assert (workspace_bytes(node) > 0) == bool(shape[0])
 
 
 def test_a_gradient_in_another_layout_is_copied():
