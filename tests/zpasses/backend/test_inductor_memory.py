@@ -176,7 +176,7 @@ def test_a_kernel_of_two_parts_writes_over_nothing_that_both_read():
     assert calls == ["product", "kernel", "product", "kernel"]
 
 
-def test_a_kernel_is_kept_apart_by_an_targetthat_no_fusion_moves():
+def test_a_kernel_is_kept_apart_by_an_operator_that_no_fusion_moves():
     """The second kernel is fused with the first, so that `made` runs before both. What keeps the
     third one apart from them is a later product.
     """
@@ -212,6 +212,20 @@ def test_an_input_counts_once_however_often_its_elements_are_read():
     shapes |= dict.fromkeys(("first", "second", "third"), (8, 4, 1))
     calls = calls_of(compat.within_planned_peak({}), lambda: built(graph, **shapes))
     assert calls == ["kernel", "product", "kernel", "product"]
+
+
+def test_kernels_are_not_fused_across_a_collective_where_that_raises_the_peak():
+    """What the second one writes would live beside all that the collective needs."""
+
+    def graph(call, base):
+        first = call(aten.exp.default, base)
+        part = call(c10d.reduce_scatter_tensor.default, first, "sum", 2, "0")
+        yield call(c10d.wait_tensor.default, part)
+        yield call(aten.sin.default, base)
+
+    make = lambda: built(graph, primals_base=(64, 64))  # noqa: E731
+    assert calls_of({}, make) == ["kernel"]
+    assert calls_of(compat.within_planned_peak({}), make) == ["kernel", "kernel"]
 
 
 def test_a_kernel_runs_where_the_graph_has_it():
