@@ -91,7 +91,7 @@ def within_planned_peak(
         chosen: the user's options, which are kept. None in this place has all kernels fused.
         limit_bytes: what the peak may be in any case.
         workspace_of: returns the bytes that a call takes besides its inputs and outputs, until its
-            waits if there are some.
+            waits if there are some, and those of an input that live for this graph alone.
     """
     from torch._inductor import config
 

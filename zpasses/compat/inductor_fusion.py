@@ -55,7 +55,7 @@ class FusionWithinPeak(CustomSchedulerPass):
         before: a pass of the user that runs before, if there is one.
         limit_bytes: what the peak may be in any case.
         workspace_of: returns the bytes that a call takes besides its inputs and outputs, until its
-            waits if there are some.
+            waits if there are some, and those of an input that live for this graph alone.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.20", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.21", self._limit_bytes, before
 
 
 def fusion_within_peak(

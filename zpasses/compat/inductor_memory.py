@@ -9,7 +9,12 @@ from typing import Any
 
 from torch import fx
 from torch._inductor import ir, memory
-from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode, SchedulerNode
+from torch._inductor.scheduler import (
+    BaseSchedulerNode,
+    FusedSchedulerNode,
+    NopKernelSchedulerNode,
+    SchedulerNode,
+)
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
@@ -28,7 +33,8 @@ class NodeBuffer:
 
 class NodeMemory:
     """The memory of the nodes of a graph that run in their order. `workspace_of` returns the bytes
-    that a call takes besides its inputs and outputs, until its waits if there are some.
+    that a call takes besides its inputs and outputs, until its waits if there are some, and those
+    of an input that live for this graph alone.
     """
 
     def __init__(
@@ -82,7 +88,8 @@ class NodeMemory:
                         dying[part, each.size_free].append(buffer)
             if not isinstance(each.buffer, memory.FreeableInputBuffer):
                 made_by[buffer] = each.buffer.defining_op_name()
-        for size, read_at in _incoming_gradients(nodes, inputs - outputs):
+        uncounted = _uncounted_inputs(nodes, set(given).union(outputs), workspace_of)
+        for size, read_at in (*_incoming_gradients(nodes, inputs - outputs), *uncounted):
             self._add(NodeBuffer(size, -1, read_at), read_at)
             self._changes[max(read_at) + 1] -= size
         self.written_over: list[list[NodeBuffer]] = [[] for _ in nodes]
@@ -130,10 +137,15 @@ def _workspace(node: BaseSchedulerNode, workspace_of: Callable[[fx.Node], int]) 
 
 
 def _awaited_at(nodes: list[BaseSchedulerNode], at: int) -> int:
-    """Returns the position of the last wait for an operator; its own if it has none."""
+    """Returns the position of the last wait for an operator; its own if it has none. Waits for a
+    collective also depend on what it was given, which operators of torch have made.
+    """
     names, last = set(nodes[at].get_buffer_names()), at
+    kernel: Any = nodes[at].node
+    if getattr(getattr(kernel, "op_overload", None), "namespace", None) == "aten":
+        return last
     for place in range(at + 1, len(nodes)):
-        kernel: Any = nodes[place].node
+        kernel = nodes[place].node
         if names.isdisjoint(dep.name for dep in nodes[place].unmet_dependencies):
             continue
         if isinstance(kernel, ir.MultiOutput):
@@ -177,9 +189,12 @@ def _concatenated(nodes: list[BaseSchedulerNode]) -> dict[str, list[str]]:
 def _in_place_readers(each: Any, nodes: list[BaseSchedulerNode]) -> Iterator[str]:
     """Yields the parts of a buffer's last reader that may write over it: a part that reads elements
     only where it writes them, after all other parts that read them. An input must be donated, too.
+    None writes over the result of a `cat`.
     """
     node = nodes[each.end_step]
     buffer = each.buffer
+    if isinstance(getattr(buffer, "defining_op", None), NopKernelSchedulerNode):
+        return
     if isinstance(buffer, memory.FreeableInputBuffer):
         buffer = node.scheduler.name_to_donated_buffer.get(buffer.get_name())
     last = OrderedSet(part.get_name() for part in node.get_nodes())
@@ -203,6 +218,26 @@ def _incoming_gradients(
                 reads[dep.name].add(at)
     for name, read_at in reads.items():
         yield _input_bytes(name), frozenset(read_at)
+
+
+def _uncounted_inputs(
+    nodes: list[BaseSchedulerNode], counted: set[str], workspace_of: Callable[[fx.Node], int]
+) -> Iterator[tuple[int, frozenset[int]]]:
+    """Yields the bytes and readers of each input that Inductor's count takes for the caller's, and
+    that lives for this graph alone: copies of inputs in another layout, which forward saves, and
+    what no code reads, which is never freed.
+    """
+    reads: dict[str, set[int]] = defaultdict(set)
+    for at, node in enumerate(nodes):
+        for dep in node.read_writes.reads:
+            reads[dep.name].add(at)
+    graph: fx.Graph = V.graph.graph
+    for each in graph.nodes:
+        if each.op != "placeholder" or each.name in counted or each.name.startswith("tangents"):
+            continue
+        size = workspace_of(each)
+        if size:
+            yield size, frozenset(reads.get(each.name) or range(len(nodes)))
 
 
 def _input_bytes(name: str) -> int:

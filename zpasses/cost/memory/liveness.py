@@ -228,6 +228,8 @@ class _Tracker:
         """Buffers that a kernel writes over."""
         self._parts: list[tuple[Buffer, Buffer]] = []
         """Buffers of `cat` and of what is written right into each."""
+        self._in_parts: set[Buffer] = set()
+        """Buffers of `cat` that kernels of their own fill. No kernel writes over one."""
         self._copies: list[tuple[int, Buffer, Buffer | None]] = []
         """Operators, copies in another layout that they read, and what each is a copy of."""
 
@@ -315,6 +317,7 @@ class _Tracker:
                 if (
                     dying is not None
                     and dying not in kept
+                    and dying not in self._in_parts
                     and _takes_over(made, dying)
                     and _needs_all(node, readers[id(dying), others])
                 ):
@@ -442,6 +445,8 @@ class _Tracker:
             kernels.has_kernel(item) and len(item.users) == 1 for item in items
         )
         whole = Buffer(node, nbytes(value_of(node)), index, index)
+        if not at_once:
+            self._in_parts.add(whole)
         for item in into:
             (part,) = self._memory_of[item]
             if part is None or part.node is not item:
@@ -649,8 +654,12 @@ def subgraph_bytes(node: fx.Node) -> int:
 
 def bytes_within(node: fx.Node) -> int:
     """Returns the bytes that a call takes besides its inputs and outputs, until its wait if it
-    communicates. Copies that Inductor's code makes by kernels of their own do not count.
+    communicates. Copies that Inductor's code makes by kernels of their own do not count. Of an
+    input, returns the bytes that live for this graph alone.
     """
+    if node.op == "placeholder":
+        is_given = node in saved_inputs(node.graph.nodes) or is_saved_copy(node)
+        return nbytes(value_of(node)) if is_given else 0
     collective = collective_of(node)
     return workspace_bytes(node) if collective is None else _of_backend(node, collective)
 

@@ -224,6 +224,11 @@ def pooled(channels, out):
     return nn.Sequential(*plain(channels, out), nn.MaxPool2d(3, 2, 1))
 
 
+def averaged(channels, out):
+    """Its backward asks what is averaged for its shape alone."""
+    return nn.Sequential(*plain(channels, out), nn.AvgPool2d(2))
+
+
 class Means(nn.Module):
     def forward(self, x):
         return x.mean(tuple(range(2, x.dim())))
@@ -247,6 +252,7 @@ KINDS = {
     "plain": (growing(plain), IMAGES),
     "plain-small": (growing(plain), (4, 3, 16, 16)),
     "pooled": (growing(pooled), IMAGES),
+    "averaged": (growing(averaged), IMAGES),
     "skip": (growing(Skip), IMAGES),
     "bottleneck": (growing(Bottleneck), IMAGES),
     "separable": (growing(Separable), IMAGES),

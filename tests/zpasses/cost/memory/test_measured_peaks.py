@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 from tests.zpasses.cost.memory.allocations import measured_step, one_by_one, write_no_kernels
+from tests.zpasses.cost.memory.convolutional import averaged, convolutional, growing
 from tests.zpasses.cost.memory.layers import LAYERS
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.fused_kernels import use_fusion
@@ -88,9 +90,52 @@ class WithLoss(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(x), wanted)
 
 
+class Rotated(torch.nn.Module):
+    """Scales the result of a `cat` while what it is made of lives."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.up = torch.nn.Linear(width, 16 * width, bias=False)
+        self.down = torch.nn.Linear(16 * width, 1, bias=False)
+
+    def forward(self, x):
+        inner = self.up(x)
+        left, right = inner.chunk(2, -1)
+        return self.down(torch.cat([-right, left], -1) * 2) + inner.square().sum(-1, keepdim=True)
+
+
+def with_batch(model):
+    return model, [(torch.randn(256, 64),)] * 2
+
+
 @pytest.mark.inductor
-def test_the_scheduler_counts_what_plans_count(monkeypatch):
+def test_no_kernel_writes_over_what_cat_joins(monkeypatch):
+    write_no_kernels(monkeypatch)
+    graphs, forward, _ = measured_step(
+        None,
+        make=lambda: with_batch(Rotated()),
+        cache=False,
+        memory_budget="0%",
+        agreement=False,
+        inductor={"fx_graph_cache": False},
+    )
+    assert forward == pytest.approx(liveness(graphs["forward"]).peak_bytes, rel=0.01)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: with_batch(WithLoss()),
+        # Copies of inputs live, and what no code reads. What a convolution takes is free after it.
+        partial(convolutional, growing(averaged), (4, 3, 8, 8)),
+        partial(convolutional, growing(averaged), (4, 3, 16, 16)),
+    ],
+    ids=["loss", "smaller", "small"],
+)
+def test_the_scheduler_counts_what_plans_count(make, monkeypatch):
     """It allows fusions by its own count."""
+    write_no_kernels(monkeypatch)
     counted = []
     monkeypatch.setattr(
         "zpasses.compat.inductor_fusion._Fusions.restrict",
@@ -98,7 +143,7 @@ def test_the_scheduler_counts_what_plans_count(monkeypatch):
     )
     graphs, _, _ = measured_step(
         None,
-        make=lambda: (WithLoss(), [(torch.randn(256, 64),)] * 2),
+        make=make,
         cache=False,
         memory_budget="0%",
         agreement=False,
