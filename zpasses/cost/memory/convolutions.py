@@ -80,9 +80,7 @@ def convolution_bytes(node: fx.Node) -> int:
         return 0
     sizes = _sizes(source, result, value_of(weight), stride, groups)
     if _is_native(sizes, value_of(given), value_of(weight), max(dilation) > 1):
-        if sizes.kernel > 1:
-            return sizes.columns
-        return sizes.source if is_backward and mask[0] and sizes.dims == 3 else 0
+        return _of_product(sizes, mask if is_backward else None)
     of_result, of_source, of_weight = (
         _channels_last(sizes) if runs_channels_last(node) else _in_blocks(sizes)
     )
@@ -144,6 +142,16 @@ def _is_native(sizes: _Sizes, given: Tensor, weight: Tensor, is_dilated: bool) -
         sizes.groups > 1 or min(kernel) > 3 or sizes.batch > 1 or math.prod(shape[:4]) > 20480
     )
     return not ((is_wide or torch.get_num_threads() > 1) and is_large)
+
+
+def _of_product(sizes: _Sizes, mask: Any) -> int:
+    """Returns the bytes of a product of matrices, for which torch copies each element of the source
+    for each of the kernel, unless that is one element. The gradient of a two-dimensional source
+    needs no copies. `mask` says which gradients are computed, and is None in forward.
+    """
+    if sizes.kernel == 1 and not sizes.is_strided:
+        return sizes.source if mask is not None and mask[0] and sizes.dims == 3 else 0
+    return sizes.columns if mask is None or mask[1] or sizes.dims == 3 else 0
 
 
 def _channels_last(sizes: _Sizes) -> tuple[int, int, int]:

@@ -93,6 +93,39 @@ def test_convolutions_take_copies_of_their_weight(channels, mask, threads):
     assert 0 <= counted_and_taken(run, inputs, threads) <= 16 << 10
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("mask", [None, (True, True, False), (True, False, False)])
+@pytest.mark.parametrize(
+    ("channels", "image", "kernel", "stride"),
+    [
+        (8, (16,), (5,), 1),
+        (8, (32, 32), (3, 3), 1),
+        (80, (16, 16), (3, 5), 2),
+        (8, (16, 16), (1, 1), 2),
+        (81, (16, 16), (3, 3), 1),
+        (8, (16, 16, 16), (3, 3, 3), 2),
+        (8, (16, 16, 16), (1, 1, 1), 1),
+    ],
+)
+def test_a_convolution_of_one_small_image_is_a_product(
+    channels, image, kernel, stride, mask, threads
+):
+    """Torch makes columns of it; from more than 20480 elements on, oneDNN does without."""
+    layout = {"memory_format": torch.channels_last if len(image) == 2 else torch.contiguous_format}
+    data = torch.randn(1, channels, *image).to(**layout)
+    weight = torch.randn(16, channels, *kernel).to(**layout)
+    padding = [size // 2 for size in kernel]
+    ones = [1] * len(image)
+    settings = None, [stride] * len(image), padding, ones, False, [0] * len(image), 1
+    function, inputs = aten.convolution, (data, weight)
+    if mask is not None:
+        gradient = torch.randn_like(function(*inputs, *settings))
+        function, inputs = aten.convolution_backward, (gradient, *inputs)
+        settings = (*settings, mask)
+    run = lambda *given: function(*given, *settings)  # noqa: E731
+    assert 0 <= counted_and_taken(run, inputs, threads) <= 20 << 10
+
+
 def convolution(channels, out, kernel, stride=1, *, groups=1, transposed=False, dims=2, size=16):
     """The operands of a convolution and its settings. Those of images are channels last."""
     layout = {"memory_format": torch.channels_last} if dims == 2 else {}
