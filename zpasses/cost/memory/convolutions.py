@@ -55,6 +55,8 @@ class _Sizes(NamedTuple):
     batch: int
     image_bytes: int
     """Bytes of the result for one element of the batch, with a margin for the kernel."""
+    is_tiny: bool
+    """Whether the kernel goes beyond both ends of an image at once."""
     columns: int
     """Bytes of the source with an element for each that a kernel reads."""
 
@@ -106,7 +108,7 @@ def _sliced_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _sizes(source: Tensor, result: Tensor, weight: Tensor, stride: Any, groups: int) -> _Sizes:
-    batch, channels, *_ = map(compat.planned_size, source.shape)
+    batch, channels, *pixels = map(compat.planned_size, source.shape)
     _, out, *image = map(compat.planned_size, result.shape)
     _, _, *kernel = map(compat.planned_size, weight.shape)
     steps = stride if len(stride) == len(kernel) else [stride[0]] * len(kernel)
@@ -125,6 +127,7 @@ def _sizes(source: Tensor, result: Tensor, weight: Tensor, stride: Any, groups: 
         max(stride) > 1,
         batch,
         out * padded * result.element_size(),
+        min(pixels) < max(kernel) + max(stride) - 1,
         columns,
     )
 
@@ -160,7 +163,8 @@ def _channels_last(sizes: _Sizes) -> tuple[int, int, int]:
     channels, out = sizes.channels // sizes.groups, sizes.out // sizes.groups
     if channels == out == 1:
         copy = _in_whole_blocks(weight, sizes.groups)
-        return copy, copy, weight + (copy if sizes.kernel <= 3 else weight * _BLOCK**2)
+        is_direct = sizes.kernel <= 3 and not sizes.is_tiny
+        return copy, copy, weight + (copy if is_direct else weight * _BLOCK**2)
     both = _in_whole_blocks(_in_whole_blocks(weight, channels), out)
     if sizes.groups > 1:
         copy = weight if {channels, out} <= {4, 8} else both

@@ -67,7 +67,9 @@ def test_modelled_peaks_are_those_of_generated_code(vocab):
 @pytest.mark.parametrize("budget", ["0%", "15%", "40%"])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_generated_code_keeps_to_its_plan(make, budget, monkeypatch):
-    """From the leanest plan to one of the richest. `einsum` is written over less than it could."""
+    """From the leanest plan to one of the richest. In experts and a small GPT, kernels write over
+    more than plans count.
+    """
     if make is not None:
         write_no_kernels(monkeypatch)
     size = replace(SIZE, width=256)  # so that small buffers do not count
@@ -75,7 +77,7 @@ def test_generated_code_keeps_to_its_plan(make, budget, monkeypatch):
         size, make=make, cache=False, memory_budget=budget, agreement=False
     )
     for measured, kind in ((forward, "forward"), (backward, "backward")):
-        assert 0.94 < measured / liveness(graphs[kind]).peak_bytes < 1.003
+        assert 0.93 < measured / liveness(graphs[kind]).peak_bytes < 1.003
 
 
 class WithLoss(torch.nn.Module):

@@ -147,6 +147,7 @@ def convolution(channels, out, kernel, stride=1, *, groups=1, transposed=False, 
         convolution(24, 40, 3, size=28),  # channels that fill no block
         convolution(64, 64, 3, groups=64, size=28),
         convolution(64, 64, 7, groups=64, size=28),
+        convolution(96, 96, 3, 2, groups=96, size=3),
         convolution(64, 64, 3, groups=32, size=28),
         convolution(3, 192, 16, 16, size=64),
         convolution(128, 64, 2, 2, transposed=True),
