@@ -27,6 +27,8 @@ from zpasses.compat.inductor_memory import NodeMemory, hint, is_kernel
 
 aten = torch.ops.aten
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+_MARGIN = 500
+"""Part of the peak by which neighbours may raise it."""
 _MOST_NEIGHBOURS = 64
 """Kernels with a buffer in common that Inductor compares with each kernel."""
 
@@ -81,7 +83,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.21", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.22", self._limit_bytes, before
 
 
 def fusion_within_peak(
@@ -241,7 +243,7 @@ class _Fusions:
         # Those that an allowed fusion needs earlier run before both.
         between = [each for each in self._operators[low:high] if self._place[each] > first]
         if not between:
-            self._join(first, second)
+            self._decide_neighbours(first, second)
             return
         pair = first, second, other, at
         known = self._after[second] | self._after[at]
@@ -260,6 +262,25 @@ class _Fusions:
                 self._after[barrier].add(each)
             else:
                 self._after[each].add(barrier)
+
+    def _decide_neighbours(self, first: int, second: int) -> None:
+        """Allows two kernels without an operator between to be fused, which hardly changes the
+        peak, or keeps the second one from all fusions.
+        """
+        if first == second:
+            return
+        added = self._added(first, second)
+        margin = self._peak // _MARGIN
+        is_beyond = any(
+            size > 0 and self._live[at] + size > self._peak + margin for at, size in added.items()
+        )
+        node = self._nodes[second]
+        if is_beyond and type(node) is SchedulerNode and len(self._members[second]) == 1:
+            V.graph.no_fuse_buffer_names |= node.get_buffer_names()
+            return
+        for position, size in added.items():
+            self._live[position] += max(size, 0)
+        self._join(first, second)
 
     def _join(self, first: int, second: int) -> None:
         if first == second:
