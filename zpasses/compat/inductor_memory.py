@@ -231,8 +231,10 @@ def _uncounted_inputs(
     for at, node in enumerate(nodes):
         for dep in node.read_writes.reads:
             reads[dep.name].add(at)
-    graph: fx.Graph = V.graph.graph
-    for each in graph.nodes:
+    kernels: list[Any] = [part.node for node in nodes for part in node.get_nodes()]
+    calls = (call for kernel in kernels if kernel is not None for call in kernel.get_origins())
+    first: fx.Node | None = next(calls, None)
+    for each in () if first is None else first.graph.nodes:
         if each.op != "placeholder" or each.name in counted or each.name.startswith("tangents"):
             continue
         size = workspace_of(each)
