@@ -574,9 +574,10 @@ def _fused_kernels(
             ]
             if any(_needs_all(node, [each]) for each in between):
                 continue
-            group = [*before, *group]
+            before += group
             for each in group:
-                groups[each] = group
+                groups[each] = before
+            group = before
         groups[node] = group
     unique = {id(group): group for group in groups.values() if len(group) > 1}
     return [sorted(group) for group in unique.values()]

@@ -195,6 +195,8 @@ class FusedKernels:
         if not isinstance(dims, (list, tuple)) or self._is_among_convolutions(elements_of(source)):
             return None
         rank: int = value_of(source).dim()
+        if not dims or not rank:  # all elements
+            return None
         reduced = sorted(int(dim) % rank for dim in dims)  # type: ignore[arg-type]
         is_rows = reduced == list(range(rank - len(reduced), rank))
         return numel(value_of(source)) if is_rows else None

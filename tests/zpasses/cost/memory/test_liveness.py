@@ -306,6 +306,11 @@ def test_a_kernel_writes_over_what_only_its_own_inputs_have_read(function, held)
         assert peaks(decomposed(lambda x: function(x @ x), (32, 32)))[0] == held
 
 
+@pytest.mark.parametrize("dims", [[0], []])
+def test_a_scalar_can_be_reduced(dims):
+    assert peaks(decomposed(lambda x: aten.sum.dim_IntList(x.exp(), dims).sin(), ()))[0] == 0
+
+
 def test_fused_kernels_hold_what_each_of_them_reads():
     def function(x):
         first, second = x @ x, x.t() @ x
