@@ -53,7 +53,7 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.memory.liveness import gloo_packs
+from zpasses.cost.memory.collective_memory import gloo_packs
 from zpasses.graph.dialect import AVERAGE_GRAD, REDUCE_GRAD, TO_HOST, group_size, rows_per_rank
 from zpasses.graph.host_copies import is_only_returned, on_device, split_copy
 from zpasses.graph.queries import (

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.graphs import expect_listing, few_examples, rewritten
 from zpasses import Pipeline, compat
-from zpasses.cost.memory.liveness import scratch_bytes
+from zpasses.cost.memory.collective_memory import scratch_bytes
 from zpasses.graph.dialect import REDUCE_GRAD, UNSHARD, rows_per_rank
 from zpasses.graph.queries import calls, collectives, nbytes, value_of
 from zpasses.graph.row_exchange import (

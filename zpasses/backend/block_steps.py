@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.memory.liveness import engine_packing_bytes, liveness
+from zpasses.cost.memory.collective_memory import engine_packing_bytes
+from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.prefetch import (
     Agreed,
     EngineGather,

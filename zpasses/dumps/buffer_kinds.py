@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
 
-from zpasses.cost.memory.liveness import Buffer
+from zpasses.cost.memory.buffers import Buffer
 from zpasses.graph.aliases import UNSAFE_VIEWS, memory_base, view_base
 from zpasses.graph.queries import value_of
 from zpasses.graph.tags import GATHER_ROLES, REDUCE_ROLES, SOURCE_ROLES, Tag, tag_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.memory.liveness import reinplaceable_all_reduces
+from zpasses.cost.memory.collective_memory import reinplaceable_all_reduces
 from zpasses.graph.queries import returned_values, value_of
 
 

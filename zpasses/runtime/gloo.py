@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.memory.liveness import gloo_packs
+from zpasses.cost.memory.collective_memory import gloo_packs
 from zpasses.graph.dialect import set_eager_collectives
 from zpasses.graph.queries import collective_of, value_of
 from zpasses.runtime.profiling import Watch, watch_if_profiling

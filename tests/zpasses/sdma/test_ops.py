@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from zpasses import compat
-from zpasses.cost.memory.liveness import scratch_bytes
+from zpasses.cost.memory.collective_memory import scratch_bytes
 from zpasses.graph.queries import collective_of, collectives, value_of
 from zpasses.ranks.compared_collectives import digest
 from zpasses.sdma.ops import (

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.memory.liveness import Liveness, liveness, scratch_bytes
+from zpasses.cost.memory.collective_memory import scratch_bytes
+from zpasses.cost.memory.liveness import Liveness, liveness
 from zpasses.cost.time.fused_kernels import FusedKernels
 from zpasses.graph.dialect import AVERAGE_GRAD
 from zpasses.graph.host_copies import host_copy_of

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.time.fused_kernels import fuses, is_elementwise
+from zpasses.cost.time.fused_kernels import fuses, is_elementwise, loaded_inputs
 from zpasses.graph.aliases import GETITEM, elements_of, is_view, view_base
 from zpasses.graph.queries import collective_of, is_wait, nbytes, numel, value_of
 from zpasses.graph.tags import tag_of
@@ -220,7 +220,7 @@ def _first_operand(node: fx.Node) -> fx.Node | None:
     count, passed, found = numel(value_of(node)), list[fx.Node](), node
     while found not in known and (is_elementwise(found) or compat.makes_indices_of_pool(found)):
         passed.append(found)
-        operands = found.all_input_nodes
+        operands = loaded_inputs(found)
         whole = [each for each in operands if numel(value_of(view_base(each))) >= count]
         if not whole:
             known[found] = None

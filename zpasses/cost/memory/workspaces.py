@@ -1,9 +1,13 @@
-"""Memory that attention and convolutions take within a call, and free before it returns.
+"""Memory that attention, convolutions and products take within a call, and free before it returns.
 
 The sizes of attention are those that torch allocates in `FlashAttentionKernel.cpp` on a CPU, per
 thread, and in `flash_api.cpp` on NVIDIA GPUs: backward adds the gradient of the queries up in fp32,
 and makes the gradients of keys and values for each head of the queries. On AMD GPUs, backward only
 takes sums of rows. Other kernels of attention, such as those of cuDNN, do not count.
+
+A product copies an operand whose matrices have consecutive elements in neither dimension: on a CPU
+one matrix at a time (`addmm_impl_cpu_` in torch's `LinearAlgebra.cpp`), on GPUs all of them
+(`cuda/Blas.cpp`).
 
 What convolutions take on a CPU is in `zpasses.cost.memory.convolutions`. On GPUs it does not count.
 """
@@ -11,13 +15,16 @@ What convolutions take on a CPU is in `zpasses.cost.memory.convolutions`. On GPU
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost.memory.convolutions import convolution_bytes, is_convolution
+from zpasses.cost.time.fused_kernels import fuses, is_elementwise
 from zpasses.cost.time.target import current_target
+from zpasses.graph.aliases import view_base
 from zpasses.graph.queries import nbytes, value_of
 
 aten = torch.ops.aten
@@ -30,6 +37,7 @@ _BACKWARD = (
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     aten._scaled_dot_product_flash_attention_backward.default,
 )
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 _FLOAT_BYTES = 4
 
 
@@ -37,6 +45,8 @@ def workspace_bytes(node: fx.Node) -> int:
     """Returns the bytes that a call takes on the target besides its inputs and outputs."""
     if is_convolution(node):
         return convolution_bytes(node) if current_target().architecture == "cpu" else 0
+    if node.target in _PRODUCTS:
+        return sum(_copied_matrix(node, each) for each in node.args[-2:])
     if node.target not in _FORWARD + _BACKWARD:
         return 0
     operands = [value_of(each) for each in node.args if isinstance(each, fx.Node)]
@@ -56,6 +66,21 @@ def workspace_bytes(node: fx.Node) -> int:
     of_queries = sums * _rounded(head, 32 if head <= 128 else 64)
     of_groups = 2 * batch * heads * key_rows * head * key.element_size()
     return sums + of_queries + (of_groups if key_heads != heads else 0)
+
+
+def _copied_matrix(product: fx.Node, operand: Any) -> int:
+    """Returns the bytes of the copy of an operand. Inductor lays out what its kernels make for
+    products of batches.
+    """
+    if product.target is aten.bmm.default and fuses() and is_elementwise(view_base(operand)):
+        return 0
+    value = value_of(operand)
+    *_, rows, columns = _planned(value.shape)
+    *_, of_row, of_column = _planned(value.stride())
+    if (of_column == 1 and of_row >= columns) or (of_row == 1 and of_column >= rows):
+        return 0
+    on_cpu = current_target().architecture == "cpu"
+    return rows * columns * int(value.element_size()) if on_cpu else nbytes(value)
 
 
 def _on_cpu(query: Tensor, key: Tensor, gradient: Tensor | None) -> int:

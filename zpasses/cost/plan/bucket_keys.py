@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zpasses import compat
+from zpasses.cost.memory.collective_memory import gloo_packing_bytes
 from zpasses.cost.memory.collective_moves import SchedulableCollective
-from zpasses.cost.memory.liveness import gloo_packing_bytes
 from zpasses.cost.time.roofline import copy_us, latency_us, nodes_of
 from zpasses.cost.time.target import current_target
 from zpasses.graph.queries import collective_of, value_of

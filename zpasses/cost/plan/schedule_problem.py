@@ -21,12 +21,12 @@ import numpy as np
 from torch import fx
 
 from zpasses import compat
+from zpasses.cost.memory.collective_memory import reinplaceable_all_reduces, scratch_bytes
 from zpasses.cost.memory.collective_moves import (
     SchedulableCollective,
     equal_liveness,
     movable_collectives,
 )
-from zpasses.cost.memory.liveness import reinplaceable_all_reduces, scratch_bytes
 from zpasses.cost.plan.bucket_keys import BucketKey, bucket_key, member_packing_bytes
 from zpasses.cost.time.clock import Channel, CollectiveTiming
 from zpasses.cost.time.fused_kernels import FusedKernels

@@ -21,9 +21,10 @@ import contextlib
 import contextvars
 import functools
 import heapq
+import math
 import operator
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -103,7 +104,18 @@ _BY_ROWS = frozenset(
 """Operators that load no more elements of their first operand than they return."""
 
 
-_ELSEWHERE = _BY_ROWS | _INTO_A_COPY | {aten.select_scatter.default, aten.slice_scatter.default}
+_AVERAGES = {aten.avg_pool2d.default: 25, aten.avg_pool3d.default: 25}
+"""Averages of neighbours -> the most elements of a window for which Inductor unrolls the sum."""
+_AVERAGE_GRADIENTS = {aten.avg_pool2d_backward.default: 25, aten.avg_pool3d_backward.default: 125}
+"""The same for the windows that an element is in."""
+
+_ELSEWHERE = (
+    _BY_ROWS
+    | _INTO_A_COPY
+    | {aten.select_scatter.default, aten.slice_scatter.default}
+    | _AVERAGES.keys()
+    | _AVERAGE_GRADIENTS.keys()
+)
 """Operators that read elements elsewhere than where they write them."""
 
 _fusion: contextvars.ContextVar[bool] = contextvars.ContextVar("zpasses.fusion", default=True)
@@ -209,8 +221,8 @@ class FusedKernels:
 
     def _read_by(self, node: fx.Node) -> Mapping[fx.Node, Load]:
         found: dict[fx.Node, Load] = {}
-        for source in node.all_input_nodes:
-            in_place = node.target not in _ELSEWHERE
+        for source in loaded_inputs(node):
+            in_place = not reads_elsewhere(node)
             for leaf, load in self._leaves_of(source).items():
                 loaded = _loaded_by(node, source, load.nbytes, leaf)
                 before = found.get(leaf, Load(True, 0))
@@ -228,7 +240,7 @@ class FusedKernels:
             each = pending[-1]
             if each not in self._leaves:
                 passes = (
-                    each.all_input_nodes
+                    loaded_inputs(each)
                     if is_view(each) or _is_fusible(each) or _is_in_addmm(each)
                     else ()
                 )
@@ -259,6 +271,8 @@ class FusedKernels:
             return itself
         leaves_of_inputs = self.inputs(node)
         most = _MOST_SHARED_READS if len(node.users) > 1 else _MOST_READS
+        if any(_is_average(user) for user in node.users):  # reads each element several times
+            most = 1
         is_slow = node.target in _COMPUTED_ONCE or not self._slow.isdisjoint(node.all_input_nodes)
         if len(leaves_of_inputs) > most or (is_slow and self.on_cpu and self._is_read_apart(node)):
             return itself
@@ -438,10 +452,46 @@ def _is_in_addmm(node: fx.Node) -> bool:
     return product_in(reader) is node
 
 
+def reads_elsewhere(node: fx.Node) -> bool:
+    """Whether a call reads elements elsewhere than where it writes them."""
+    return node.target in _ELSEWHERE
+
+
+def loaded_inputs(node: fx.Node) -> list[fx.Node]:
+    """Returns the inputs of a call whose elements it loads. A kernel for the gradient of an average
+    needs the shape of the second operand alone.
+    """
+    inputs = node.all_input_nodes
+    if node.target in _AVERAGE_GRADIENTS and fuses() and _is_average(node):
+        gradient, averaged = node.args[:2]
+        if averaged is not gradient:
+            inputs.remove(averaged)  # type: ignore[arg-type]
+    return inputs
+
+
+def _is_average(node: fx.Node) -> bool:
+    """Whether a call averages neighbours, or is the gradient of that, and Inductor has a kernel for
+    a window of the size.
+    """
+    if node.target in _AVERAGES:
+        window: Any = node.args[1]
+        return bool(math.prod(window) <= _AVERAGES[node.target])
+    if node.target not in _AVERAGE_GRADIENTS:
+        return False
+    sizes: Any = node.args[2]
+    steps: Any = node.args[3] or sizes
+    most = 1
+    for size, step in zip(sizes, steps, strict=True):
+        most *= max(at // step - max(0, (at - size) // step) for at in range(2 * size))
+    return most <= _AVERAGE_GRADIENTS[node.target]
+
+
 def is_elementwise(node: fx.Node) -> bool:
     """Whether Inductor computes each element of a call's result by itself."""
     if is_addmm(node):
         return False
+    if node.target in _AVERAGES or node.target in _AVERAGE_GRADIENTS:
+        return _is_average(node)
     if node.target is aten.scatter.value:  # Inductor compares positions, if it writes to a constant
         base = node.args[0]
         return isinstance(base, fx.Node) and base.target is aten.full.default

@@ -67,6 +67,19 @@ def measured_step(size, dtype=None, *, make=None, **options):
     return graphs, forward, backward + before_backward - resting  # with what outlives forward
 
 
+def planned_peaks(graphs):
+    """Returns the bytes that plans count for the forward and the backward of `measured_step`."""
+    ahead, back = liveness(graphs["forward"]), liveness(graphs["backward"])
+    left = sum(each.nbytes for each in ahead.alive_at(ahead.nodes[-1]) if not each.scratch)
+    given = [
+        live
+        for node, live in zip(back.nodes, back.live_bytes, strict=True)
+        if node.op == "placeholder"
+    ]
+    cached = max(0, left - max(given))  # what backward does not read
+    return ahead.peak_bytes, back.peak_bytes + cached
+
+
 def write_no_kernels(monkeypatch):
     """Has generated code call nothing in place of its kernels: what it allocates does not depend on
     what they compute, but for indices.

@@ -252,6 +252,7 @@ KINDS = {
     "plain": (growing(plain), IMAGES),
     "plain-small": (growing(plain), (4, 3, 16, 16)),
     "pooled": (growing(pooled), IMAGES),
+    "averaged": (growing(averaged), IMAGES),
     "skip": (growing(Skip), IMAGES),
     "bottleneck": (growing(Bottleneck), IMAGES),
     "separable": (growing(Separable), IMAGES),

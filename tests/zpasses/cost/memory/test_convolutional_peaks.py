@@ -5,9 +5,8 @@ layouts, what oneDNN takes, and what Inductor copies, which graphs do not show.
 import pytest
 import torch
 
-from tests.zpasses.cost.memory.allocations import measured_step, write_no_kernels
+from tests.zpasses.cost.memory.allocations import measured_step, planned_peaks, write_no_kernels
 from tests.zpasses.cost.memory.convolutional import CONVOLUTIONAL
-from zpasses.cost.memory.liveness import liveness
 
 PLANS = {"lean": (3, "0%"), "rich": (3, "20%"), "stage 2": (2, "40%")}
 SLOW = pytest.mark.slow(quick="test_copies_in_another_layout_are_planned")
@@ -41,14 +40,8 @@ def planned_and_measured(name, plan):
         zero_stage=stage,
         inductor={"fx_graph_cache": False},
     )
-    ahead, back = liveness(graphs["forward"]), liveness(graphs["backward"])
-    given = [
-        live
-        for node, live in zip(back.nodes, back.live_bytes, strict=True)
-        if node.op == "placeholder"
-    ]
-    cached = max(0, ahead.live_bytes[-1] - max(given))  # what backward does not read
-    return (ahead.peak_bytes, forward), (back.peak_bytes + cached, backward)
+    ahead, back = planned_peaks(graphs)
+    return (ahead, forward), (back, backward)
 
 
 @pytest.mark.inductor

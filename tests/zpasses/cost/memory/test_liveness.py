@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zpasses
@@ -12,12 +13,8 @@ from tests.graphs import Param, joint, rewritten
 from tests.streams import GraphBuilder
 from tests.zpasses.cost.memory.allocations import one_by_one
 from zpasses import compat
-from zpasses.cost.memory.liveness import (
-    bytes_within,
-    liveness,
-    reinplaceable_all_reduces,
-    scratch_bytes,
-)
+from zpasses.cost.memory.collective_memory import reinplaceable_all_reduces, scratch_bytes
+from zpasses.cost.memory.liveness import bytes_within, liveness
 from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.cost.time.target import Target, use_target
 from zpasses.graph.aliases import memory_root, root_output
@@ -336,24 +333,63 @@ def test_what_has_a_layout_before_a_cat_is_copied_there(function, held):
     assert peaks(graph)[0] == held
 
 
-@pytest.mark.parametrize(("window", "reads"), [(2, False), (6, True)])
-def test_the_gradient_of_an_average_needs_a_shape_alone(window, reads):
-    """By a kernel. What code reads nowhere is never freed, and what an operator reads is."""
+def average_gradient(window, step, *, then):
+    """The backward of an average over images, and their saved value."""
     graph = torch.fx.Graph()
     gradient, given = (graph.placeholder(name) for name in ("made", "saved"))
-    size = [window, window]
     call = aten.avg_pool2d_backward.default
-    made = graph.call_function(call, (gradient, given, size, size, [0, 0], False, True, None))
-    later = graph.call_function(aten.sum.default, (made,))
-    images = (4, 1, 12, 12)
-    shapes = ((4, 1, 12 // window, 12 // window), images, images, ())
-    for node, shape in zip((gradient, given, made, later), shapes, strict=True):
+    settings = [window] * 2, [step] * 2, [0, 0], False, True, None
+    made = graph.call_function(call, (gradient, given, *settings))
+    later = graph.call_function(then, (made, made) if then is aten.mul.Tensor else (made,))
+    images, averages = (4, 1, 12, 12), 2 * ((12 - window) // step + 1,)
+    after = images if then is aten.mul.Tensor else ()
+    for node, shape in zip(
+        (gradient, given, made, later), ((4, 1, *averages), images, images, after), strict=True
+    ):
         node.meta["val"] = torch.empty(shape, device="meta")
     graph.placeholder("tangents_1").meta["val"] = torch.empty((), device="meta")
     graph.output((later,))
+    return graph, given, made
+
+
+@pytest.mark.parametrize(("window", "step", "reads"), [(2, 2, False), (6, 6, False), (6, 1, True)])
+def test_the_gradient_of_an_average_needs_a_shape_alone(window, step, reads):
+    """By a kernel. What code reads nowhere is never freed, and what an operator reads is."""
+    graph, given, made = average_gradient(window, step, then=aten.sum.default)
     held = {each.node: each for each in liveness(graph).buffers}[given]
     at = list(graph.nodes).index(made)
     assert held.last == (at if reads else len(graph.nodes) - 1)
+
+
+@pytest.mark.parametrize(("step", "inlined"), [(6, True), (1, False)])
+def test_the_gradient_of_an_average_is_computed_in_its_readers(step, inlined):
+    graph, _, made = average_gradient(6, step, then=aten.mul.Tensor)
+    assert (made not in {each.node for each in liveness(graph).buffers}) == inlined
+
+
+@pytest.mark.parametrize(
+    ("function", "held"),
+    [
+        (lambda x: F.avg_pool2d(x.sin(), 2).cos(), 0.25),
+        (lambda x: F.avg_pool2d(x[:, :1] * x[:, 1:], 2), 0.5 + 0.125),  # reads two values
+        (lambda x: F.avg_pool2d(x.sin(), 6, 1).cos(), 1 + 49 / 144),  # an operator
+    ],
+)
+def test_what_is_averaged_is_computed_where_it_is_read(function, held):
+    graph = decomposed(function, (1, 2, 12, 12))
+    assert liveness(graph).peak_bytes == held * 4 * 2 * 12 * 12
+
+
+def test_a_kernel_writes_over_what_it_reads_through_views_and_back():
+    """As the gradients of experts, which are permuted there and back again."""
+
+    def function(x, *, back):
+        made = (x @ x).view(4, 8, 32).permute(1, 0, 2).sin()
+        return (made.permute(1, 0, 2) if back else made).contiguous().view(32, 32)
+
+    there_and_back, there = partial(function, back=True), partial(function, back=False)
+    assert peaks(decomposed(there_and_back, (32, 32)))[0] == 1
+    assert peaks(decomposed(there, (32, 32)))[0] == 2
 
 
 def test_sizes_that_may_be_equal_are_not_compared():

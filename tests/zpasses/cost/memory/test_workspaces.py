@@ -1,4 +1,4 @@
-"""What attention and convolutions take within a call."""
+"""What attention, convolutions and products take within a call."""
 
 import pytest
 import torch
@@ -202,6 +202,41 @@ def test_a_gradient_in_another_layout_is_copied():
     copied = call_of(backward, (gradient.contiguous(), *others))
     plain = call_of(backward, (gradient, *others))
     assert workspace_bytes(copied) - workspace_bytes(plain) == nbytes(gradient)
+
+
+APART = torch.randn(64, 64, 8).permute(2, 0, 1)
+"""Matrices whose rows and columns both have gaps."""
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "copies"),
+    [
+        (APART[0], APART[0].contiguous(), 1),
+        (APART[0], APART[0], 2),
+        (APART[0].contiguous(), APART[0].contiguous().t(), 0),
+        (APART, APART.contiguous(), 1),
+        (APART, APART, 2),
+        (torch.randn(64).expand(64, 64), APART[0].contiguous(), 1),
+    ],
+)
+def test_products_copy_matrices_without_consecutive_elements(left, right, copies):
+    product = aten.bmm if left.dim() == 3 else aten.mm
+    assert counted_and_taken(product, (left, right), threads=1) == 0
+    node = call_of(product, (left, right))
+    assert workspace_bytes(node) == copies * 4 * 64 * 64
+    with use_target(Target.parse("h100")):  # cuBLAS wants all of a batch
+        assert workspace_bytes(node) == copies * nbytes(left if left.dim() == 3 else APART[0])
+
+
+def test_products_of_batches_read_kernels_as_they_are_laid_out():
+    """Inductor makes a value contiguous for such a product."""
+    graph = make_fx(lambda x, y: (x.sin().permute(2, 0, 1)).bmm(y))(
+        torch.randn(64, 64, 8), torch.randn(8, 64, 64)
+    ).graph
+    (product,) = (each for each in graph.nodes if each.target is aten.bmm.default)
+    assert workspace_bytes(product) == 0
+    with use_fusion(False):
+        assert workspace_bytes(product) == 4 * 64 * 64
 
 
 @pytest.mark.parametrize(
