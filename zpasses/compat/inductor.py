@@ -252,15 +252,36 @@ def makes_indices_of_pool(node: fx.Node) -> bool:
     return str(node.target) == "prims._low_memory_max_pool_offsets_to_indices.default"
 
 
-def scatters_by_operator(scatter: fx.Node) -> bool:
-    """Whether Inductor calls an operator for a `scatter_add`, as its code for several threads of a
-    CPU does.
-    """
-    from torch._inductor.utils import use_scatter_fallback
+def makes_random_numbers(call: object) -> bool:
+    """Whether a call makes random numbers, as Inductor's kernels do, once for all readers."""
+    return str(call) == "prims.inductor_random.default"
 
-    value = scatter.meta["val"]
-    call, dtype = torch.ops.aten.scatter_reduce_.two, value.dtype
-    return use_scatter_fallback(call, "sum", dtype, dtype, value.device.type, True)
+
+def scatters_by_operator(node: fx.Node) -> bool:
+    """Whether Inductor calls an operator for a `scatter` or an `index_put`, which reads its values
+    from memory: for sums of some dtypes, masks, and on several threads of a CPU.
+    """
+    from torch._inductor.utils import (
+        needs_fallback_due_to_atomic_add_limitations,
+        use_scatter_fallback,
+    )
+
+    aten, value, args = torch.ops.aten, node.meta["val"], node.args
+    dtype, call = value.dtype, node.target
+    if call in (aten._unsafe_index_put.default, aten.index_put.default):
+        masks = (torch.bool, torch.uint8)
+        indices = [each for each in args[1] if each is not None]  # type: ignore[union-attr]
+        adds = len(args) > 3 and bool(args[3])
+        return (
+            torch.are_deterministic_algorithms_enabled()
+            or any(each.meta["val"].dtype in masks for each in indices)  # type: ignore[union-attr]
+            or (adds and needs_fallback_due_to_atomic_add_limitations(dtype))
+        )
+    if call is aten._unsafe_masked_index_put_accumulate.default:
+        return bool(needs_fallback_due_to_atomic_add_limitations(dtype))
+    reduced: Any = {aten.scatter_add.default: "sum", aten.scatter_reduce.two: args[-1]}.get(call)
+    into = aten.scatter_.src if reduced is None else aten.scatter_reduce_.two
+    return use_scatter_fallback(into, reduced, dtype, dtype, value.device.type, True)
 
 
 def kept_strides(graph: fx.Graph) -> set[str]:

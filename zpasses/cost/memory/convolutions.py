@@ -192,11 +192,14 @@ def _in_blocks(sizes: _Sizes) -> tuple[int, int, int]:
     read = source if sizes.channels >= _BLOCK else 0  # it reads few channels where they are
     of_result = max(read + weight + result - sizes.result, result)
     of_source = max(result + weight + source - sizes.source, source)
-    if sizes.is_strided:
+    is_depthwise = sizes.groups == sizes.channels == sizes.out
+    if sizes.is_strided and not is_depthwise:
         of_source = max(of_source, 2 * sizes.source)
     threads = torch.get_num_threads()
-    if sizes.groups == sizes.channels == sizes.out and sizes.dims != 2:
+    if is_depthwise and sizes.dims != 2:
         return of_result, of_source, 8 * threads * weight
+    if is_depthwise and sizes.kernel > 3:  # one channel of one image at a time
+        return of_result, of_source, 4 * weight + sizes.columns // (sizes.batch * sizes.channels)
     of_weight = read + result + weight - sizes.weight
     if sizes.dims == 3:
         of_weight += (threads - 1) * (weight + 2 * _CALL_BYTES)

@@ -104,11 +104,19 @@ def is_copied_back(node: fx.Node) -> bool:
 
 def has_shown_layout(node: fx.Node) -> bool:
     """Whether Inductor lays out a value as the graph shows it. If the graph prefers channels last,
-    it does so with the result of a kernel that a view of another shape reads.
+    it does so with the result of a kernel that a view of another shape reads, or whose first whole
+    operand is laid out so.
     """
     if not _matters(node) or not _prefers_channels_last(node.graph):
         return True
-    return is_elementwise(node) and any(user.target is aten.view.default for user in node.users)
+    if not is_elementwise(node):
+        return False
+    if any(user.target is aten.view.default for user in node.users):
+        return True
+    source = _first_operand(node)
+    if source is None:
+        return False
+    return not _matters(view_base(source)) or _is_fixed(source, _shows_last(node))
 
 
 def copied_bytes(node: fx.Node) -> int:
@@ -220,7 +228,7 @@ def _first_operand(node: fx.Node) -> fx.Node | None:
     count, passed, found = numel(value_of(node)), list[fx.Node](), node
     while found not in known and (is_elementwise(found) or compat.makes_indices_of_pool(found)):
         passed.append(found)
-        operands = loaded_inputs(found)
+        operands = [each for each in loaded_inputs(found) if not _is_constant(each)]
         whole = [each for each in operands if numel(value_of(view_base(each))) >= count]
         if not whole:
             known[found] = None
@@ -229,6 +237,11 @@ def _first_operand(node: fx.Node) -> fx.Node | None:
     first = known.get(found, found)
     known.update(dict.fromkeys(passed, first))
     return first
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a call makes a tensor of nothing, which kernels do not load."""
+    return is_elementwise(node) and not node.all_input_nodes
 
 
 def _is_saved(node: fx.Node) -> bool:

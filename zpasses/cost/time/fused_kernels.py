@@ -90,7 +90,7 @@ _INTO_A_COPY = frozenset(
     }
 )
 """Operators that copy their first operand and write to the copy. The kernel that copies computes an
-elementwise operand, such as zeros, itself."""
+elementwise operand, such as zeros, itself, and so does the one that writes."""
 
 _BY_ROWS = frozenset(
     {
@@ -269,6 +269,8 @@ class FusedKernels:
             return self.inputs(node)
         if not is_elementwise(node) or not node.users or not _is_read_by_kernels(node):
             return itself
+        if compat.makes_random_numbers(node.target) and not _has_one_kernel(node):
+            return itself
         leaves_of_inputs = self.inputs(node)
         most = _MOST_SHARED_READS if len(node.users) > 1 else _MOST_READS
         if any(_is_average(user) for user in node.users):  # reads each element several times
@@ -389,9 +391,20 @@ def _is_read_by_kernels(node: fx.Node) -> bool:
                 return False
         elif not _is_fusible(user):
             written = {*_nodes_in(user.args[1:]), *_nodes_in(user.kwargs)}
-            if user.target not in _INTO_A_COPY or node in written:
+            if user.target not in _INTO_A_COPY:
+                return False
+            if node in written and compat.scatters_by_operator(user):
                 return False
     return True
+
+
+def _has_one_kernel(node: fx.Node) -> bool:
+    """Whether one kernel reads a value, or what is computed from it."""
+    while len(node.users) == 1:
+        (node,) = node.users
+        if _kind_of(node.target) == "reduction" or not _is_read_by_kernels(node):
+            return True
+    return not node.users
 
 
 def _nodes_in(arguments: object) -> list[fx.Node]:
@@ -502,6 +515,7 @@ def is_elementwise(node: fx.Node) -> bool:
 def _kind_of(call: object) -> str | None:
     if not isinstance(call, compat.OpOverload):
         return None
-    if torch.Tag.pointwise in call.tags or call in _ELEMENTWISE:
+    tagged = torch.Tag.pointwise in call.tags
+    if tagged or call in _ELEMENTWISE or compat.makes_random_numbers(call):
         return "elementwise"
     return "reduction" if call in _REDUCTIONS else None

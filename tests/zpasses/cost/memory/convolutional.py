@@ -74,14 +74,14 @@ class DownAndUp(nn.Module):
 class Inverted(nn.Module):
     """Many channels in a depthwise convolution, and a weight for each of them."""
 
-    def __init__(self, channels):
+    def __init__(self, channels, kernel=3, stride=1):
         super().__init__()
-        inner = 4 * channels
+        inner, self.is_whole = 4 * channels, stride == 1
         self.inner = nn.Sequential(
             nn.Conv2d(channels, inner, 1, bias=False),
             nn.BatchNorm2d(inner),
             nn.SiLU(),
-            same(inner, inner, groups=inner, bias=False),
+            nn.Conv2d(inner, inner, kernel, stride, kernel // 2, groups=inner, bias=False),
             nn.BatchNorm2d(inner),
             nn.SiLU(),
         )
@@ -91,7 +91,8 @@ class Inverted(nn.Module):
     def forward(self, x):
         inner = self.inner(x)
         weights = self.excite(torch.relu(self.squeeze(inner.mean((2, 3), keepdim=True))))
-        return x + self.norm(self.out(inner * torch.sigmoid(weights)))
+        made = self.norm(self.out(inner * torch.sigmoid(weights)))
+        return x + made if self.is_whole else made
 
 
 class Dense(nn.Module):
@@ -259,6 +260,10 @@ KINDS = {
     "down-and-up": (growing(DownAndUp), IMAGES),
     "residual": (growing(Residual), (4, 3, 16, 16)),
     "inverted": (of(partial(same, 3, 32), *[partial(Inverted, 32)] * 2), (4, 3, 16, 16)),
+    "inverted-half": (
+        of(partial(same, 3, 32), partial(Inverted, 32, 5, 2), partial(Inverted, 32, 3, 2)),
+        IMAGES,
+    ),
     "dense": (
         of(
             partial(same, 3, 32),

@@ -126,9 +126,11 @@ def test_a_convolution_of_one_small_image_is_a_product(
     assert 0 <= counted_and_taken(run, inputs, threads) <= 20 << 10
 
 
-def convolution(channels, out, kernel, stride=1, *, groups=1, transposed=False, dims=2, size=16):
-    """The operands of a convolution and its settings. Those of images are channels last."""
-    layout = {"memory_format": torch.channels_last} if dims == 2 else {}
+def convolution(
+    channels, out, kernel, stride=1, *, groups=1, transposed=False, dims=2, size=16, last=True
+):
+    """The operands of a convolution and its settings. Those of images may be channels last."""
+    layout = {"memory_format": torch.channels_last} if dims == 2 and last else {}
     data = torch.randn(4, channels, *[size] * dims).to(**layout)
     sizes = (channels, out) if transposed else (out, channels // groups)
     weight = torch.randn(*sizes, *[kernel] * dims).to(**layout)
@@ -148,6 +150,10 @@ def convolution(channels, out, kernel, stride=1, *, groups=1, transposed=False, 
         convolution(64, 64, 3, groups=64, size=28),
         convolution(64, 64, 7, groups=64, size=28),
         convolution(96, 96, 3, 2, groups=96, size=3),
+        convolution(64, 64, 3, groups=64, size=28, last=False),
+        convolution(64, 64, 3, 2, groups=64, size=28, last=False),
+        convolution(64, 64, 7, groups=64, size=28, last=False),
+        convolution(72, 72, 5, 2, groups=72, size=28, last=False),
         convolution(64, 64, 3, groups=32, size=28),
         convolution(3, 192, 16, 16, size=64),
         convolution(128, 64, 2, 2, transposed=True),
@@ -156,7 +162,9 @@ def convolution(channels, out, kernel, stride=1, *, groups=1, transposed=False, 
         convolution(16, 32, 3, 2, dims=3),
         convolution(32, 16, 2, 2, transposed=True, dims=3, size=8),
     ],
-    ids=lambda given: "-".join(map(str, (*given[0][1].shape, given[1][1][0], given[1][-1]))),
+    ids=lambda given: "-".join(
+        map(str, (*given[0][1].shape, *given[0][1].stride()[:1], given[1][1][0], given[1][-1]))
+    ),
 )
 def test_convolutions_take_what_the_model_says(given, mask, monkeypatch):
     """Within 3 % of all operands, by strides, groups, layouts and blocks of channels. No operand of
@@ -176,7 +184,8 @@ def test_convolutions_take_what_the_model_says(given, mask, monkeypatch):
         return made if mask is None else tuple(made[at] for at in kept)
 
     most = 0.03 * nbytes([data, weight, gradient])
-    assert abs(counted_and_taken(run, inputs, threads=1)) <= most + (32 << 10)
+    with use_fusion(data.dim() == 4 and not data.is_contiguous()):  # as the operands are laid out
+        assert abs(counted_and_taken(run, inputs, threads=1)) <= most + (32 << 10)
 
 
 def test_operators_one_by_one_run_convolutions_as_they_are_laid_out():
