@@ -257,6 +257,9 @@ def makes_random_numbers(call: object) -> bool:
     return str(call) == "prims.inductor_random.default"
 
 
+_INDEX_PUTS = (torch.ops.aten._unsafe_index_put.default, torch.ops.aten.index_put.default)
+
+
 def scatters_by_operator(node: fx.Node) -> bool:
     """Whether Inductor calls an operator for a `scatter` or an `index_put`, which reads its values
     from memory: for sums of some dtypes, masks, and on several threads of a CPU.
@@ -266,9 +269,9 @@ def scatters_by_operator(node: fx.Node) -> bool:
         use_scatter_fallback,
     )
 
-    aten, value, args = torch.ops.aten, node.meta["val"], node.args
-    dtype, call = value.dtype, node.target
-    if call in (aten._unsafe_index_put.default, aten.index_put.default):
+    value, args, call = node.meta["val"], node.args, node.target
+    dtype = value.dtype
+    if call in _INDEX_PUTS:
         masks = (torch.bool, torch.uint8)
         indices = [each for each in args[1] if each is not None]  # type: ignore[union-attr]
         adds = len(args) > 3 and bool(args[3])
@@ -277,10 +280,14 @@ def scatters_by_operator(node: fx.Node) -> bool:
             or any(each.meta["val"].dtype in masks for each in indices)  # type: ignore[union-attr]
             or (adds and needs_fallback_due_to_atomic_add_limitations(dtype))
         )
-    if call is aten._unsafe_masked_index_put_accumulate.default:
+    if call is torch.ops.aten._unsafe_masked_index_put_accumulate.default:
         return bool(needs_fallback_due_to_atomic_add_limitations(dtype))
-    reduced: Any = {aten.scatter_add.default: "sum", aten.scatter_reduce.two: args[-1]}.get(call)
-    into = aten.scatter_.src if reduced is None else aten.scatter_reduce_.two
+    reduced: Any = None
+    if call is torch.ops.aten.scatter_add.default:
+        reduced = "sum"
+    elif call is torch.ops.aten.scatter_reduce.two:
+        reduced = args[4]
+    into = torch.ops.aten.scatter_.src if reduced is None else torch.ops.aten.scatter_reduce_.two
     return use_scatter_fallback(into, reduced, dtype, dtype, value.device.type, True)
 
 

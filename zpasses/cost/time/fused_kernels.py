@@ -31,7 +31,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.cost.time.target import current_target
-from zpasses.graph.aliases import elements_of, is_view, view_base
+from zpasses.graph.aliases import buffer_readers, elements_of, is_view, view_base
 from zpasses.graph.queries import nbytes, numel, value_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -272,7 +272,7 @@ class FusedKernels:
         if compat.makes_random_numbers(node.target) and not _has_one_kernel(node):
             return itself
         leaves_of_inputs = self.inputs(node)
-        most = _MOST_SHARED_READS if len(node.users) > 1 else _MOST_READS
+        most = _MOST_SHARED_READS if _is_shared(node) else _MOST_READS
         if any(_is_average(user) for user in node.users):  # reads each element several times
             most = 1
         is_slow = node.target in _COMPUTED_ONCE or not self._slow.isdisjoint(node.all_input_nodes)
@@ -295,24 +295,24 @@ class FusedKernels:
         convolutions, whose loops go through the channels last, kernels that read a value before and
         after a reduction are two as well. Elsewhere, they go through it row by row.
         """
-        if len(node.users) == 1:
+        if not _is_shared(node):
             return False
         if node not in self._operators_before:
             before = 0
             for each in node.graph.nodes:
                 self._operators_before[each] = before
                 before += _is_operator(each) and not _is_ours(each)
-        regions = {self._operators_before[user] for user in node.users}
-        if len(regions) > 1:
-            return True
-        return self._is_among_convolutions(node) and self._is_read_after_reduction(node)
+        readers = (reader for reader in buffer_readers(node) if not is_view(reader))
+        regions = {self._operators_before[reader] for reader in readers}
+        if len(regions) != 1:
+            return len(regions) > 1
+        return self._is_among_convolutions(node) and self._is_read_after_reduction(node, *regions)
 
-    def _is_read_after_reduction(self, node: fx.Node) -> bool:
+    def _is_read_after_reduction(self, node: fx.Node, region: int) -> bool:
         """Whether an elementwise kernel reads a value, and what a reduction makes of it, before the
         next operator runs.
         """
         before = self._operators_before
-        region = before[next(iter(node.users))]
         elementwise, reduced = {node}, set[fx.Node]()
         pending, seen = list(node.users), set(node.users)
         heapq.heapify(pending)
@@ -396,6 +396,12 @@ def _is_read_by_kernels(node: fx.Node) -> bool:
             if node in written and compat.scatters_by_operator(user):
                 return False
     return True
+
+
+def _is_shared(node: fx.Node) -> bool:
+    """Whether a value has several readers, or a view of it does."""
+    users = node.users
+    return len(users) > 1 or any(is_view(user) and _is_shared(user) for user in users)
 
 
 def _has_one_kernel(node: fx.Node) -> bool:

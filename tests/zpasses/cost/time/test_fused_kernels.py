@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor import inductor_prims
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zpasses import compat
@@ -87,13 +88,17 @@ def test_expressions_of_many_tensors_become_kernels():
     assert found["relu"] == (1 + 3 + 1) * 4 * KIB  # the value of the first kernel, three inputs
 
 
-def test_shared_expressions_become_kernels_sooner():
+@pytest.mark.parametrize("through", [lambda each: each, lambda each: each.view(-1, 4)])
+def test_shared_expressions_become_kernels_sooner(through):
+    """Also if a view of one has several readers."""
+
     def function(*values):
-        shared = math.prod(values[1:], start=values[0])
+        shared = through(math.prod(values[1:], start=values[0]))
         return shared.exp() + 1, shared.sin() + 1
 
     for count, kernels in ((4, 2), (5, 3)):
         found = moved(traced(function, *[(KIB,)] * count))
+        found.pop("view", None)
         assert sum(each is not None for each in found.values()) == kernels
 
 
@@ -147,6 +152,31 @@ def test_zeros_into_which_rows_are_added_are_written_once():
     with use_fusion(False):
         assert sum(each or 0 for each in moved(graph).values()) > 2.9 * table
         assert liveness(graph).peak_bytes > 1.9 * table
+
+
+@pytest.mark.parametrize(("dtype", "written"), [(torch.float32, 0), (torch.int64, 1)])
+def test_a_kernel_computes_the_values_that_it_adds_to_rows(dtype, written):
+    """An operator adds integers, and reads them from memory."""
+
+    def function(rows):
+        at = torch.zeros(8, dtype=torch.int64)
+        made = aten.index_put(rows.new_zeros(1000, 16), [at], rows * 2 + 1, True)
+        return made.view(-1)
+
+    found = moved(traced(function, (8, 16), dtype=dtype, decomposed=False))
+    assert sum(found[name] is not None for name in ("mul", "add")) == written
+
+
+@pytest.mark.parametrize(
+    ("read", "written"),
+    [(lambda kept, x: (kept, kept * x), 0), (lambda kept, x: ((kept * x) @ x, kept * x + 1), 1)],
+)
+def test_random_numbers_are_made_once(read, written):
+    """In the one kernel that reads them, or in one of their own."""
+    graph = traced(
+        lambda x, seed: read(inductor_prims.random([32, 32], seed, "rand") > 0.1, x), (32, 32), ()
+    )
+    assert (moved(graph)["inductor_random"] is not None) == written
 
 
 def test_operators_that_run_one_by_one_all_have_kernels():
