@@ -57,8 +57,12 @@ class _Sizes(NamedTuple):
     """Bytes of the result for one element of the batch, with a margin for the kernel."""
     is_tiny: bool
     """Whether the kernel goes beyond both ends of an image at once."""
+    is_within: bool
+    """Whether an image is no longer than half a kernel, rounded up."""
     columns: int
     """Bytes of the source with an element for each that a kernel reads."""
+    depth: int
+    """First dimension of the image of the result."""
 
 
 def is_convolution(node: fx.Node) -> bool:
@@ -128,7 +132,9 @@ def _sizes(source: Tensor, result: Tensor, weight: Tensor, stride: Any, groups: 
         batch,
         out * padded * result.element_size(),
         min(pixels) < max(kernel) + max(stride) - 1,
+        1 < max(kernel) and min(pixels) <= max(kernel) // 2 + 1,
         columns,
+        image[0],
     )
 
 
@@ -200,8 +206,11 @@ def _in_blocks(sizes: _Sizes) -> tuple[int, int, int]:
         return of_result, of_source, 8 * threads * weight
     if is_depthwise and sizes.kernel > 3:  # one channel of one image at a time
         return of_result, of_source, 4 * weight + sizes.columns // (sizes.batch * sizes.channels)
-    of_weight = read + result + weight - sizes.weight
-    if sizes.dims == 3:
+    of_weight = max(read + result + weight - sizes.weight, weight)
+    if sizes.dims == 3 and sizes.is_within:  # each thread makes the whole gradient
+        columns = sizes.columns // (sizes.batch * sizes.depth)
+        of_weight = max(of_weight, min(threads, sizes.batch) * (4 * weight + columns))
+    elif sizes.dims == 3:
         of_weight += (threads - 1) * (weight + 2 * _CALL_BYTES)
     return of_result, of_source, of_weight
 

@@ -160,6 +160,9 @@ def convolution(
         convolution(64, 64, 3, dims=1, size=256),
         convolution(16, 32, 3, dims=3),
         convolution(16, 32, 3, 2, dims=3),
+        convolution(64, 64, 5, dims=3, size=2),  # kernels longer than images
+        convolution(64, 64, 3, 2, dims=3, size=2),
+        convolution(64, 64, 5, dims=3, size=4),
         convolution(32, 16, 2, 2, transposed=True, dims=3, size=8),
     ],
     ids=lambda given: "-".join(
