@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
+from zpasses.backend.early_kernels import run_early
 from zpasses.backend.partition_marks import mark_as_partitioned, mark_kept
 from zpasses.backend.product_sums import round_as_in
 from zpasses.cost.plan.bound import schedule_bound_us
@@ -589,6 +590,8 @@ class StepTrials:
         remove_regathers(forward.graph)
         if policy.caches:
             mark_held_in_step(forward.graph, backward.graph)
+        if fuses():
+            run_early(backward.graph)
         for each in (forward, backward):
             each.recompile()
         return forward, backward

@@ -132,7 +132,7 @@ def _sizes(source: Tensor, result: Tensor, weight: Tensor, stride: Any, groups: 
         batch,
         out * padded * result.element_size(),
         min(pixels) < max(kernel) + max(stride) - 1,
-        1 < max(kernel) and min(pixels) <= max(kernel) // 2 + 1,
+        max(kernel) > 1 and min(pixels) <= max(kernel) // 2 + 1,
         columns,
         image[0],
     )

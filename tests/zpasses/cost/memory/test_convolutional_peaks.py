@@ -47,10 +47,10 @@ def planned_and_measured(name, plan):
 @pytest.mark.inductor
 @pytest.mark.parametrize(("name", "plan"), CASES)
 def test_copies_in_another_layout_are_planned(name, plan, monkeypatch):
-    """Interpolated images are counted up to 4 % too much."""
+    """Inductor makes of some gradients only the part that a convolution reads."""
     write_no_kernels(monkeypatch)
     for planned, measured in planned_and_measured(name, plan):
-        assert 0.96 < measured / planned < 1.003
+        assert 0.975 < measured / planned < 1.003
 
 
 @pytest.mark.inductor

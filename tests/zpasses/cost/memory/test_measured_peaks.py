@@ -67,8 +67,8 @@ def test_modelled_peaks_are_those_of_generated_code(vocab):
 @pytest.mark.parametrize("budget", ["0%", "15%", "40%"])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_generated_code_keeps_to_its_plan(make, budget, monkeypatch):
-    """From the leanest plan to one of the richest. In experts and a small GPT, kernels write over
-    more than plans count.
+    """From the leanest plan to one of the richest. In the leanest of a small GPT, Inductor runs a
+    kernel before a gather that the graph has after it.
     """
     if make is not None:
         write_no_kernels(monkeypatch)
@@ -77,7 +77,33 @@ def test_generated_code_keeps_to_its_plan(make, budget, monkeypatch):
         size, make=make, cache=False, memory_budget=budget, agreement=False
     )
     for measured, kind in ((forward, "forward"), (backward, "backward")):
-        assert 0.93 < measured / liveness(graphs[kind]).peak_bytes < 1.003
+        assert 0.97 < measured / liveness(graphs[kind]).peak_bytes < 1.003
+
+
+def wide_mlp(width=256):
+    """As many features as tokens, so that gradients of weights are as large as activations."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)]
+    return torch.nn.Sequential(*layers), [(torch.randn(width, width),)] * 2
+
+
+@pytest.mark.inductor
+def test_the_gradient_of_an_activation_is_made_before_that_of_the_weight(monkeypatch):
+    """Plans count less, and Inductor's code keeps to them."""
+    write_no_kernels(monkeypatch)
+    options = {
+        "make": wide_mlp,
+        "cache": False,
+        "agreement": False,
+        "memory_budget": "0%",
+        "inductor": {"fx_graph_cache": False},
+    }
+    graphs, _, measured = measured_step(None, **options)
+    planned = liveness(graphs["backward"]).peak_bytes
+    assert 0.99 * planned < measured < 1.003 * planned
+    monkeypatch.setattr("zpasses.backend.step_trials.run_early", lambda graph: None)
+    graphs, *_ = measured_step(None, **options)
+    assert planned < 0.95 * liveness(graphs["backward"]).peak_bytes
 
 
 class WithLoss(torch.nn.Module):
