@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import fx
 
 from zpasses import compat
 from zpasses.cost.time.fused_kernels import FusedKernels, is_elementwise
-from zpasses.graph.aliases import GETITEM, is_view, view_base
+from zpasses.graph.aliases import GETITEM, buffer_readers, is_view, view_base
 from zpasses.graph.queries import collective_of, is_wait, nbytes, saved_inputs, value_of
+
+aten = torch.ops.aten
 
 
 def run_early(backward: fx.Graph) -> list[fx.Node]:
@@ -81,6 +84,8 @@ class _Mover:
             and value_of(each).dtype == made.dtype
             and _may_be_written_over(each)
         ]
+        if any(each.target is aten.cat.default for each in buffer_readers(kernel)):
+            return None  # it writes into what the `cat` makes, which would be made early
         if not over or sum(nbytes(value_of(each)) for each in dying) < 2 * nbytes(made):
             return None
         return max((*loaded, *(other for each in dying for other in self._readers[each][:-1])))

@@ -71,6 +71,10 @@ def test_what_is_computed_in_a_kernel_moves_with_it():
         lambda saved, grad, tangents: (saved.sin() + tangents, grad * saved),
         lambda saved, grad, tangents: (saved @ saved.sin(), grad * 2),
         lambda saved, grad, tangents: (tangents @ saved.sin(), grad.t() * saved.t()),
+        lambda saved, grad, tangents: (
+            tangents @ saved.sin(),
+            torch.cat([(grad * saved).view(-1), saved.new_ones(4)]),
+        ),
     ],
     ids=[
         "the saved value is read later",
@@ -79,6 +83,7 @@ def test_what_is_computed_in_a_kernel_moves_with_it():
         "no product in between",
         "it frees no other value",
         "it reads elsewhere",
+        "it writes into a cat",
     ],
 )
 def test_other_kernels_stay(function):
