@@ -446,7 +446,7 @@ OFFLOADED = {5.0: (-9.9, 1.0), 8.0: (-16.6, 5.0), 10.0: (-20.4, 7.0), 17.5: (-33
 """torchtitan#3522: GiB on the host -> change of memory and of time, in percent. Of the first three,
 an upper bound of the loss of throughput is published. The text has "GB", and `cpu_offload.py` takes
 1024**3 bytes for each. The last row has no such limit: 33.4 % of 52.44 GiB are 17.5 GiB."""
-FITTED_GB_S = 31.8
+FITTED_GB_S = 31.5
 """Bandwidth of copies in each direction, with which the last of them takes as long as published."""
 
 
