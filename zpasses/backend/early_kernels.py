@@ -49,15 +49,14 @@ class _Mover:
         return self._kernels.inputs(node) if self._has_kernel(node) else node.all_input_nodes
 
     def run(self) -> list[fx.Node]:
-        last_input = self._graph.find_nodes(op="placeholder")[-1]
-        moved = []
+        inputs, moved = self._graph.find_nodes(op="placeholder"), list[fx.Node]()
         for node in list(self._graph.nodes):
             if not (is_elementwise(node) and self._has_kernel(node)):
                 continue
             after = self._ready_after(node)
             if after is None or not self._runs_beside_operators(node, after):
                 continue
-            after = max(after, last_input)
+            after = max((after, *inputs[-1:]))  # inputs come first
             inside = self._computed_in(node, after)
             if any(each > after and each not in inside for each in _inputs_of(inside)):
                 continue

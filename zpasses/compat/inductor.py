@@ -274,7 +274,7 @@ def scatters_by_operator(node: fx.Node) -> bool:
     if call in _INDEX_PUTS:
         masks = (torch.bool, torch.uint8)
         indices = [each for each in args[1] if each is not None]  # type: ignore[union-attr]
-        adds = len(args) > 3 and bool(args[3])
+        adds = bool(args[3] if len(args) > 3 else node.kwargs.get("accumulate"))
         return (
             torch.are_deterministic_algorithms_enabled()
             or any(each.meta["val"].dtype in masks for each in indices)  # type: ignore[union-attr]
