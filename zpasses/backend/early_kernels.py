@@ -15,22 +15,39 @@ elementwise kernels in one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
 from torch import fx
 
 from zpasses import compat
+from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.time.fused_kernels import FusedKernels, is_elementwise
-from zpasses.graph.aliases import GETITEM, buffer_readers, is_view, view_base
-from zpasses.graph.queries import collective_of, is_wait, nbytes, saved_inputs, value_of
+from zpasses.graph.aliases import (
+    GETITEM,
+    buffer_readers,
+    is_view,
+    memory_root,
+    root_output,
+    view_base,
+)
+from zpasses.graph.queries import collective_of, is_wait, nbytes, saved_inputs, started_by, value_of
 
 aten = torch.ops.aten
 
 
 def run_early(backward: fx.Graph) -> list[fx.Node]:
-    """Moves such kernels of a backward graph, and returns them."""
-    return _Mover(backward).run()
+    """Moves such kernels of a backward graph, and returns them. None moves if the peak would rise
+    by all of them.
+    """
+    order, peak = list(backward.nodes), liveness(backward).peak_bytes
+    moved = _Mover(backward).run()
+    if moved and liveness(backward).peak_bytes > peak:
+        for before, node in itertools.pairwise(order):
+            before.append(node)
+        return []
+    return moved
 
 
 class _Mover:
@@ -40,13 +57,15 @@ class _Mover:
         self._readers: dict[fx.Node, list[fx.Node]] = {}
         """Value in memory -> what reads it, in the order of the graph."""
         for node in graph.nodes:
-            for base in dict.fromkeys(map(view_base, self._read_by(node))):
+            for base in dict.fromkeys(map(memory_root, self._read_by(node))):
                 self._readers.setdefault(base, []).append(node)
 
     def _read_by(self, node: fx.Node) -> Iterable[fx.Node]:
         if self._is_inside(node) or node.target is GETITEM:
             return ()
-        return self._kernels.inputs(node) if self._has_kernel(node) else node.all_input_nodes
+        if is_wait(node) and collective_of(started_by(node)) is not None:
+            return [*node.all_input_nodes, *started_by(node).all_input_nodes]
+        return self._kernels.inputs(node) if node.op == "call_function" else node.all_input_nodes
 
     def run(self) -> list[fx.Node]:
         inputs, moved = self._graph.find_nodes(op="placeholder"), list[fx.Node]()
@@ -71,9 +90,9 @@ class _Mover:
         None if it does not.
         """
         made, loads = value_of(kernel), self._kernels.inputs(kernel)
-        loaded = {view_base(each): True for each in loads}
+        loaded = {memory_root(each): True for each in loads}
         for each, load in loads.items():
-            loaded[view_base(each)] &= load.in_place
+            loaded[memory_root(each)] &= load.in_place
         dying = [each for each in loaded if self._dies_at(each, kernel)]
         over = [
             each
@@ -87,7 +106,12 @@ class _Mover:
             return None  # it writes into what the `cat` makes, which would be made early
         if not over or sum(nbytes(value_of(each)) for each in dying) < 2 * nbytes(made):
             return None
-        return max((*loaded, *(other for each in dying for other in self._readers[each][:-1])))
+        return max(
+            (
+                *map(view_base, loads),
+                *(other for each in dying for other in self._readers[each][:-1]),
+            )
+        )
 
     def _dies_at(self, value: fx.Node, kernel: fx.Node) -> bool:
         is_freed = value.op == "call_function" or value in self._saved
@@ -134,4 +158,4 @@ def _inputs_of(nodes: Iterable[fx.Node]) -> Iterable[fx.Node]:
 def _may_be_written_over(value: fx.Node) -> bool:
     if value.op == "placeholder":
         return compat.may_overwrite(value)
-    return not is_wait(value) and collective_of(value) is None
+    return collective_of(root_output(value)[0]) is None

@@ -1,5 +1,7 @@
 """Kernels of a backward that free memory run before the products they come after."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -91,3 +93,29 @@ def test_other_kernels_stay(function):
     before = order(graph)
     assert not run_early(graph)
     assert order(graph) == before
+
+
+def test_a_part_of_a_saved_value_does_not_free_it():
+    """All of it lives until the last part is read."""
+
+    def function(saved, grad, tangents):
+        left, right = saved.split(16)
+        first, second = grad.split(16)
+        return tangents @ saved.sin(), left * first, right @ tangents, second @ tangents
+
+    graph = backward(function)
+    before, peak = order(graph), liveness(graph).peak_bytes
+    run_early(graph)
+    assert order(graph) == before
+    assert liveness(graph).peak_bytes == peak
+
+
+def test_the_order_stays_if_the_peak_would_rise(monkeypatch):
+    graph = backward(again)
+    before, peaks = list(graph.nodes), iter((1, 2))
+    monkeypatch.setattr(
+        "zpasses.backend.early_kernels.liveness",
+        lambda graph: SimpleNamespace(peak_bytes=next(peaks)),
+    )
+    assert not run_early(graph)
+    assert list(graph.nodes) == before

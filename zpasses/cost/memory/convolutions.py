@@ -58,7 +58,7 @@ class _Sizes(NamedTuple):
     is_tiny: bool
     """Whether the kernel goes beyond both ends of an image at once."""
     is_within: bool
-    """Whether an image is no longer than half a kernel, rounded up."""
+    """Whether an image is no longer than half a kernel and one more."""
     columns: int
     """Bytes of the source with an element for each that a kernel reads."""
     depth: int

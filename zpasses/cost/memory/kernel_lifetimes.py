@@ -189,7 +189,7 @@ def _places_through(node: fx.Node, loaded: list[Tensor]) -> Tensor | None:
         node: a view, or an elementwise operator.
         loaded: the same for those of its inputs that come from the same value.
     """
-    if reads_elsewhere(node):
+    if reads_elsewhere(node) or node.target is torch.ops.aten.view.dtype:
         return None
     if is_view(node):
         source = node.all_input_nodes[0]
@@ -228,7 +228,7 @@ def _takes_over(made: Buffer, dying: Buffer) -> bool:
     ours, theirs = value_of(made.node), value_of(dying.node)
     return (
         dying.last == made.first > dying.first
-        and made.nbytes == dying.nbytes
+        and made.nbytes == dying.nbytes > 0
         and isinstance(ours, Tensor)
         and isinstance(theirs, Tensor)
         and ours.dtype == theirs.dtype

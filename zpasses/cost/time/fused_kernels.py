@@ -492,16 +492,19 @@ def _is_average(node: fx.Node) -> bool:
     """Whether a call averages neighbours, or is the gradient of that, and Inductor has a kernel for
     a window of the size.
     """
+    dims = 3 if "3d" in str(node.target) else 2
+
+    def whole(sizes: Any) -> list[int]:  # one size may stand for all
+        return list(sizes) * (dims if len(sizes) == 1 else 1)
+
     if node.target in _AVERAGES:
-        window: Any = node.args[1]
-        return bool(math.prod(window) <= _AVERAGES[node.target])
+        return math.prod(whole(node.args[1])) <= _AVERAGES[node.target]
     if node.target not in _AVERAGE_GRADIENTS:
         return False
-    sizes: Any = node.args[2]
-    steps: Any = node.args[3] or sizes
+    sizes = whole(node.args[2])
     most = 1
-    for size, step in zip(sizes, steps, strict=True):
-        most *= max(at // step - max(0, (at - size) // step) for at in range(2 * size))
+    for size, step in zip(sizes, whole(node.args[3] or sizes), strict=True):
+        most *= max(1, *(at // step - max(0, (at - size) // step) for at in range(2 * size)))
     return most <= _AVERAGE_GRADIENTS[node.target]
 
 

@@ -380,6 +380,19 @@ def test_what_is_averaged_is_computed_where_it_is_read(function, held):
     assert liveness(graph).peak_bytes == held * 4 * 2 * 12 * 12
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.avg_pool2d(x.sin(), [3], [2]).cos(),
+        lambda x: ((x @ x).to(torch.bfloat16).view(torch.int16) & -256).view(torch.bfloat16) + 1,
+        lambda x: ((x @ x)[..., :0, :8].square() @ x[..., :8, :]) + 1,
+    ],
+    ids=["one size for both dimensions", "bits of another dtype", "no rows"],
+)
+def test_forms_that_torch_accepts_are_counted(function):
+    assert liveness(decomposed(function, (1, 2, 12, 12))).peak_bytes > 0
+
+
 def test_a_kernel_writes_over_what_it_reads_through_views_and_back():
     """As the gradients of experts, which are permuted there and back again."""
 
