@@ -251,6 +251,7 @@ def test_there_are_at_most_ten_layers():
 LAZY = {
     "zpasses.compat.artifacts": "the class of stored code derives from Inductor's, which is slow",
     "zpasses.compat.inductor": "Inductor's scheduler, which is slow to import",
+    "zpasses.compat.inductor_peaks": "the same",
     "zpasses.pipeline.runner": "a pipeline loads the simulator only if it is asked to simulate",
     "zpasses.dumps.listeners": "a compile without a dump does not load the writer",
     "zpasses.inspect.inspection": "the page's template engine, which listing a dump does not need",

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zpasses.backend.counted_peaks import CountAdded
 from zpasses.backend.step_trials import (
     WHOLE,
     Choice,
@@ -26,6 +27,7 @@ from zpasses.backend.step_trials import (
     StepTrials,
     full_params,
 )
+from zpasses.cost.memory.code_memory import mark_added_by_code
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.offloaded_values import SavedValue
 from zpasses.cost.time.target import current_target
@@ -34,11 +36,16 @@ from zpasses.graph.encoding import records_of
 from zpasses.graph.host_copies import RELOAD
 from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.tags import params_of, tagged
-from zpasses.option_values import format_size
+from zpasses.option_values import format_size, parse_budget
 from zpasses.pipeline.events import Events
 from zpasses.ranks.agree import adopt
 
 log = logging.getLogger("zpasses")
+
+_MOST_COUNTS = 8
+"""How many plans of a step have what their code takes counted."""
+_EXACT = 0.001
+"""Difference between what a plan and its code take that changes no plan."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ def partition_step(
     *,
     events: Events,
     copy_engines: bool = False,
+    count_added: CountAdded | None = None,
     **kwargs: Any,
 ) -> Partitioned:
     """Partition a joint graph.
@@ -69,6 +77,7 @@ def partition_step(
         policy: what the step may keep and recompute.
         events: gets the trials before anything is decided, if parameters may be kept.
         copy_engines: as in `StepTrials`.
+        count_added: counts what the code of graphs takes beyond them; None leaves that out.
         kwargs: passed on to torch's partitioner.
 
     Raises:
@@ -77,7 +86,7 @@ def partition_step(
     trials = StepTrials(gm, joint_inputs, policy, kwargs, copy_engines)
     if policy.keeps and policy.share > 0:
         events.send(trials)
-    return _Partitioner(trials, policy).run()
+    return _Partitioner(trials, policy, count_added).run()
 
 
 @dataclass(frozen=True)
@@ -92,8 +101,10 @@ class _Adopted:
 
 
 class _Partitioner:
-    def __init__(self, trials: StepTrials, policy: PartitionPolicy) -> None:
-        self._trials, self._policy = trials, policy
+    def __init__(
+        self, trials: StepTrials, policy: PartitionPolicy, count_added: CountAdded | None
+    ) -> None:
+        self._trials, self._policy, self._count_added = trials, policy, count_added
 
     def run(self) -> Partitioned:
         budget, share, gm = self._policy.budget, self._policy.share, self._trials.gm
@@ -145,11 +156,37 @@ class _Partitioner:
         return graphs, None, note
 
     def _within(self, budget: str) -> StepPlan:
-        """With a budget: the fastest plan that fits."""
-        plan = self._trials.fastest(self._trials.limit_bytes(budget))
+        """With a budget: the fastest plan that fits, with what its code takes."""
+        trials = self._trials
+        if parse_budget(budget, "option 'memory_budget'").most_bytes is None:
+            # The budget counts from its peak.
+            self._count(trials.trial(1.0).graphs, Choice(1.0, frozenset(), frozenset()))
+        limit = trials.limit_bytes(budget)
+        plan = trials.fastest(limit)
+        for _ in range(_MOST_COUNTS):
+            choice = plan.choice
+            keeps = choice.kept or choice.cached
+            if not self._count(trials.graphs(choice) if keeps else plan.trial.graphs, choice):
+                break
+            plan = trials.fastest(limit)
         if not plan.fits:
             raise MemoryBudgetError(too_little_memory(budget, plan, self._trials))
         return plan
+
+    def _count(self, graphs: Graphs, choice: Choice) -> bool:
+        """Counts what the code of a plan takes. Returns whether that changes a peak."""
+        trials = self._trials
+        if self._count_added is None or trials.is_counted(choice):
+            return False
+        before = [liveness(gm.graph).peak_bytes for gm in graphs]
+        added = self._count_added(graphs, trials.user_outputs)
+        if added is None:
+            return False
+        trials.add_to_peaks(choice, added)
+        for gm, sizes in zip(graphs, added, strict=True):
+            mark_added_by_code(gm.graph, sizes)
+        after = [liveness(gm.graph).peak_bytes for gm in graphs]
+        return any(abs(now - then) > _EXACT * then for then, now in zip(before, after, strict=True))
 
     def _adopted(self, plan: StepPlan) -> _Adopted:
         """The decision of the first rank, which all ranks adopt: they must gather identically.

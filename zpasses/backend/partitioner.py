@@ -11,6 +11,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.backend.compile_job import CompileJob
+from zpasses.backend.counted_peaks import bytes_added
 from zpasses.backend.levels import run_level
 from zpasses.backend.partition_choice import partition_step
 from zpasses.backend.step_trials import PartitionPolicy
@@ -75,6 +76,9 @@ def partition_joint(
         any(each.facts.caches_params for each in pipeline) and not options.prefetch,
         next((each.facts.chunks_loss for each in pipeline if each.facts.chunks_loss), None),
     )
+    count_added = None
+    if options.codegen == "inductor" and not job.captured.is_fake:
+        count_added = functools.partial(bytes_added, patches=inductor_patches(job))
     with job.planning():
         partitioned = partition_step(
             gm,
@@ -82,6 +86,7 @@ def partition_joint(
             policy,
             events=job.listeners,
             copy_engines=pipeline.uses_engines,
+            count_added=count_added,
             **kwargs,
         )
     if (budget := partitioned.memory_budget) is not None:

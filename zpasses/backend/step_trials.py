@@ -17,9 +17,11 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
+from zpasses.backend.counted_peaks import Added
 from zpasses.backend.early_kernels import run_early
 from zpasses.backend.partition_marks import mark_as_partitioned, mark_kept
 from zpasses.backend.product_sums import round_as_in
+from zpasses.cost.memory.code_memory import mark_added_by_code
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import (
     KeptParam,
@@ -53,6 +55,8 @@ from zpasses.option_values import parse_budget
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 """Forward and backward."""
+_Key = tuple[float, frozenset[str], frozenset[str]]
+"""Of a trial: the fraction of the activations, and what is computed again and offloaded."""
 
 _ACTIVATIONS = (1.0, 0.7, 0.4, 0.2, 0.1)
 """Fractions of the activations to save that are tried if no plan fits a budget on the device that
@@ -217,7 +221,11 @@ class StepTrials:
         """Memory budget of the passes that plan a schedule."""
         self._inputs, self._policy, self._options = joint_inputs, policy, options
         self._copy_engines = copy_engines
-        self._made: dict[tuple[float, frozenset[str], frozenset[str]], Trial] = {}
+        self._made: dict[_Key, Trial] = {}
+        self._added: dict[_Key, Added] = {}
+        """Trial -> what its code was found to add."""
+        self._likely_added: Added = {}, {}
+        """The same of trials whose code was not counted."""
         self._saved: dict[tuple[float, frozenset[str]], list[SavedValue]] = {}
         self._recomputable: tuple[list[SavedValue], dict[str, Recompute]] | None = None
         self._leaner_gm: fx.GraphModule | None = None
@@ -268,6 +276,7 @@ class StepTrials:
             made.chunk_notes = chunk_regions(gm.graph, chunks, self.chunks_loss or "forward").notes
             made.gm, made.chunks_loss, made._chunks = gm, None, chunks
             made._made, made._saved, made._chunked = {}, {}, {chunks: made}
+            made._added, made._likely_added = {}, ({}, {})
             made._recomputable = made._leaner_gm = None
             self._chunked[chunks] = made
         return self._chunked[chunks]
@@ -288,7 +297,7 @@ class StepTrials:
         key = activation_budget, recomputed, frozenset[str]()
         if key not in self._made:
             graphs, share = self._partitioned(activation_budget, recomputed)
-            step = self._step(graphs)
+            step = self._step(graphs, key)
             self._made[key] = Trial(
                 activation_budget, graphs, step, (), recomputed, self._chunks, saved_share=share
             )
@@ -387,7 +396,7 @@ class StepTrials:
             forward, backward = map(compat.clone_graph_module, trial.graphs)
             graphs = _offloaded((forward, backward), names)
             self._made[key] = replace(
-                trial, graphs=graphs, step=self._step(graphs), offloaded=tuple(values)
+                trial, graphs=graphs, step=self._step(graphs, key), offloaded=tuple(values)
             )
         return self._made[key]
 
@@ -407,7 +416,31 @@ class StepTrials:
             self._saved[key] = saved_values(trial.step, values)
         return self._saved[key]
 
-    def _step(self, graphs: Graphs) -> StepProblem:
+    def is_counted(self, choice: Choice) -> bool:
+        """Whether `add_to_peaks` has been called for the trial of a choice."""
+        return _key_of(choice) in self.in_chunks(choice.chunks)._added
+
+    def add_to_peaks(self, choice: Choice, added: Added) -> None:
+        """Has the trial of a choice take as much memory as its code was found to. Other trials take
+        what is found in addition at nodes that they have, too.
+        """
+        trials = self.in_chunks(choice.chunks)
+        trials._added[_key_of(choice)] = added
+        for likely, found in zip(trials._likely_added, added, strict=True):
+            for name, size in found.items():
+                likely[name] = max(size, likely.get(name, 0))
+        for key, made in trials._made.items():
+            trials._made[key] = replace(made, step=trials._step(made.graphs, key))
+        trials._saved.clear()
+        trials._recomputable = None
+
+    def _mark_added(self, graphs: Graphs, key: _Key) -> None:
+        added = self._added.get(key, self._likely_added)
+        for gm, sizes in zip(graphs, added, strict=True):
+            mark_added_by_code(gm.graph, sizes)
+
+    def _step(self, graphs: Graphs, key: _Key) -> StepProblem:
+        self._mark_added(graphs, key)
         target, engines = current_target(), self._copy_engines
         problems = [problem_of(each.graph, target, copy_engines=engines) for each in graphs]
         return StepProblem(problems[0], problems[1], self.repetition)
@@ -563,7 +596,9 @@ class StepTrials:
             if node.name in choice.kept or node.name in choice.cached:
                 mark_kept(node)
                 retag(node, cached=node.name in choice.cached)
-        return _offloaded(self.partition(gm, 1.0), choice.offloaded)
+        graphs = _offloaded(self.partition(gm, 1.0), choice.offloaded)
+        self._mark_added(graphs, _key_of(choice))
+        return graphs
 
     def other(self, gm: fx.GraphModule, recompute_elementwise: bool, *, caches: bool) -> Graphs:
         """Partitions another form of the joint graph with the same inputs and outputs, such as that
@@ -608,6 +643,10 @@ class StepTrials:
         candidates = self._keepable(trial)
         cached = [each for each in candidates if self.share >= WHOLE and each.unchanged > 0]
         return trial.step.keeping([each for each in candidates if each not in cached], cached)
+
+
+def _key_of(choice: Choice) -> _Key:
+    return choice.activation_budget, choice.recomputed, choice.offloaded
 
 
 def _counts(found: LeavingValues) -> list[int]:

@@ -33,5 +33,6 @@ from zpasses.compat.fake import *
 from zpasses.compat.frames import *
 from zpasses.compat.fx_graph import *
 from zpasses.compat.inductor import *
+from zpasses.compat.inductor_peaks import *
 from zpasses.compat.optimizers import *
 from zpasses.compat.pipelining import *

@@ -41,6 +41,10 @@ SUBGRAPH_CALL: Callable[..., Any] = invoke_subgraph
 """The operator that calls a subgraph: (subgraph, its name, inputs...) -> tuple of results."""
 
 
+MOVED_NAMESPACES = ("_c10d_functional", "zpasses")
+"""Namespaces of the operators that passes move: collectives, and copies from and to the host."""
+
+
 def op_name(target: OpOverload) -> str:
     """Returns the name of an operator without namespace and overload: "all_gather_into_tensor"."""
     return str(target._opname)

@@ -95,13 +95,17 @@ def within_planned_peak(
     """
     from torch._inductor import config
 
-    from zpasses.compat.inductor_fusion import fusion_within_peak
+    from zpasses.compat.inductor_fusion import fused_in_order, fusion_within_peak
 
-    name = "_pre_fusion_custom_pass"
+    name, after = "_pre_fusion_custom_pass", "_post_fusion_custom_pass"
     if name in chosen and chosen[name] is None:
         return dict(chosen)
     before = chosen.get(name, getattr(config, name))
-    return {**chosen, name: fusion_within_peak(before, limit_bytes, workspace_of)}
+    return {
+        **chosen,
+        name: fusion_within_peak(before, limit_bytes, workspace_of),
+        after: fused_in_order(chosen.get(after, getattr(config, after))),
+    }
 
 
 def inductor_option_names() -> frozenset[str]:

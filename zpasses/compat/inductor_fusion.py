@@ -83,7 +83,53 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.22", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.23", self._limit_bytes, before
+
+
+class FusedInOrder(CustomSchedulerPass):
+    """Has what a fused kernel needs run before it in the order of the graph. Inductor sorts it by
+    the names of buffers, and more would live at once.
+
+    Args:
+        before: a pass of the user that runs before, if there is one.
+    """
+
+    def __init__(self, before: CustomSchedulerPass | None) -> None:
+        self._before = before
+
+    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        """Orders the nodes."""
+        if self._before is not None:
+            nodes = self._before(nodes)
+        maker = {name: node for node in nodes for name in node.get_buffer_names()}
+        ordered: dict[BaseSchedulerNode, None] = {}
+        begun: set[BaseSchedulerNode] = set()
+        pending = sorted(nodes, key=_first_place, reverse=True)
+        while pending:
+            node = pending[-1]
+            if node in begun:
+                ordered.setdefault(pending.pop())
+                continue
+            begun.add(node)
+            needed = {maker[dep.name] for dep in node.unmet_dependencies if dep.name in maker}
+            pending += sorted(needed - begun, key=_first_place, reverse=True)
+        return list(ordered)
+
+    def uuid(self) -> Any:
+        """What decides the code, for Inductor's cache."""
+        return "zpasses.FusedInOrder.1", None if self._before is None else self._before.uuid()
+
+
+def _first_place(node: BaseSchedulerNode) -> int:
+    return node.min_order
+
+
+def fused_in_order(before: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Returns `FusedInOrder` after a pass of the user, as `fusion_within_peak` does."""
+    if before is None or isinstance(before, CustomSchedulerPass):
+        return FusedInOrder(before)
+    function = before
+    return lambda nodes: FusedInOrder(None)(function(nodes))
 
 
 def fusion_within_peak(
@@ -159,7 +205,7 @@ class _Fusions:
         workspace_of: Callable[[fx.Node], int],
     ) -> None:
         self._unfused = nodes
-        self._nodes = nodes = _with_only_readers(nodes)
+        self._nodes = nodes = with_only_readers(nodes)
         self._needs = _positions_of_needs(nodes)
         self._memory = NodeMemory(nodes, workspace_of)
         self._live = self._memory.live  # with what the allowed fusions add at most
@@ -356,7 +402,7 @@ class _Fusions:
         return min(over, default=None)
 
 
-def _with_only_readers(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+def with_only_readers(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     """Returns the nodes with each kernel as a part of the one kernel that reads what it makes, if
     that reads each element where it is written, and no operator stands between them. Inductor fuses
     these if no other kernel is fused with one of them before, and plans count on it.

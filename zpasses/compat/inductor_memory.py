@@ -19,6 +19,8 @@ from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
+from zpasses.compat.fx_graph import MOVED_NAMESPACES
+
 
 @dataclass(eq=False)
 class NodeBuffer:
@@ -40,6 +42,8 @@ class NodeMemory:
     def __init__(
         self, nodes: list[BaseSchedulerNode], workspace_of: Callable[[fx.Node], int]
     ) -> None:
+        self._nodes = nodes
+        self._workspace_of = workspace_of
         inputs = OrderedSet(V.graph.graph_inputs)
         outputs = OrderedSet(V.graph.get_output_names())
         known = nodes[0].scheduler.name_to_buf
@@ -114,6 +118,32 @@ class NodeMemory:
             for place in range(at, _awaited_at(nodes, at) + 1 if within else at):
                 self.live[place] += within
 
+    def without_collectives(self) -> list[int]:
+        """Returns the bytes that live during each node without what collectives, and copies from
+        and to the host, make and take, unless the graph returns it: passes move these.
+        """
+        live, names = list(self.live), set[str]()
+        for at, node in enumerate(self._nodes):
+            kernel: Any = node.node
+            is_part = isinstance(kernel, ir.MultiOutput)
+            if is_part and names.isdisjoint(dep.name for dep in node.read_writes.reads):
+                continue
+            if not is_part and getattr(kernel, "op_overload", None) is None:
+                continue
+            if not is_part and kernel.op_overload.namespace not in MOVED_NAMESPACES:
+                continue
+            names |= set(node.get_buffer_names())
+            for buffer in self.made[at]:
+                if buffer.readers is None:
+                    continue
+                last = max(buffer.readers, default=at)
+                for place in range(at, last + 1):
+                    live[place] -= buffer.nbytes
+            within = 0 if is_part else _workspace(node, self._workspace_of)
+            for place in range(at, _awaited_at(self._nodes, at) + 1 if within else at):
+                live[place] -= within
+        return live
+
     def peak_within(self, limit_bytes: int) -> int:
         """Returns what the peak may be: as it is, or nine tenths of a limit, because the count is
         not exact.
@@ -131,9 +161,10 @@ class NodeMemory:
 def _workspace(node: BaseSchedulerNode, workspace_of: Callable[[fx.Node], int]) -> int:
     """Returns the bytes that an operator takes besides its inputs and outputs."""
     kernel: Any = node.node
-    if not isinstance(kernel, ir.ExternKernelAlloc):
+    if not isinstance(kernel, (ir.ExternKernelAlloc, ir.ExternKernelOut)):
         return 0
-    return max(map(workspace_of, kernel.get_origins()), default=0)
+    calls = (call for call in kernel.get_origins() if call.op == "call_function")
+    return max(map(workspace_of, calls), default=0)
 
 
 def _awaited_at(nodes: list[BaseSchedulerNode], at: int) -> int:
@@ -248,6 +279,19 @@ def _input_bytes(name: str) -> int:
     """
     given: Any = V.graph.graph_inputs[name]
     return int(hint(sympy_product(given.get_size())) * given.get_dtype().itemsize)
+
+
+def last_calls(nodes: list[BaseSchedulerNode]) -> list[str]:
+    """Returns for each node the name of the last node of the graph that it computes, or ""."""
+    kernels: list[list[Any]] = [[part.node for part in node.get_nodes()] for node in nodes]
+    calls = [
+        [call for kernel in each if kernel is not None for call in kernel.get_origins()]
+        for each in kernels
+    ]
+    graph = next((each[0].graph for each in calls if each), None)
+    position = {} if graph is None else {call: at for at, call in enumerate(graph.nodes)}
+    known = [[call for call in each if call in position] for each in calls]
+    return [max(each, key=lambda call: position[call]).name if each else "" for each in known]
 
 
 def is_kernel(node: BaseSchedulerNode) -> bool:

@@ -68,6 +68,8 @@ _STRINGS = {
     ("artifacts.py", "_SETTINGS"): "torch._functorch.config",
     ("inductor.py", "_CONFIG_PATCHES"): "torch._inductor.config",
     ("inductor_overlap.py", "bandwidth"): "torch.utils._runtime_estimation",
+    ("inductor_peaks.py", "_AFTER_FUSION"): "torch._inductor.config",
+    ("inductor_peaks.py", "_BEFORE_FUSION"): "torch._inductor.config",
 }
 """Constants that hold names of options, and where these options are."""
 

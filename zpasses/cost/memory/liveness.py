@@ -26,6 +26,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost.memory.buffers import Buffer, layout_of
+from zpasses.cost.memory.code_memory import added_by_code
 from zpasses.cost.memory.collective_memory import backend_bytes, reinplaceable_all_reduces
 from zpasses.cost.memory.kernel_lifetimes import KernelLifetimes
 from zpasses.cost.memory.layout_copies import (
@@ -192,6 +193,8 @@ class _Tracker:
                 self.buffers.append(Buffer(node, held, 0, index))
             if copied := max(map(self._copied_at_end, node.all_input_nodes), default=0):
                 self.buffers.append(Buffer(node, copied, index, index, scratch=True))
+        if self._kernels is not None and (added := added_by_code(node)):
+            self.buffers.append(Buffer(node, added, index, index, scratch=True))
         tag = tag_of(node)
         if tag is not None and tag.cached:
             self._at_end.append(held_node(node))

@@ -123,6 +123,22 @@ class Mixer(nn.Module):
         return self.inner(mixed.reshape(x.shape))
 
 
+class TransposedNorm(nn.Module):
+    """A batch norm of transposed values: Inductor lays its result out otherwise than the graph
+    shows, and copies it for a product.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        tokens = x.view(-1, 128, WIDTH)
+        normed = self.norm(tokens.transpose(1, 2)).transpose(1, 2)
+        return x + self.down(torch.relu(self.up(normed))).reshape(x.shape)
+
+
 def stacked(make, layers=3):
     torch.manual_seed(0)
     model = nn.Sequential(*(make() for _ in range(layers)))
@@ -157,6 +173,7 @@ KINDS = {
     "experts": Experts,
     "scan": Scan,
     "mixer": Mixer,
+    "transposed-norm": TransposedNorm,
 }
 LAYERS = {"gpt": None, **{name: partial(stacked, make) for name, make in KINDS.items()}}
 LAYERS["two-layers"] = partial(stacked, Gated, layers=2)  # forward peaks where `addmm` adds

@@ -1,0 +1,128 @@
+"""What Inductor's code of a step takes beyond its plan, before code is made.
+
+Plans count memory on graphs, for any target and in little time. Within a budget, Inductor lowers
+the graphs of the chosen plan once more, and what its kernels take is counted. If they take more
+than the plan, the planner counts the difference, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from zpasses import compat
+from zpasses.cost.memory.code_memory import added_by_code
+from zpasses.cost.memory.liveness import bytes_within, liveness
+from zpasses.graph.cached_params import held_bytes, held_node, is_held
+from zpasses.graph.encoding import expand_encodings
+from zpasses.graph.queries import is_wait, returned_values
+from zpasses.graph.tags import tag_of
+from zpasses.runtime.forward_variants import pin_shards
+from zpasses.runtime.gloo import replace_gloo_collectives
+
+Added = tuple[dict[str, int], dict[str, int]]
+"""Of forward and of backward: name of a node -> bytes that live in addition while it runs."""
+CountAdded = Callable[[tuple[fx.GraphModule, fx.GraphModule], int], Added | None]
+"""As `bytes_added`, without the options of Inductor."""
+
+
+def bytes_added(
+    graphs: tuple[fx.GraphModule, fx.GraphModule], model_outputs: int, patches: Mapping[str, Any]
+) -> Added | None:
+    """Returns what the code of a forward and of its backward takes beyond what liveness counts.
+
+    Args:
+        graphs: forward and backward, which stay as they are.
+        model_outputs: how many outputs of forward are those of the model.
+        patches: options of Inductor.
+
+    Returns:
+        None if Inductor does not lower a graph, or if it calls subgraphs.
+    """
+    forward, backward = map(_as_run, graphs)
+    code = compat.code_of_step(forward, backward, model_outputs, patches, bytes_within)
+    if code is None:
+        return None
+    ahead, back = (_added_per_node(gm.graph, each) for gm, each in zip(graphs, code, strict=True))
+    return ahead, back
+
+
+def _added_per_node(graph: fx.Graph, code: compat.StepCode) -> dict[str, int]:
+    """Returns what the code of a graph takes beyond its nodes.
+
+    A schedule decides which kernels may be fused, and that changes how much lives at a node. So
+    what lives there both with and without fusion counts.
+    """
+    memory = liveness(graph)
+    changes = [0] * (len(memory.nodes) + 1)
+    for buffer in memory.buffers:
+        if not _is_moved(buffer.node) or buffer.last == len(memory.nodes) - 1:
+            changes[buffer.first] += buffer.nbytes
+            changes[buffer.last + 1] -= buffer.nbytes
+    counted = itertools.accumulate(changes[:-1])
+    held = held_bytes(graph)
+    unfused = _per_node(memory.nodes, code.unfused)
+    fused = _per_node(memory.nodes, _alike_between_operators(code.fused))
+    added = {}
+    for node, live, one, other in zip(memory.nodes, counted, unfused, fused, strict=True):
+        more = min(one, other) + held - (live - added_by_code(node))
+        if more > 0 and not _is_moved(node):
+            added[node.name] = more
+    return added
+
+
+def _per_node(nodes: Sequence[fx.Node], steps: Sequence[compat.CodeStep]) -> list[int]:
+    """Returns the most bytes that live in code while it computes each node. A step that runs before
+    another one computes no node after that one's, although a fused kernel may be named after one.
+    """
+    place = {node.name: at for at, node in enumerate(nodes)}
+    next_at, places = len(nodes), []
+    for step in reversed(steps):
+        next_at = min(next_at, place.get(step.call, next_at))
+        places.append(next_at)
+    found = [0] * (len(nodes) + 1)
+    before, live_before = -1, steps[0].live_bytes if steps else 0
+    for at, step in zip(reversed(places), steps, strict=True):
+        for between in range(before + 1, at):
+            found[between] = min(live_before, step.live_bytes)
+        found[at] = max(found[at], step.live_bytes)
+        before, live_before = at, step.live_bytes
+    for after in range(before + 1, len(nodes)):
+        found[after] = live_before
+    return found[: len(nodes)]
+
+
+def _alike_between_operators(steps: Sequence[compat.CodeStep]) -> list[compat.CodeStep]:
+    """Returns steps in which kernels take what the largest of those next to them takes: which of
+    them computes a node is not known once they are fused.
+    """
+    found: list[compat.CodeStep] = []
+    for is_kernel, group in itertools.groupby(steps, key=lambda step: step.is_kernel):
+        each = list(group)
+        most = max(step.live_bytes for step in each)
+        found += [step._replace(live_bytes=most) for step in each] if is_kernel else each
+    return found
+
+
+def _is_moved(node: fx.Node) -> bool:
+    """Whether passes move a node: of a collective, or of a copy from or to the host."""
+    return is_wait(node) or getattr(node.target, "namespace", None) in compat.MOVED_NAMESPACES
+
+
+def _as_run(gm: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy of a graph that returns what outlives it, as its variants do."""
+    gm = compat.clone_graph_module(gm)
+    held = dict.fromkeys(node for node in gm.graph.nodes if node.op != "output" and is_held(node))
+    for node in gm.graph.nodes:
+        tag = tag_of(node)
+        if tag is not None and tag.cached:
+            held[held_node(node)] = None
+    if held:
+        output = gm.graph.output_node()
+        values = returned_values(gm.graph)
+        output.args = ((*values, *(node for node in held if node not in values)),)
+    pin_shards(gm.graph)
+    return expand_encodings(replace_gloo_collectives(gm))
