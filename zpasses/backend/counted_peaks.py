@@ -8,6 +8,7 @@ than the plan, the planner counts the difference, too.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -78,13 +79,16 @@ def _per_node(nodes: Sequence[fx.Node], steps: Sequence[compat.CodeStep]) -> lis
     """Returns the most bytes that live in code while it computes each node. A step that runs before
     another one computes no node after that one's, although a fused kernel may be named after one.
     """
-    place = {node.name: at for at, node in enumerate(nodes)}
+    place: dict[str, int] = {}
+    for at, node in enumerate(nodes):
+        is_part = node.target is operator.getitem  # which a kernel is named after, too
+        place[node.name] = place[node.all_input_nodes[0].name] if is_part else at
     next_at, places = len(nodes), []
     for step in reversed(steps):
         next_at = min(next_at, place.get(step.call, next_at))
         places.append(next_at)
     found = [0] * (len(nodes) + 1)
-    before, live_before = -1, steps[0].live_bytes if steps else 0
+    before, live_before = -1, 0
     for at, step in zip(reversed(places), steps, strict=True):
         for between in range(before + 1, at):
             found[between] = min(live_before, step.live_bytes)

@@ -24,7 +24,6 @@ from zpasses.graph.subgraphs import read_subgraph_inputs_directly
 from zpasses.option_values import parse_budget
 from zpasses.pipeline.base_pass import Level
 from zpasses.pipeline.events import RuntimeNote
-from zpasses.pipeline.pipeline import Pipeline
 
 log = logging.getLogger("zpasses")
 
@@ -65,7 +64,7 @@ def partition_joint(
     pipeline = job.state.pipeline
     policy = PartitionPolicy(
         job.budget,
-        _budget_of(pipeline),
+        pipeline.memory_budget,
         job.captured.share,
         any(each.facts.keeps_params for each in pipeline),
         job.captured.groups,
@@ -101,12 +100,6 @@ def partition_joint(
             if each.facts.regathers or each.facts.chunks_loss:
                 job.listeners.send(RuntimeNote(each.name, partitioned.note))
     return partitioned.graphs
-
-
-def _budget_of(pipeline: Pipeline) -> str | None:
-    """Returns the memory budget of the passes that plan a schedule, if they have the same."""
-    budgets = {each.facts.plans_within for each in pipeline} - {None}
-    return budgets.pop() if len(budgets) == 1 else None
 
 
 def _movable(graphs: Sequence[fx.GraphModule], user_outputs: int) -> tuple[int, ...]:

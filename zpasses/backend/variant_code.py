@@ -44,6 +44,7 @@ from zpasses.graph.host_copies import host_need
 from zpasses.graph.queries import returned_values, value_of
 from zpasses.host.saved_arenas import SavedArenas, with_arenas
 from zpasses.host.saved_values import with_values_back, with_values_out
+from zpasses.option_values import format_size, parse_budget
 from zpasses.pipeline.events import VariantBuilt
 from zpasses.ranks.compared_collectives import (
     Sequences,
@@ -74,6 +75,9 @@ from zpasses.runtime.run_checks import with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering
 
 log = logging.getLogger("zpasses")
+
+_EXACT = 1.003
+"""What code may take of its plan without a warning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,12 +277,37 @@ def _compiled(job: CompileJob, template: Template, variant: Variant | None) -> _
     inputs = [*template.inputs(), *extra, *(hoisted.extra_inputs if hoisted is not None else ())]
     whole = expand_encodings(replace_gloo_collectives(gm if hoisted is None else hoisted.body))
     strides: list[tuple[int, ...] | None] = []
-    with template.state.restored(strides), job.listeners.report_errors(what):
+    with (
+        template.state.restored(strides),
+        job.listeners.report_errors(what),
+        compat.observing_peaks() as peaks,
+    ):
         code = template.codegen(whole, inputs)
+    if not isinstance(variant, BackwardVariant) or not (variant.given or variant.deferred):
+        _warn_above_budget(job, kind, max(peaks, default=0))
     _keep_output_strides(job, template, strides)
     if job.artifacts is not None:
         job.artifacts.add_code(kind, variant, code, facts)
     return _Made(code, facts, hoisted)
+
+
+def _warn_above_budget(job: CompileJob, kind: str, peak_bytes: int) -> None:
+    """Warns if the code of a graph takes more than the plan may, which did not foresee it."""
+    budget = job.state.pipeline.memory_budget
+    if job.budget is None or budget is None or kind == "inference":
+        return
+    limit = parse_budget(budget, "memory_budget").most_bytes
+    if limit is not None and peak_bytes > limit * _EXACT:
+        log.warning(
+            "graph %s: the code of %s takes %s at its peak, %s more than memory_budget=%r allows, "
+            "because Inductor's kernels hold more than the plan counted. Set a budget that is "
+            "smaller by as much.",
+            job.name,
+            kind,
+            format_size(peak_bytes, up=True),
+            format_size(peak_bytes - limit, up=True),
+            job.options.memory_budget,
+        )
 
 
 def _built_event(template: Template, variant: Variant, graph: fx.Graph) -> VariantBuilt:

@@ -18,7 +18,7 @@ places also serve torch 2.11, on which tests marked `gpu` may run: `placeholder_
 | fake tensors, symbolic sizes | `fake.py` |
 | stacks of Python and C++ frames | `frames.py` |
 | FX graphs, operators, pytrees | `fx_graph.py` |
-| Inductor | `inductor.py`, and `inductor_*.py` for its scheduler |
+| Inductor | `inductor.py`, and `inductor_*.py` and `code_peaks.py` for its scheduler |
 | optimizers | `optimizers.py` |
 | pipeline stages | `pipelining.py` |
 """
@@ -27,6 +27,7 @@ from zpasses.compat.aot import *
 from zpasses.compat.artifacts import *
 from zpasses.compat.autograd import *
 from zpasses.compat.c10d import *
+from zpasses.compat.code_peaks import *
 from zpasses.compat.dtensor import *
 from zpasses.compat.dynamo import *
 from zpasses.compat.fake import *

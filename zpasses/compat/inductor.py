@@ -104,7 +104,7 @@ def within_planned_peak(
     return {
         **chosen,
         name: fusion_within_peak(before, limit_bytes, workspace_of),
-        after: fused_in_order(chosen.get(after, getattr(config, after))),
+        after: fused_in_order(chosen.get(after, getattr(config, after)), workspace_of),
     }
 
 

@@ -22,6 +22,7 @@ from torch._inductor.scheduler import (
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 
+from zpasses.compat.code_peaks import observed_peaks
 from zpasses.compat.inductor_kernel_groups import end_kernel_groups
 from zpasses.compat.inductor_memory import NodeMemory, hint, is_kernel
 
@@ -88,14 +89,18 @@ class FusionWithinPeak(CustomSchedulerPass):
 
 class FusedInOrder(CustomSchedulerPass):
     """Has what a fused kernel needs run before it in the order of the graph. Inductor sorts it by
-    the names of buffers, and more would live at once.
+    the names of buffers, and more would live at once. Counts the peak for `observing_peaks`.
 
     Args:
         before: a pass of the user that runs before, if there is one.
+        workspace_of: as of `FusionWithinPeak`.
     """
 
-    def __init__(self, before: CustomSchedulerPass | None) -> None:
+    def __init__(
+        self, before: CustomSchedulerPass | None, workspace_of: Callable[[fx.Node], int]
+    ) -> None:
         self._before = before
+        self._workspace_of = workspace_of
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         """Orders the nodes."""
@@ -113,6 +118,9 @@ class FusedInOrder(CustomSchedulerPass):
             begun.add(node)
             needed = {maker[dep.name] for dep in node.unmet_dependencies if dep.name in maker}
             pending += sorted(needed - begun, key=_first_place, reverse=True)
+        peaks = observed_peaks()
+        if peaks is not None and nodes:
+            peaks.append(max(NodeMemory(list(ordered), self._workspace_of).live))
         return list(ordered)
 
     def uuid(self) -> Any:
@@ -124,12 +132,14 @@ def _first_place(node: BaseSchedulerNode) -> int:
     return node.min_order
 
 
-def fused_in_order(before: Callable[..., Any] | None) -> Callable[..., Any]:
+def fused_in_order(
+    before: Callable[..., Any] | None, workspace_of: Callable[[fx.Node], int]
+) -> Callable[..., Any]:
     """Returns `FusedInOrder` after a pass of the user, as `fusion_within_peak` does."""
     if before is None or isinstance(before, CustomSchedulerPass):
-        return FusedInOrder(before)
+        return FusedInOrder(before, workspace_of)
     function = before
-    return lambda nodes: FusedInOrder(None)(function(nodes))
+    return lambda nodes: FusedInOrder(None, workspace_of)(function(nodes))
 
 
 def fusion_within_peak(

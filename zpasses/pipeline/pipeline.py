@@ -124,6 +124,12 @@ class Pipeline(compat.CustomGraphPass):
         return Pipeline(tuple(passes))
 
     @property
+    def memory_budget(self) -> str | None:
+        """The memory budget of the passes that plan a schedule, if they have the same."""
+        budgets = {each.facts.plans_within for each in self.passes} - {None}
+        return budgets.pop() if len(budgets) == 1 else None
+
+    @property
     def uses_engines(self) -> bool:
         """Whether copy engines may run collectives of the graphs, on the current target."""
         return any(each.facts.uses_engines for each in self.passes)

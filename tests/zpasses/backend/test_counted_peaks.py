@@ -8,6 +8,7 @@ from torch import nn
 
 import zpasses
 import zpasses.backend.partitioner as partitioner
+from tests.zpasses.cost.memory.allocations import write_no_kernels
 from tests.zpasses.cost.memory.layers import TransposedNorm, stacked
 from zpasses import compat
 from zpasses.backend.counted_peaks import _alike_between_operators, _per_node, bytes_added
@@ -152,6 +153,22 @@ def test_a_plan_is_left_for_one_whose_code_fits(monkeypatch):
     assert sum(map(added_by_code, leaner["backward"].nodes)) == 0
 
 
+@pytest.mark.inductor
+@pytest.mark.parametrize("counted", [False, True], ids=["uncounted", "counted"])
+def test_code_above_its_budget_is_told(counted, monkeypatch, caplog):
+    """Plans count what code takes before it is made, and do not foresee all of it."""
+    write_no_kernels(monkeypatch)
+    if not counted:
+        monkeypatch.setattr(partitioner, "bytes_added", adding(0, []))
+    model, (batch, _) = stacked(TransposedNorm)
+    compiled(model, batch, memory_budget="0%", inductor={"fx_graph_cache": False})
+    told = [each.message for each in caplog.records if "at its peak" in each.message]
+    assert bool(told) is not counted
+    if told:
+        assert "code of backward takes" in told[0]
+        assert "memory_budget='0%'" in told[0]
+
+
 def step(call, live, is_kernel=True):
     return compat.CodeStep(call, is_kernel, live)
 
@@ -167,7 +184,7 @@ def test_a_kernel_computes_no_node_after_what_runs_later():
     """It may be named after one that it only prepares, or be fused with a later one."""
     nodes = chain("a", "b", "c", "product", "d")
     steps = [step("c", 5), step("b", 3), step("product", 4, is_kernel=False), step("d", 2)]
-    assert _per_node(nodes, steps) == [5, 5, 3, 4, 2]
+    assert _per_node(nodes, steps) == [0, 5, 3, 4, 2]
 
 
 def test_between_two_steps_lives_what_both_leave():
@@ -208,5 +225,5 @@ def test_what_a_fused_kernel_needs_runs_in_the_order_of_the_graph():
         Kernel("buf9", 3),
         Kernel("buf101", 4),
     ]
-    ordered = [each.name for each in FusedInOrder(None)(nodes)]
+    ordered = [each.name for each in FusedInOrder(None, lambda call: 0)(nodes)]
     assert ordered == ["buf9", "buf83", "buf101", "fused", "other"]

@@ -178,7 +178,8 @@ def test_the_scheduler_counts_what_plans_count(make, monkeypatch):
         inductor={"fx_graph_cache": False},
     )
     planned = [liveness(graphs[kind]).peak_bytes for kind in ("forward", "backward")]
-    assert counted == pytest.approx(planned, rel=0.01)
+    # Before, it counts the plans that are tried.
+    assert counted[-2:] == pytest.approx(planned, rel=0.01)
 
 
 @pytest.mark.inductor
