@@ -226,6 +226,7 @@ class StepTrials:
         """Trial -> what its code was found to add."""
         self._likely_added: Added = {}, {}
         """The same of trials whose code was not counted."""
+        self._counted = set[Choice]()
         self._saved: dict[tuple[float, frozenset[str]], list[SavedValue]] = {}
         self._recomputable: tuple[list[SavedValue], dict[str, Recompute]] | None = None
         self._leaner_gm: fx.GraphModule | None = None
@@ -276,7 +277,7 @@ class StepTrials:
             made.chunk_notes = chunk_regions(gm.graph, chunks, self.chunks_loss or "forward").notes
             made.gm, made.chunks_loss, made._chunks = gm, None, chunks
             made._made, made._saved, made._chunked = {}, {}, {chunks: made}
-            made._added, made._likely_added = {}, ({}, {})
+            made._added, made._likely_added, made._counted = {}, ({}, {}), set()
             made._recomputable = made._leaner_gm = None
             self._chunked[chunks] = made
         return self._chunked[chunks]
@@ -417,14 +418,15 @@ class StepTrials:
         return self._saved[key]
 
     def is_counted(self, choice: Choice) -> bool:
-        """Whether `add_to_peaks` has been called for the trial of a choice."""
-        return _key_of(choice) in self.in_chunks(choice.chunks)._added
+        """Whether `add_to_peaks` has been called for a choice."""
+        return choice in self.in_chunks(choice.chunks)._counted
 
     def add_to_peaks(self, choice: Choice, added: Added) -> None:
         """Has the trial of a choice take as much memory as its code was found to. Other trials take
         what is found in addition at nodes that they have, too.
         """
         trials = self.in_chunks(choice.chunks)
+        trials._counted.add(choice)
         trials._added[_key_of(choice)] = added
         for likely, found in zip(trials._likely_added, added, strict=True):
             for name, size in found.items():

@@ -92,40 +92,46 @@ class FusedInOrder(CustomSchedulerPass):
     the names of buffers, and more would live at once. Counts the peak for `observing_peaks`.
 
     Args:
-        before: a pass of the user that runs before, if there is one.
+        after: a pass of the user that runs after it, if there is one.
         workspace_of: as of `FusionWithinPeak`.
     """
 
     def __init__(
-        self, before: CustomSchedulerPass | None, workspace_of: Callable[[fx.Node], int]
+        self, after: CustomSchedulerPass | None, workspace_of: Callable[[fx.Node], int]
     ) -> None:
-        self._before = before
+        self._after = after
         self._workspace_of = workspace_of
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         """Orders the nodes."""
-        if self._before is not None:
-            nodes = self._before(nodes)
-        maker = {name: node for node in nodes for name in node.get_buffer_names()}
-        ordered: dict[BaseSchedulerNode, None] = {}
-        begun: set[BaseSchedulerNode] = set()
-        pending = sorted(nodes, key=_first_place, reverse=True)
-        while pending:
-            node = pending[-1]
-            if node in begun:
-                ordered.setdefault(pending.pop())
-                continue
-            begun.add(node)
-            needed = {maker[dep.name] for dep in node.unmet_dependencies if dep.name in maker}
-            pending += sorted(needed - begun, key=_first_place, reverse=True)
+        ordered = _in_order_of_places(nodes)
+        if self._after is not None:
+            ordered = self._after(ordered)
         peaks = observed_peaks()
-        if peaks is not None and nodes:
-            peaks.append(max(NodeMemory(list(ordered), self._workspace_of).live))
-        return list(ordered)
+        if peaks is not None and ordered:
+            peaks.append(max(NodeMemory(ordered, self._workspace_of).live))
+        return ordered
 
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
-        return "zpasses.FusedInOrder.1", None if self._before is None else self._before.uuid()
+        return "zpasses.FusedInOrder.1", None if self._after is None else self._after.uuid()
+
+
+def _in_order_of_places(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+    """Returns each node after what it needs, which runs in the order of places."""
+    maker = {name: node for node in nodes for name in node.get_buffer_names()}
+    ordered: dict[BaseSchedulerNode, None] = {}
+    begun: set[BaseSchedulerNode] = set()
+    pending = sorted(nodes, key=_first_place, reverse=True)
+    while pending:
+        node = pending[-1]
+        if node in begun:
+            ordered.setdefault(pending.pop())
+            continue
+        begun.add(node)
+        needed = {maker[dep.name] for dep in node.unmet_dependencies if dep.name in maker}
+        pending += sorted(needed - begun, key=_first_place, reverse=True)
+    return list(ordered)
 
 
 def _first_place(node: BaseSchedulerNode) -> int:
@@ -133,13 +139,13 @@ def _first_place(node: BaseSchedulerNode) -> int:
 
 
 def fused_in_order(
-    before: Callable[..., Any] | None, workspace_of: Callable[[fx.Node], int]
+    after: Callable[..., Any] | None, workspace_of: Callable[[fx.Node], int]
 ) -> Callable[..., Any]:
-    """Returns `FusedInOrder` after a pass of the user, as `fusion_within_peak` does."""
-    if before is None or isinstance(before, CustomSchedulerPass):
-        return FusedInOrder(before, workspace_of)
-    function = before
-    return lambda nodes: FusedInOrder(None, workspace_of)(function(nodes))
+    """Returns `FusedInOrder` before a pass of the user, as `fusion_within_peak` does."""
+    if after is None or isinstance(after, CustomSchedulerPass):
+        return FusedInOrder(after, workspace_of)
+    function = after
+    return lambda nodes: function(FusedInOrder(None, workspace_of)(nodes))
 
 
 def fusion_within_peak(

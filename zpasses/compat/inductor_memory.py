@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import fx
@@ -31,6 +32,10 @@ class NodeBuffer:
     """-1 for an input."""
     readers: frozenset[int] | None
     """None if the graph returns it."""
+    last: int
+    """The position of the node after which it is freed."""
+    freed: int
+    """Bytes that are then freed; of a part of what another node makes, `nbytes` are 0."""
 
 
 class NodeMemory:
@@ -81,7 +86,9 @@ class NodeMemory:
             is_inner = not (is_input or returned) and readers <= {maker}
             if is_inner and type(nodes[maker]) is FusedSchedulerNode:  # not what loops outside
                 each.size_alloc = each.size_free = 0
-            buffer = NodeBuffer(each.size_alloc, maker, None if returned else readers)
+            last = len(nodes) if returned else each.end_step
+            left = None if returned else readers
+            buffer = NodeBuffer(each.size_alloc, maker, left, last, each.size_free)
             self._add(buffer, readers)
             for at in {made_at[part] for part in concatenated.get(name, ())} - {maker}:
                 self.joined[at].append(buffer)
@@ -94,7 +101,7 @@ class NodeMemory:
                 made_by[buffer] = each.buffer.defining_op_name()
         uncounted = _uncounted_inputs(nodes, set(given).union(outputs), workspace_of)
         for size, read_at in (*_incoming_gradients(nodes, inputs - outputs), *uncounted):
-            self._add(NodeBuffer(size, -1, read_at), read_at)
+            self._add(NodeBuffer(size, -1, read_at, max(read_at), size), read_at)
             self._changes[max(read_at) + 1] -= size
         self.written_over: list[list[NodeBuffer]] = [[] for _ in nodes]
         """Node -> the inputs that it writes over."""
@@ -122,7 +129,7 @@ class NodeMemory:
         """Returns the bytes that live during each node without what collectives, and copies from
         and to the host, make and take, unless the graph returns it: passes move these.
         """
-        live, names = list(self.live), set[str]()
+        changes, names = [0] * (len(self.live) + 1), set[str]()
         for at, node in enumerate(self._nodes):
             kernel: Any = node.node
             is_part = isinstance(kernel, ir.MultiOutput)
@@ -134,15 +141,14 @@ class NodeMemory:
                 continue
             names |= set(node.get_buffer_names())
             for buffer in self.made[at]:
-                if buffer.readers is None:
-                    continue
-                last = max(buffer.readers, default=at)
-                for place in range(at, last + 1):
-                    live[place] -= buffer.nbytes
+                changes[at] -= buffer.nbytes
+                changes[at if buffer.readers is None else buffer.last + 1] += buffer.freed
             within = 0 if is_part else _workspace(node, self._workspace_of)
-            for place in range(at, _awaited_at(self._nodes, at) + 1 if within else at):
-                live[place] -= within
-        return live
+            if within:
+                changes[at] -= within
+                changes[_awaited_at(self._nodes, at) + 1] += within
+        taken = accumulate(changes[:-1])
+        return [live + change for live, change in zip(self.live, taken, strict=True)]
 
     def peak_within(self, limit_bytes: int) -> int:
         """Returns what the peak may be: as it is, or nine tenths of a limit, because the count is
@@ -288,8 +294,9 @@ def last_calls(nodes: list[BaseSchedulerNode]) -> list[str]:
         [call for kernel in each if kernel is not None for call in kernel.get_origins()]
         for each in kernels
     ]
-    graph = next((each[0].graph for each in calls if each), None)
-    position = {} if graph is None else {call: at for at, call in enumerate(graph.nodes)}
+    graphs = Counter(call.graph for each in calls for call in each)  # some are of subgraphs
+    most = graphs.most_common(1)
+    position = {call: at for graph, _ in most for at, call in enumerate(graph.nodes)}
     known = [[call for call in each if call in position] for each in calls]
     return [max(each, key=lambda call: position[call]).name if each else "" for each in known]
 

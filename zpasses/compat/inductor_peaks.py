@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 
 from zpasses.compat.dtensor import storage_id
 from zpasses.compat.fake import fake_mode_of
-from zpasses.compat.fx_graph import clone_graph_module, subgraph_of
-from zpasses.compat.inductor import inductor_codegen
-
-log = logging.getLogger("zpasses")
+from zpasses.compat.fx_graph import clone_graph_module, pytree, subgraph_of
+from zpasses.compat.inductor import inductor_codegen, inductor_option_names
 
 _BEFORE_FUSION = "_pre_fusion_custom_pass"
+_BENCHMARKS = ("max_autotune", "max_autotune_gemm", "distributed_max_autotune_gemm")
+"""Options of Inductor that run kernels, or collectives, while it lowers a graph."""
 _AFTER_FUSION = "_post_fusion_custom_pass"
 
 
@@ -61,20 +61,31 @@ def code_of_step(
         workspace_of: as of `within_planned_peak`.
 
     Returns:
-        None if Inductor does not lower a graph, or if it calls subgraphs.
+        None if a graph calls subgraphs, or has sizes that change: each lowering guards some.
+
+    Raises:
+        Exception: any kind, if Inductor does not lower a graph.
     """
-    if any(subgraph_of(node) is not None for gm in (forward, backward) for node in gm.graph.nodes):
+    nodes = [node for gm in (forward, backward) for node in gm.graph.nodes]
+    if any(subgraph_of(node) is not None or _has_symbols(node) for node in nodes):
         return None
     visible, donated = list(range(model_outputs)), _donated(forward, backward, model_outputs)
     ahead = _lowered(clone_graph_module(forward), visible, [], patches, workspace_of)
-    if ahead is None:
-        return None
     reader = clone_graph_module(backward)
     _take_strides(reader, dict(zip(_names(forward), ahead.output_strides, strict=True)))
     back = _lowered(reader, [], donated, patches, workspace_of, is_backward=True)
-    if ahead.found is None or back is None or back.found is None:
-        return None
+    assert ahead.found is not None
+    assert back.found is not None
     return ahead.found, back.found
+
+
+def _has_symbols(node: fx.Node) -> bool:
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return any(
+        isinstance(each, torch.SymInt)
+        or (isinstance(each, torch.Tensor) and each._has_symbolic_sizes_strides)
+        for each in values
+    )
 
 
 class _CountedError(Exception):
@@ -102,8 +113,13 @@ class _Count:
         from torch._inductor.virtualized import V
 
         nodes = self._run(_AFTER_FUSION, nodes)
-        self.found = StepCode(self._unfused, self._steps(nodes))
         self.output_strides = [_strides(each) for each in V.graph.graph_outputs]
+        fused = self._steps(nodes)
+        # Without a pass that keeps fusion within the peak, what it adds counts as it is.
+        keeps = self._passes.get(_BEFORE_FUSION) is not None
+        self.found = StepCode(self._unfused if keeps else fused, fused)
+        if nodes:  # else the cycles of the scheduler stay until garbage is collected
+            nodes[0].scheduler.__dict__.clear()
         raise _CountedError
 
     def _run(self, name: str, nodes: list[Any]) -> list[Any]:
@@ -133,7 +149,7 @@ def _lowered(
     workspace_of: Callable[[fx.Node], int],
     *,
     is_backward: bool = False,
-) -> _Count | None:
+) -> _Count:
     from torch._inductor.virtualized import V
 
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
@@ -144,6 +160,7 @@ def _lowered(
         _BEFORE_FUSION: count.before_fusion,
         _AFTER_FUSION: count.after_fusion,
         "fx_graph_cache": False,
+        **{name: False for name in _BENCHMARKS if name in inductor_option_names()},
     }
     ambient = TracingContext.try_get()
     mode = fake_mode_of(inputs)
@@ -155,10 +172,10 @@ def _lowered(
     try:
         with V.set_fake_mode(mode), tracing(context):
             inductor_codegen(gm, inputs, options, {"is_backward": is_backward})
-    except Exception as error:  # the compile shows it, if it fails there, too
+    except Exception:
         if count.found is None:
-            log.debug("what the code of a graph takes is not counted: %s", error)
-    return count if count.found is not None else None
+            raise
+    return count
 
 
 def _donated(forward: fx.GraphModule, backward: fx.GraphModule, model_outputs: int) -> list[int]:
@@ -170,11 +187,17 @@ def _donated(forward: fx.GraphModule, backward: fx.GraphModule, model_outputs: i
         values = [node.meta.get("val") for node in nodes if isinstance(node, fx.Node)]
         return {storage_id(each) for each in values if isinstance(each, torch.Tensor)}
 
+    if not functorch_config.donated_buffer:
+        return []
     returned = cast(Sequence[Any], forward.graph.output_node().args[0])
     gradients = cast(Sequence[Any], backward.graph.output_node().args[0])
     held = storages(forward.graph.find_nodes(op="placeholder"))
     held |= storages(returned[:model_outputs]) | storages(gradients)
-    saved = {node.name for node in returned[model_outputs:] if isinstance(node, fx.Node)}
+    saved = {
+        node.name
+        for node in returned[model_outputs:]
+        if isinstance(node, fx.Node) and str(node.target) != "zpasses.offload_wait.default"
+    }
     return [
         at
         for at, node in enumerate(backward.graph.find_nodes(op="placeholder"))

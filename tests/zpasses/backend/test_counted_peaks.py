@@ -169,6 +169,62 @@ def test_code_above_its_budget_is_told(counted, monkeypatch, caplog):
         assert "memory_budget='0%'" in told[0]
 
 
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_budget": "18MiB", "host_memory": "64MiB"},
+        {"pipeline": "zero3{gather-params.encode=int8}", "memory_budget": "64MiB"},
+        {"memory_budget": "64MiB", "zero_stage": 2},
+    ],
+    ids=["host", "encoded", "stage 2"],
+)
+def test_what_passes_move_counts_once(options, monkeypatch):
+    """Code of these takes what its graphs show."""
+    write_no_kernels(monkeypatch)
+    torch.manual_seed(0)
+    layers = [each for _ in range(4) for each in (nn.Linear(512, 512), nn.Tanh())]
+    peaks = {}
+    counted = []
+
+    def count(*args, **kwargs):
+        counted.append(bytes_added(*args, **kwargs))
+        return counted[-1]
+
+    def keep(log):
+        graph = copy_graph(log.graph).graph
+        peaks.setdefault(log.kind, []).append(liveness(log.graph).peak_bytes)
+        mark_added_by_code(graph, {})
+        peaks[log.kind].append(liveness(graph).peak_bytes)
+
+    monkeypatch.setattr(partitioner, "bytes_added", count)
+    with fake_world(2) as mesh, observe_graphs(keep):
+        model = nn.Sequential(*layers)
+        zpasses.shard(model, mesh=mesh)
+        step = torch.compile(model, backend="zpasses", options={"cache": False, **options})
+        step(torch.randn(2048, 512)).square().mean().backward()
+    assert counted
+    for kind in ("forward", "backward"):
+        marked, plain = peaks[kind][:2]
+        assert plain <= marked <= 1.005 * plain
+
+
+def test_sizes_that_change_get_no_guards(monkeypatch):
+    """Each lowering would guard some, and ranks count other plans."""
+    found = []
+
+    def count(*args, **kwargs):
+        found.append(bytes_added(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(partitioner, "bytes_added", count)
+    monkeypatch.setattr(compat, "inductor_codegen", lambda gm, *args: compat_eager(gm))
+    model, (batch,) = small()
+    torch._dynamo.mark_dynamic(batch, 0)
+    compiled(model, (batch,), memory_budget="64MiB")
+    assert set(found) == {None}
+
+
 def step(call, live, is_kernel=True):
     return compat.CodeStep(call, is_kernel, live)
 
