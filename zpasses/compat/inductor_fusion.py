@@ -118,20 +118,35 @@ class FusedInOrder(CustomSchedulerPass):
 
 
 def _in_order_of_places(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-    """Returns each node after what it needs, which runs in the order of places."""
+    """Returns each node after what it needs, which runs in the order of places. The orders that
+    `FusionWithinPeak` asked for may form a circle with a fused kernel, and then give way: without
+    it, a kernel may run before what it reads is made.
+    """
     maker = {name: node for node in nodes for name in node.get_buffer_names()}
-    ordered: dict[BaseSchedulerNode, None] = {}
-    begun: set[BaseSchedulerNode] = set()
-    pending = sorted(nodes, key=_first_place, reverse=True)
-    while pending:
-        node = pending[-1]
-        if node in begun:
-            ordered.setdefault(pending.pop())
-            continue
-        begun.add(node)
-        needed = {maker[dep.name] for dep in node.unmet_dependencies if dep.name in maker}
-        pending += sorted(needed - begun, key=_first_place, reverse=True)
-    return list(ordered)
+    for with_orders in (True, False):
+        needs = {
+            node: {
+                maker[dep.name]
+                for dep in node.unmet_dependencies
+                if dep.name in maker and (with_orders or not getattr(dep, "is_fake", False))
+            }
+            - {node}
+            for node in nodes
+        }
+        ordered: dict[BaseSchedulerNode, None] = {}
+        begun: set[BaseSchedulerNode] = set()
+        pending = sorted(nodes, key=_first_place, reverse=True)
+        while pending:
+            node = pending[-1]
+            if node in begun:
+                ordered.setdefault(pending.pop())
+                continue
+            begun.add(node)
+            pending += sorted(needs[node] - begun, key=_first_place, reverse=True)
+        place = {node: at for at, node in enumerate(ordered)}
+        if all(place[each] < place[node] for node in nodes for each in needs[node]):
+            return list(ordered)
+    return nodes
 
 
 def _first_place(node: BaseSchedulerNode) -> int:

@@ -283,3 +283,15 @@ def test_what_a_fused_kernel_needs_runs_in_the_order_of_the_graph():
     ]
     ordered = [each.name for each in FusedInOrder(None, lambda call: 0)(nodes)]
     assert ordered == ["buf9", "buf83", "buf101", "fused", "other"]
+
+
+def test_orders_that_form_a_circle_give_way():
+    """A kernel never runs before what it reads is made."""
+    from zpasses.compat.inductor_fusion import FusedInOrder
+
+    fused, reader = Kernel("fused", 1, "wait"), Kernel("reader", 0, "fused")
+    wait = Kernel("wait", 2, "reader")
+    ordered = FusedInOrder(None, lambda call: 0)
+    assert ordered([fused, reader, wait]) == [fused, reader, wait]  # none can be first
+    fused.unmet_dependencies[0].is_fake = True
+    assert ordered([wait, reader, fused]) == [fused, reader, wait]
