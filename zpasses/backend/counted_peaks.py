@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.memory.code_memory import added_by_code
+from zpasses.cost.memory.code_memory import added_by_code, mark_added_by_code
 from zpasses.cost.memory.liveness import bytes_within, liveness
 from zpasses.graph.cached_params import held_bytes, held_node, is_held
 from zpasses.graph.encoding import expand_encodings
@@ -31,6 +31,34 @@ Added = tuple[dict[str, int], dict[str, int]]
 """Of forward and of backward: name of a node -> bytes that live in addition while it runs."""
 CountAdded = Callable[[tuple[fx.GraphModule, fx.GraphModule], int], Added | None]
 """As `bytes_added`, without the options of Inductor."""
+
+
+class CountedPlans:
+    """What the code of plans was found to add, of all plans with one number of chunks."""
+
+    def __init__(self) -> None:
+        self._added: dict[Hashable, Added] = {}
+        self._likely: Added = {}, {}
+        self._counted: set[Hashable] = set()
+
+    def has(self, choice: Hashable) -> bool:
+        """Whether `add` has been called for a choice."""
+        return choice in self._counted
+
+    def add(self, choice: Hashable, partition: Hashable, added: Added) -> None:
+        """Keeps what the code of a choice adds, for all choices with the same partition. Others are
+        taken to add as much at the nodes that they have, too.
+        """
+        self._counted.add(choice)
+        self._added[partition] = added
+        for likely, found in zip(self._likely, added, strict=True):
+            for name, size in found.items():
+                likely[name] = max(size, likely.get(name, 0))
+
+    def mark(self, graphs: tuple[fx.GraphModule, fx.GraphModule], partition: Hashable) -> None:
+        """Has the nodes of the graphs of a partition need what its code adds."""
+        for gm, sizes in zip(graphs, self._added.get(partition, self._likely), strict=True):
+            mark_added_by_code(gm.graph, sizes)
 
 
 def bytes_added(

@@ -17,11 +17,10 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.counted_peaks import Added
+from zpasses.backend.counted_peaks import Added, CountedPlans
 from zpasses.backend.early_kernels import run_early
 from zpasses.backend.partition_marks import mark_as_partitioned, mark_kept
 from zpasses.backend.product_sums import round_as_in
-from zpasses.cost.memory.code_memory import mark_added_by_code
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import (
     KeptParam,
@@ -222,11 +221,7 @@ class StepTrials:
         self._inputs, self._policy, self._options = joint_inputs, policy, options
         self._copy_engines = copy_engines
         self._made: dict[_Key, Trial] = {}
-        self._added: dict[_Key, Added] = {}
-        """Trial -> what its code was found to add."""
-        self._likely_added: Added = {}, {}
-        """The same of trials whose code was not counted."""
-        self._counted = set[Choice]()
+        self._counted = CountedPlans()
         self._saved: dict[tuple[float, frozenset[str]], list[SavedValue]] = {}
         self._recomputable: tuple[list[SavedValue], dict[str, Recompute]] | None = None
         self._leaner_gm: fx.GraphModule | None = None
@@ -277,7 +272,7 @@ class StepTrials:
             made.chunk_notes = chunk_regions(gm.graph, chunks, self.chunks_loss or "forward").notes
             made.gm, made.chunks_loss, made._chunks = gm, None, chunks
             made._made, made._saved, made._chunked = {}, {}, {chunks: made}
-            made._added, made._likely_added, made._counted = {}, ({}, {}), set()
+            made._counted = CountedPlans()
             made._recomputable = made._leaner_gm = None
             self._chunked[chunks] = made
         return self._chunked[chunks]
@@ -419,30 +414,21 @@ class StepTrials:
 
     def is_counted(self, choice: Choice) -> bool:
         """Whether `add_to_peaks` has been called for a choice."""
-        return choice in self.in_chunks(choice.chunks)._counted
+        return self.in_chunks(choice.chunks)._counted.has(choice)
 
     def add_to_peaks(self, choice: Choice, added: Added) -> None:
         """Has the trial of a choice take as much memory as its code was found to. Other trials take
         what is found in addition at nodes that they have, too.
         """
         trials = self.in_chunks(choice.chunks)
-        trials._counted.add(choice)
-        trials._added[_key_of(choice)] = added
-        for likely, found in zip(trials._likely_added, added, strict=True):
-            for name, size in found.items():
-                likely[name] = max(size, likely.get(name, 0))
+        trials._counted.add(choice, _key_of(choice), added)
         for key, made in trials._made.items():
             trials._made[key] = replace(made, step=trials._step(made.graphs, key))
         trials._saved.clear()
         trials._recomputable = None
 
-    def _mark_added(self, graphs: Graphs, key: _Key) -> None:
-        added = self._added.get(key, self._likely_added)
-        for gm, sizes in zip(graphs, added, strict=True):
-            mark_added_by_code(gm.graph, sizes)
-
     def _step(self, graphs: Graphs, key: _Key) -> StepProblem:
-        self._mark_added(graphs, key)
+        self._counted.mark(graphs, key)
         target, engines = current_target(), self._copy_engines
         problems = [problem_of(each.graph, target, copy_engines=engines) for each in graphs]
         return StepProblem(problems[0], problems[1], self.repetition)
@@ -599,7 +585,7 @@ class StepTrials:
                 mark_kept(node)
                 retag(node, cached=node.name in choice.cached)
         graphs = _offloaded(self.partition(gm, 1.0), choice.offloaded)
-        self._mark_added(graphs, _key_of(choice))
+        self._counted.mark(graphs, _key_of(choice))
         return graphs
 
     def other(self, gm: fx.GraphModule, recompute_elementwise: bool, *, caches: bool) -> Graphs:

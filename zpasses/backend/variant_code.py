@@ -76,7 +76,7 @@ from zpasses.runtime.windows import Lowering
 
 log = logging.getLogger("zpasses")
 
-_EXACT = 1.003
+_UNTOLD = 1.003
 """What code may take of its plan without a warning."""
 
 
@@ -297,7 +297,7 @@ def _warn_above_budget(job: CompileJob, kind: str, peak_bytes: int) -> None:
     if job.budget is None or budget is None or kind == "inference":
         return
     limit = parse_budget(budget, "memory_budget").most_bytes
-    if limit is not None and peak_bytes > limit * _EXACT:
+    if limit is not None and peak_bytes > limit * _UNTOLD:
         log.warning(
             "graph %s: the code of %s takes %s at its peak, %s more than memory_budget=%r allows, "
             "because Inductor's kernels hold more than the plan counted. Set a budget that is "

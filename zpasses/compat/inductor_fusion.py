@@ -30,6 +30,8 @@ aten = torch.ops.aten
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 _MARGIN = 500
 """Part of the peak by which neighbours may raise it."""
+_ASKED_FOR = "zpasses_after"
+"""How what `_run_after` adds is named."""
 _MOST_NEIGHBOURS = 64
 """Kernels with a buffer in common that Inductor compares with each kernel."""
 
@@ -84,7 +86,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.23", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.24", self._limit_bytes, before
 
 
 class FusedInOrder(CustomSchedulerPass):
@@ -114,13 +116,14 @@ class FusedInOrder(CustomSchedulerPass):
 
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
-        return "zpasses.FusedInOrder.1", None if self._after is None else self._after.uuid()
+        return "zpasses.FusedInOrder.2", None if self._after is None else self._after.uuid()
 
 
 def _in_order_of_places(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     """Returns each node after what it needs, which runs in the order of places. The orders that
-    `FusionWithinPeak` asked for may form a circle with a fused kernel, and then give way: without
-    it, a kernel may run before what it reads is made.
+    `FusionWithinPeak` asked for may form a circle with a fused kernel, and then give way, or a
+    kernel would run before what it reads is made. Those of Inductor, such as that of collectives,
+    stay.
     """
     maker = {name: node for node in nodes for name in node.get_buffer_names()}
     for with_orders in (True, False):
@@ -128,7 +131,7 @@ def _in_order_of_places(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNod
             node: {
                 maker[dep.name]
                 for dep in node.unmet_dependencies
-                if dep.name in maker and (with_orders or not getattr(dep, "is_fake", False))
+                if dep.name in maker and (with_orders or not _is_asked_for(dep))
             }
             - {node}
             for node in nodes
@@ -532,7 +535,12 @@ def _run_after(node: BaseSchedulerNode, others: Iterable[BaseSchedulerNode]) -> 
     for other in others:
         name = next(iter(other.get_buffer_names()))
         if name not in known:  # none writes to a buffer with the second name
-            node.add_fake_dep(WeakDep(name, f"{node.get_name()}_after_{name}", is_fake=True))
+            node.add_fake_dep(WeakDep(name, f"{_ASKED_FOR}_{name}", is_fake=True))
+
+
+def _is_asked_for(dep: Any) -> bool:
+    """Whether `_run_after` added a dependency."""
+    return str(getattr(dep, "mutating_buf", "")).startswith(_ASKED_FOR)
 
 
 def _find_ancestors(nodes: list[BaseSchedulerNode]) -> None:

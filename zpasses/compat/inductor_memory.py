@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -103,27 +103,46 @@ class NodeMemory:
         for size, read_at in (*_incoming_gradients(nodes, inputs - outputs), *uncounted):
             self._add(NodeBuffer(size, -1, read_at, max(read_at), size), read_at)
             self._changes[max(read_at) + 1] -= size
-        self.written_over: list[list[NodeBuffer]] = [[] for _ in nodes]
+        self.written_over = self._written_over(dying, made_by)
         """Node -> the inputs that it writes over."""
+        self.live = self._live_bytes()
+        """Bytes that live during each node."""
+
+    def _written_over(
+        self,
+        dying: Mapping[tuple[str, int], Sequence[NodeBuffer]],
+        made_by: Mapping[NodeBuffer, str],
+    ) -> list[list[NodeBuffer]]:
+        """Returns node -> the inputs that it writes over.
+
+        Args:
+            dying: part of a node and bytes -> what the part may write over.
+            made_by: buffer -> the part that makes it.
+        """
+        found: list[list[NodeBuffer]] = [[] for _ in self._nodes]
         taken: set[NodeBuffer] = set()
-        for at, node in enumerate(nodes):
+        for at, node in enumerate(self._nodes):
             for buffer in self.made[at] if is_kernel(node) else ():
-                found = [] if buffer.maker != at else dying[made_by[buffer], buffer.nbytes]
-                over = next((each for each in found if each not in taken), None)
+                given = (
+                    [] if buffer.maker != at else dying.get((made_by[buffer], buffer.nbytes), [])
+                )
+                over = next((each for each in given if each not in taken), None)
                 if over is not None:
                     taken.add(over)
-                    self.written_over[at].append(over)
-        self.live: list[int] = []
-        """Bytes that live during each node."""
-        live = 0
-        for at in range(len(nodes)):
-            live += self._changes[at]
-            saved = sum(buffer.nbytes for buffer in self.written_over[at])
-            self.live.append(live - saved)
-        for at, node in enumerate(nodes):
-            within = _workspace(node, workspace_of)
-            for place in range(at, _awaited_at(nodes, at) + 1 if within else at):
-                self.live[place] += within
+                    found[at].append(over)
+        return found
+
+    def _live_bytes(self) -> list[int]:
+        changed = accumulate(self._changes[:-1])
+        found = [
+            live - sum(buffer.nbytes for buffer in over)
+            for live, over in zip(changed, self.written_over, strict=True)
+        ]
+        for at, node in enumerate(self._nodes):
+            within = _workspace(node, self._workspace_of)
+            for place in range(at, _awaited_at(self._nodes, at) + 1 if within else at):
+                found[place] += within
+        return found
 
     def without_collectives(self) -> list[int]:
         """Returns the bytes that live during each node without what collectives, and copies from

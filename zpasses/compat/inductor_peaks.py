@@ -18,9 +18,9 @@ from zpasses.compat.fx_graph import clone_graph_module, pytree, subgraph_of
 from zpasses.compat.inductor import inductor_codegen, inductor_option_names
 
 _BEFORE_FUSION = "_pre_fusion_custom_pass"
+_AFTER_FUSION = "_post_fusion_custom_pass"
 _BENCHMARKS = ("max_autotune", "max_autotune_gemm", "distributed_max_autotune_gemm")
 """Options of Inductor that run kernels, or collectives, while it lowers a graph."""
-_AFTER_FUSION = "_post_fusion_custom_pass"
 
 
 class CodeStep(NamedTuple):

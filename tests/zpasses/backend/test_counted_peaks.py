@@ -293,5 +293,8 @@ def test_orders_that_form_a_circle_give_way():
     wait = Kernel("wait", 2, "reader")
     ordered = FusedInOrder(None, lambda call: 0)
     assert ordered([fused, reader, wait]) == [fused, reader, wait]  # none can be first
-    fused.unmet_dependencies[0].is_fake = True
+    fused.unmet_dependencies[0].is_fake = True  # as the order of collectives
+    assert ordered([fused, reader, wait]) == [fused, reader, wait]
+    assert ordered([wait, reader, fused]) == [wait, reader, fused]
+    fused.unmet_dependencies[0].mutating_buf = "zpasses_after_wait"
     assert ordered([wait, reader, fused]) == [fused, reader, wait]

@@ -149,7 +149,7 @@ def _attribute(
 @functools.cache
 def _own_attributes(path: Path) -> set[str]:
     """Private attributes and methods of the classes of a module."""
-    found = re.findall(r"\bself\.(_\w+)(?:: .*)? = |\bdef (_\w+)\(self\b", path.read_text())
+    found = re.findall(r"\bself\.(_\w+)(?:: .*)? = |\bdef (_\w+)\(\s*self\b", path.read_text())
     return {name for pair in found for name in pair if name}
 
 
