@@ -117,11 +117,17 @@ def _added_per_node(graph: fx.Graph, code: compat.StepCode) -> dict[str, int]:
 def _per_node(nodes: Sequence[fx.Node], steps: Sequence[compat.CodeStep]) -> list[int]:
     """Returns the most bytes that live in code while it computes each node. A step that runs before
     another one computes no node after that one's, although a fused kernel may be named after one.
+    Steps that passes move, such as waits, say nothing of the others.
     """
     place: dict[str, int] = {}
+    moved: set[str] = set()
     for at, node in enumerate(nodes):
         is_part = node.target is operator.getitem  # which a kernel is named after, too
-        place[node.name] = place[node.all_input_nodes[0].name] if is_part else at
+        maker = node.all_input_nodes[0] if is_part else node
+        place[node.name] = place[maker.name] if is_part else at
+        if _is_moved(maker):
+            moved.add(node.name)
+    steps = [step for step in steps if step.call not in moved]
     next_at, places = len(nodes), []
     for step in reversed(steps):
         next_at = min(next_at, place.get(step.call, next_at))

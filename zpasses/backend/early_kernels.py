@@ -15,7 +15,6 @@ elementwise kernels in one.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 
 import torch
@@ -32,7 +31,15 @@ from zpasses.graph.aliases import (
     root_output,
     view_base,
 )
-from zpasses.graph.queries import collective_of, is_wait, nbytes, saved_inputs, started_by, value_of
+from zpasses.graph.queries import (
+    collective_of,
+    is_wait,
+    nbytes,
+    restore_order,
+    saved_inputs,
+    started_by,
+    value_of,
+)
 
 aten = torch.ops.aten
 
@@ -44,8 +51,7 @@ def run_early(backward: fx.Graph) -> list[fx.Node]:
     order, peak = list(backward.nodes), liveness(backward).peak_bytes
     moved = _Mover(backward).run()
     if moved and liveness(backward).peak_bytes > peak:
-        for before, node in itertools.pairwise(order):
-            before.append(node)
+        restore_order(order)
         return []
     return moved
 

@@ -19,6 +19,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.backend.counted_peaks import Added, CountedPlans
 from zpasses.backend.early_kernels import run_early
+from zpasses.backend.late_products import run_late
 from zpasses.backend.partition_marks import mark_as_partitioned, mark_kept
 from zpasses.backend.product_sums import round_as_in
 from zpasses.cost.plan.bound import schedule_bound_us
@@ -615,6 +616,7 @@ class StepTrials:
             mark_held_in_step(forward.graph, backward.graph)
         if fuses():
             run_early(backward.graph)
+        run_late(backward.graph)
         for each in (forward, backward):
             each.recompile()
         return forward, backward

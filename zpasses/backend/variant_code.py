@@ -64,6 +64,7 @@ from zpasses.runtime.forward_variants import (
     OutputStrides,
     build_forward_variant,
     pin_shards,
+    static_strides,
 )
 from zpasses.runtime.free_memory import note_planned_peak
 from zpasses.runtime.gloo import replace_gloo_collectives
@@ -257,7 +258,7 @@ def _variant(job: CompileJob, template: Template, variant: Variant | None) -> Co
 
 
 def _compiled(job: CompileJob, template: Template, variant: Variant | None) -> _Made:
-    gm, extra, residuals = _built(template, variant, job.state.output_strides)
+    gm, extra, residuals = _built(template, variant)
     kind, what, sequences = template.kind, f"code of {template.kind}", Sequences()
     if variant is not None:
         what = f"code of a variant of {kind}"
@@ -276,19 +277,33 @@ def _compiled(job: CompileJob, template: Template, variant: Variant | None) -> _
     hoisted = hoisted_graph(job, gm, kind, variant)
     inputs = [*template.inputs(), *extra, *(hoisted.extra_inputs if hoisted is not None else ())]
     whole = expand_encodings(replace_gloo_collectives(gm if hoisted is None else hoisted.body))
-    strides: list[tuple[int, ...] | None] = []
-    with (
-        template.state.restored(strides),
-        job.listeners.report_errors(what),
-        compat.observing_peaks() as peaks,
-    ):
-        code = template.codegen(whole, inputs)
+    with job.listeners.report_errors(what):
+        code, strides, peak_bytes = _generated(template, whole, inputs, job.state.output_strides)
     if not isinstance(variant, BackwardVariant) or not (variant.given or variant.deferred):
-        _warn_above_budget(job, kind, max(peaks, default=0))
+        _warn_above_budget(job, kind, peak_bytes)
     _keep_output_strides(job, template, strides)
     if job.artifacts is not None:
         job.artifacts.add_code(kind, variant, code, facts)
     return _Made(code, facts, hoisted)
+
+
+def _generated(
+    template: Template, gm: fx.GraphModule, inputs: Sequence[Any], chosen: OutputStrides
+) -> tuple[Compiled, OutputStrides, int]:
+    """Returns code of a graph, the strides that it returns, and its peak of memory, 0 if unknown.
+
+    Inductor mostly chooses the strides of an earlier variant again. Otherwise they are demanded in
+    a second compile; in the first, that might have it compute values earlier than planned.
+    """
+    demanded = {} if template.kind == "backward" else static_strides(gm.graph, chosen)
+    again = compat.clone_graph_module(gm) if demanded else None
+    strides: list[tuple[int, ...] | None] = []
+    with template.state.restored(strides), compat.observing_peaks() as peaks:
+        code = template.codegen(gm, inputs)
+    if again is not None and strides and any(strides[i] != demanded[i] for i in demanded):
+        compat.pin_output_strides(again.graph.output_node(), demanded)
+        return _generated(template, again, inputs, ())
+    return code, strides, max(peaks, default=0)
 
 
 def _warn_above_budget(job: CompileJob, kind: str, peak_bytes: int) -> None:
@@ -361,20 +376,20 @@ def _loaded(job: CompileJob, template: Template, variant: Variant | None) -> _Ma
     }
     hoisted = None
     if job.options.prefetch:
-        gm, *_ = _built(template, variant, job.state.output_strides)
+        gm, *_ = _built(template, variant)
         hoisted = hoisted_graph(job, gm, kind, variant)
     return _Made(code, dataclasses.replace(stored.facts, events=events), hoisted)
 
 
 def _built(
-    template: Template, variant: Variant | None, output_strides: OutputStrides
+    template: Template, variant: Variant | None
 ) -> tuple[fx.GraphModule, list[Any], list[Residual]]:
     """Returns the graph of a variant (None: the graph itself), its further fake inputs, and the
     residuals that are the last of them.
     """
     gm, extra = template.graph(), list[Any]()
     if isinstance(variant, ForwardVariant):
-        gm, extra = build_forward_variant(gm, variant, output_strides)
+        gm, extra = build_forward_variant(gm, variant)
     elif variant is not None:
         gm, extra = build_backward_variant(gm, variant, template.saved)
     pin_shards(gm.graph)

@@ -95,7 +95,8 @@ def within_planned_peak(
     """
     from torch._inductor import config
 
-    from zpasses.compat.inductor_fusion import fused_in_order, fusion_within_peak
+    from zpasses.compat.inductor_fused_order import fused_within_peak
+    from zpasses.compat.inductor_fusion import fusion_within_peak
 
     name, after = "_pre_fusion_custom_pass", "_post_fusion_custom_pass"
     if name in chosen and chosen[name] is None:
@@ -104,7 +105,7 @@ def within_planned_peak(
     return {
         **chosen,
         name: fusion_within_peak(before, limit_bytes, workspace_of),
-        after: fused_in_order(chosen.get(after, getattr(config, after)), workspace_of),
+        after: fused_within_peak(chosen.get(after, getattr(config, after)), workspace_of),
     }
 
 

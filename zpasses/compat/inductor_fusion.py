@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -17,12 +18,12 @@ from torch._inductor.scheduler import (
     ForeachKernelSchedulerNode,
     FusedSchedulerNode,
     NopKernelSchedulerNode,
+    Scheduler,
     SchedulerNode,
 )
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 
-from zpasses.compat.code_peaks import observed_peaks
 from zpasses.compat.inductor_kernel_groups import end_kernel_groups
 from zpasses.compat.inductor_memory import NodeMemory, hint, is_kernel
 
@@ -79,7 +80,9 @@ class FusionWithinPeak(CustomSchedulerPass):
             nodes = self._before(nodes)
         if nodes:
             nodes = _in_planned_order(nodes)
-            _Fusions(nodes, self._limit_bytes, self._workspace_of).restrict()
+            fusions = _Fusions(nodes, self._limit_bytes, self._workspace_of)
+            fusions.restrict()
+            _allowed[nodes[0].scheduler] = fusions.peak
             end_kernel_groups(nodes[0].scheduler, self._limit_bytes, self._workspace_of)
         return nodes
 
@@ -89,81 +92,13 @@ class FusionWithinPeak(CustomSchedulerPass):
         return "zpasses.FusionWithinPeak.24", self._limit_bytes, before
 
 
-class FusedInOrder(CustomSchedulerPass):
-    """Has what a fused kernel needs run before it in the order of the graph. Inductor sorts it by
-    the names of buffers, and more would live at once. Counts the peak for `observing_peaks`.
-
-    Args:
-        after: a pass of the user that runs after it, if there is one.
-        workspace_of: as of `FusionWithinPeak`.
-    """
-
-    def __init__(
-        self, after: CustomSchedulerPass | None, workspace_of: Callable[[fx.Node], int]
-    ) -> None:
-        self._after = after
-        self._workspace_of = workspace_of
-
-    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-        """Orders the nodes."""
-        ordered = _in_order_of_places(nodes)
-        if self._after is not None:
-            ordered = self._after(ordered)
-        peaks = observed_peaks()
-        if peaks is not None and ordered:
-            peaks.append(max(NodeMemory(ordered, self._workspace_of).live))
-        return ordered
-
-    def uuid(self) -> Any:
-        """What decides the code, for Inductor's cache."""
-        return "zpasses.FusedInOrder.2", None if self._after is None else self._after.uuid()
+_allowed: WeakKeyDictionary[Scheduler, int] = WeakKeyDictionary()
+"""Scheduler -> what the peak of its nodes may be after fusion, in bytes."""
 
 
-def _in_order_of_places(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-    """Returns each node after what it needs, which runs in the order of places. The orders that
-    `FusionWithinPeak` asked for may form a circle with a fused kernel, and then give way, or a
-    kernel would run before what it reads is made. Those of Inductor, such as that of collectives,
-    stay.
-    """
-    maker = {name: node for node in nodes for name in node.get_buffer_names()}
-    for with_orders in (True, False):
-        needs = {
-            node: {
-                maker[dep.name]
-                for dep in node.unmet_dependencies
-                if dep.name in maker and (with_orders or not _is_asked_for(dep))
-            }
-            - {node}
-            for node in nodes
-        }
-        ordered: dict[BaseSchedulerNode, None] = {}
-        begun: set[BaseSchedulerNode] = set()
-        pending = sorted(nodes, key=_first_place, reverse=True)
-        while pending:
-            node = pending[-1]
-            if node in begun:
-                ordered.setdefault(pending.pop())
-                continue
-            begun.add(node)
-            pending += sorted(needs[node] - begun, key=_first_place, reverse=True)
-        place = {node: at for at, node in enumerate(ordered)}
-        if all(place[each] < place[node] for node in nodes for each in needs[node]):
-            return list(ordered)
-    return nodes
-
-
-def _first_place(node: BaseSchedulerNode) -> int:
-    return node.min_order
-
-
-def fused_in_order(
-    after: Callable[..., Any] | None, workspace_of: Callable[[fx.Node], int]
-) -> Callable[..., Any]:
-    """Returns `FusedInOrder` before a pass of the user, as `fusion_within_peak` does."""
-    if after is None or isinstance(after, CustomSchedulerPass):
-        return FusedInOrder(after, workspace_of)
-    function = after
-    return lambda nodes: function(FusedInOrder(None, workspace_of)(nodes))
+def allowed_peak(nodes: list[BaseSchedulerNode]) -> int | None:
+    """Returns what the peak of fused nodes may be, or None if `FusionWithinPeak` did not run."""
+    return _allowed.get(nodes[0].scheduler)
 
 
 def fusion_within_peak(
@@ -243,7 +178,8 @@ class _Fusions:
         self._needs = _positions_of_needs(nodes)
         self._memory = NodeMemory(nodes, workspace_of)
         self._live = self._memory.live  # with what the allowed fusions add at most
-        self._peak = self._memory.peak_within(limit_bytes)
+        self.peak = self._memory.peak_within(limit_bytes)
+        """What the peak may be after fusion."""
         self._operators = [at for at, node in enumerate(nodes) if _is_call(node)]
         self._place = list(range(len(nodes)))
         """Where each node runs at the earliest, after the fusions that are allowed."""
@@ -289,7 +225,7 @@ class _Fusions:
         is_inner = all(each.readers == frozenset({copy}) for each in self._memory.made[maker])
         added = copied - (made if is_inner and not self._memory.written_over[maker] else 0)
         places = range(maker, copy)
-        if any(self._live[at] + added > self._peak for at in places):
+        if any(self._live[at] + added > self.peak for at in places):
             return False
         for at in places:
             self._live[at] += max(added, 0)
@@ -350,9 +286,9 @@ class _Fusions:
         if first == second:
             return
         added = self._added(first, second)
-        margin = self._peak // _MARGIN
+        margin = self.peak // _MARGIN
         is_beyond = any(
-            size > 0 and self._live[at] + size > self._peak + margin for at, size in added.items()
+            size > 0 and self._live[at] + size > self.peak + margin for at, size in added.items()
         )
         node = self._nodes[second]
         if is_beyond and type(node) is SchedulerNode and len(self._members[second]) == 1:
@@ -431,7 +367,7 @@ class _Fusions:
         over = (
             at
             for at, size in added.items()
-            if size > freed.get(at, 0) and self._live[at] + size - freed.get(at, 0) > self._peak
+            if size > freed.get(at, 0) and self._live[at] + size - freed.get(at, 0) > self.peak
         )
         return min(over, default=None)
 
@@ -538,7 +474,7 @@ def _run_after(node: BaseSchedulerNode, others: Iterable[BaseSchedulerNode]) -> 
             node.add_fake_dep(WeakDep(name, f"{_ASKED_FOR}_{name}", is_fake=True))
 
 
-def _is_asked_for(dep: Any) -> bool:
+def is_asked_for(dep: Any) -> bool:
     """Whether `_run_after` added a dependency."""
     return str(getattr(dep, "mutating_buf", "")).startswith(_ASKED_FOR)
 

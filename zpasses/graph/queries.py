@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -211,6 +212,12 @@ def saved_inputs(
         if ((tag := tag_of(node)) is None or tag.kept or tag.role == "part")
         and not node.name.startswith("primals")
     }
+
+
+def restore_order(nodes: Sequence[fx.Node]) -> None:
+    """Moves all nodes of a graph back into an order that they had."""
+    for before, node in itertools.pairwise(nodes):
+        before.append(node)
 
 
 def append_placeholder(graph: fx.Graph, name: str, like: fx.Node | None = None) -> fx.Node:

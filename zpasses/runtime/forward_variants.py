@@ -87,13 +87,9 @@ class ForwardVariant:
 
 
 def build_forward_variant(
-    gm: fx.GraphModule, variant: ForwardVariant, strides: OutputStrides = ()
+    gm: fx.GraphModule, variant: ForwardVariant
 ) -> tuple[fx.GraphModule, list[Any]]:
     """Build a variant as a new graph; `gm` is not changed.
-
-    Args:
-        strides: the strides that an earlier variant returned, per output of `gm`, in its first run;
-            () if there is none.
 
     Returns:
         The graph, and the fake values of its extra inputs.
@@ -115,12 +111,10 @@ def build_forward_variant(
     output, returned = graph.output_node(), returned_values(graph)
     count = len(returned)
     output.args = ((*returned, *extra_outputs),)
-    chosen = dict(enumerate(strides))
     pinned = _full_param_outputs(graph)
     for i, each in enumerate(map(value_of, returned)):
-        found = chosen.get(i) if _has_static_strides(each) else each.stride()
-        if found is not None:
-            pinned[i] = found
+        if not _has_static_strides(each):
+            pinned[i] = each.stride()
     full = {count + i: value_of(node).stride() for i, node in enumerate(extra_outputs)}
     compat.pin_output_strides(output, {**pinned, **full})
     graph.lint()
@@ -154,6 +148,15 @@ def pin_shards(graph: fx.Graph) -> None:
         if isinstance(node, fx.Node) and node.op == "placeholder" and tag_of(node) is not None
     }
     compat.pin_output_strides(graph.output_node(), shards)
+
+
+def static_strides(graph: fx.Graph, strides: OutputStrides) -> dict[int, tuple[int, ...]]:
+    """Returns the position of each output whose strides hold in all runs -> the strides that an
+    earlier variant returned.
+    """
+    values = map(value_of, returned_values(graph))
+    pairs = enumerate(zip(strides, values, strict=False))
+    return {i: each for i, (each, val) in pairs if each is not None and _has_static_strides(val)}
 
 
 def _has_static_strides(value: Any) -> bool:

@@ -9,6 +9,7 @@ from torch._inductor.utils import run_and_get_code
 
 import zpasses
 from zpasses import compat
+from zpasses.compat import inductor_fused_order, inductor_fusion
 from zpasses.graph.queries import Editor
 from zpasses.testing import fake_world
 
@@ -135,6 +136,21 @@ def test_kernels_are_fused_where_a_limit_leaves_room():
     patches = compat.within_planned_peak({}, limit_bytes=1 << 20)
     assert calls_of(patches, what="products") == ["product", "kernel", "product"]
     assert patches[HOOK].uuid() != compat.within_planned_peak({})[HOOK].uuid()
+
+
+@pytest.mark.parametrize("room", [False, True])
+def test_fused_kernels_are_taken_apart_while_the_peak_is_exceeded(room, monkeypatch):
+    """Before they are fused, only estimates are known of what that adds."""
+    monkeypatch.setattr(inductor_fusion._Fusions, "restrict", lambda fusions: None)
+    with compat.observing_peaks() as peaks:
+        calls = calls_of(compat.within_planned_peak({}), what="products", room=room)
+    fused, apart = ["product", "kernel", "product"], ["kernel", "product", "product", "kernel"]
+    assert calls[:4] == ([*fused, "product"] if room else apart)
+    monkeypatch.setattr(inductor_fused_order, "_MOST_TRIALS", 0)
+    with compat.observing_peaks() as before:
+        assert calls_of(compat.within_planned_peak({}), what="products", room=room)[:3] == fused
+    assert (peaks == before) is room
+    assert peaks[0] <= before[0]
 
 
 @pytest.mark.parametrize("graph", [{"what": "products", "room": True}, {"what": "wait"}])
@@ -419,6 +435,17 @@ def test_a_pass_of_the_user_runs_before(place):
     assert kept == ["kernel", "product", "product", "kernel"]
     # Inductor caches code by it.
     assert patches[HOOK].uuid() != compat.within_planned_peak({})[HOOK].uuid()
+
+
+@pytest.mark.parametrize("form", ["pass", "function"])
+def test_a_pass_of_the_user_gets_the_kernels_as_they_run(form):
+    own = Recorded()
+    patches = compat.within_planned_peak(
+        {"_post_fusion_custom_pass": own if form == "pass" else lambda nodes: own(nodes)}
+    )
+    kept = calls_of(patches, what="products")
+    assert own.calls == 1
+    assert kept == ["kernel", "product", "product", "kernel"]
 
 
 def test_a_function_of_the_user_keeps_code_out_of_the_cache_of_inductor():

@@ -5,9 +5,12 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._guards import TracingContext, tracing
 
 import zpasses
+from zpasses import compat
+from zpasses.backend.variant_code import Template, _generated
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
@@ -124,6 +127,33 @@ def test_saved_activations_have_the_strides_that_inductor_prefers():
     for plain, sharded in run_on_ranks(_saved_strides):
         assert sharded == plain
         assert any(strides[1] == 1 for _, strides in plain)
+
+
+@pytest.mark.parametrize("chosen", [(4, 1), (1, 2)], ids=["same", "other"])
+def test_strides_are_demanded_of_a_variant_that_would_return_others(chosen):
+    """To demand them of all would have Inductor compute values early."""
+    graph = fx.Graph()
+    mode = compat.FakeTensorMode()
+    given = graph.placeholder("x")
+    with mode:
+        given.meta["val"] = torch.empty(2, 4)
+    made = graph.call_function(torch.ops.aten.sin.default, (given,))
+    made.meta["val"] = given.meta["val"]
+    graph.output((made,))
+    compiles = []
+
+    def codegen(gm, inputs):
+        demanded = gm.graph.output_node().meta.get("zpasses_output_strides", {})
+        compiles.append(demanded)
+        compat.report_output_strides([demanded.get(0, (4, 1))])
+        return demanded
+
+    with tracing(TracingContext(mode)):
+        template = Template("forward", None, None, codegen, compat.CompilerState())
+    code, strides, _ = _generated(template, fx.GraphModule({}, graph), (), (chosen,))
+    assert strides == [chosen]
+    assert compiles == ([{}] if chosen == (4, 1) else [{}, {0: chosen}])
+    assert code is compiles[-1]
 
 
 class OneKeyHead(nn.Module):

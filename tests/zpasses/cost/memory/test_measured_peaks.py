@@ -36,11 +36,12 @@ def test_modelled_peaks_are_what_a_step_allocates(last):
     graphs, forward, backward = measured_step(
         SIZE, pipeline=pipeline, codegen="eager", agreement=False
     )
-    ahead, back = liveness(graphs["forward"]), liveness(graphs["backward"])
-    assert ahead.peak_bytes == pytest.approx(forward, rel=0.02)
+    with use_fusion(False):
+        ahead, back = liveness(graphs["forward"]), liveness(graphs["backward"])
+    assert ahead.peak_bytes == pytest.approx(forward, rel=0.005)
     # Kept parameters outlive forward. Backward does not need them, so they count as its caller's.
     assert back.peak_bytes + ahead.live_bytes[-1] - back.live_bytes[0] == pytest.approx(
-        backward, rel=0.02
+        backward, rel=0.005
     )
 
 
@@ -48,14 +49,13 @@ def test_modelled_peaks_are_what_a_step_allocates(last):
 @pytest.mark.slow(quick="test_a_kernel_writes_over_an_input_that_nothing_needs")
 @pytest.mark.parametrize("vocab", [512, 8192])
 def test_modelled_peaks_are_those_of_generated_code(vocab):
-    """Also where the logits are most of the memory. Inductor orders a backward otherwise: fused
-    across the products of the head, it frees the weight of the head before its gradient begins.
+    """Also where the logits are most of the memory. Without a budget, Inductor fuses kernels across
+    products, and what the second one writes lives from the first on.
     """
     graphs, forward, backward = measured_step(replace(SIZE, vocab=vocab), cache=False)
     ahead, back = liveness(graphs["forward"]), liveness(graphs["backward"])
-    assert ahead.peak_bytes == pytest.approx(forward, rel=0.02)
-    most = 1.4 if vocab == 8192 else 1.25
-    assert 0.95 * backward < back.peak_bytes < most * backward
+    assert ahead.peak_bytes == pytest.approx(forward, rel=0.005)
+    assert 0.99 < backward / back.peak_bytes < 1.04
     if vocab == 8192:  # the logits count once; operators one by one hold three such values
         logits = 4 * SIZE.batch * SIZE.seq * vocab
         assert ahead.peak_bytes < one_by_one(graphs["forward"]) - 1.9 * logits
@@ -67,9 +67,7 @@ def test_modelled_peaks_are_those_of_generated_code(vocab):
 @pytest.mark.parametrize("budget", ["0%", "15%", "40%"])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_generated_code_keeps_to_its_plan(make, budget, monkeypatch):
-    """From the leanest plan to one of the richest. In the leanest of a small GPT, Inductor runs a
-    kernel before a gather that the graph has after it.
-    """
+    """From the leanest plan to one of the richest."""
     if make is not None:
         write_no_kernels(monkeypatch)
     size = replace(SIZE, width=256)  # so that small buffers do not count

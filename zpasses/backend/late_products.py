@@ -1,0 +1,76 @@
+"""Products that run after the next one at the peak of a backward graph, because that frees memory
+for them.
+
+Before                                      After
+  weight_grad = mm(grad.t(), hidden)          hidden_grad = mm(grad, weight)
+  hidden_grad = mm(grad, weight)              weight_grad = mm(grad.t(), hidden)
+
+Of a layer without bias, autograd computes the gradient of the weight first, and the full weight
+lives beside it until that of the input is there. The other order frees the weight first, and has
+`hidden` live as much longer. Which one is better is found by trial, at the peak of the graph. The
+head of a language model is at the peak of many steps. Nothing moves past a collective: while the
+gradient of a weight is computed, the weight may be gathered again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from zpasses.cost.memory.liveness import liveness
+from zpasses.graph.aliases import memory_root
+from zpasses.graph.queries import collective_of, is_wait, restore_order
+
+aten = torch.ops.aten
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+_MOST = 4
+"""Products that move. Each has the peak of the graph counted once more."""
+
+
+def run_late(backward: fx.Graph) -> list[fx.Node]:
+    """Moves products of a backward graph while that lowers its peak, and returns them."""
+    found = itertools.takewhile(bool, (_move_at_peak(backward) for _ in range(_MOST)))
+    return [each for each in found if each is not None]
+
+
+def _move_at_peak(backward: fx.Graph) -> fx.Node | None:
+    """Moves one product so that the peak falls, and returns it."""
+    memory, order = liveness(backward), list(backward.nodes)
+    peak = memory.peak_node
+    for first, second in _pairs(order):
+        if first <= peak <= second and _move_after(first, second):
+            if liveness(backward).peak_bytes < memory.peak_bytes:
+                return first
+            restore_order(order)
+    return None
+
+
+def _pairs(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+    """Returns the products that follow each other, and read the same gradient."""
+    pairs = itertools.pairwise(node for node in nodes if node.target in _PRODUCTS)
+    return [(first, second) for first, second in pairs if _inputs(first) & _inputs(second)]
+
+
+def _inputs(node: fx.Node) -> set[fx.Node]:
+    return set(map(memory_root, node.all_input_nodes))
+
+
+def _move_after(product: fx.Node, other: fx.Node) -> bool:
+    """Moves a product, and what it leads to before another one, after that one. Returns False if
+    the other one depends on it, or if a collective is between them.
+    """
+    chain, node = {product}, product.next
+    while node is not other:
+        if is_wait(node) or collective_of(node) is not None:
+            return False
+        if not chain.isdisjoint(node.all_input_nodes):
+            chain.add(node)
+        node = node.next
+    if not chain.isdisjoint(other.all_input_nodes):
+        return False
+    for each in sorted(chain, reverse=True):
+        other.append(each)
+    return True

@@ -1,0 +1,163 @@
+"""Orders the kernels that Inductor has fused, and takes some apart, so that a plan's peak holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
+from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode
+
+from zpasses.compat.code_peaks import observed_peaks
+from zpasses.compat.inductor_fusion import allowed_peak, is_asked_for
+from zpasses.compat.inductor_memory import NodeMemory
+
+_EXACT = 2000
+"""Part of the peak by which fusion may raise it."""
+_MOST_TRIALS = 64
+"""How often kernels of one graph are taken apart to see what that saves."""
+
+
+class FusedWithinPeak(CustomSchedulerPass):
+    """Has what a fused kernel needs run before it in the order of the graph: Inductor sorts it by
+    the names of buffers, and more would live at once. Then takes fused kernels apart while more
+    lives than `FusionWithinPeak` allowed, which counts what a fusion adds before Inductor decides
+    which others to fuse. Counts the peak for `observing_peaks`.
+
+    Args:
+        after: a pass of the user that runs after it, if there is one.
+        workspace_of: as of `FusionWithinPeak`.
+    """
+
+    def __init__(
+        self, after: CustomSchedulerPass | None, workspace_of: Callable[[fx.Node], int]
+    ) -> None:
+        self._after = after
+        self._workspace_of = workspace_of
+
+    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        """Orders the nodes and takes some apart."""
+        if not nodes:
+            return nodes if self._after is None else self._after(nodes)
+        found = _within_peak(_in_order_of_places(nodes), self._workspace_of)
+        if self._after is not None:
+            found = self._after(found)
+        peaks = observed_peaks()
+        if peaks is not None and found:
+            peaks.append(max(NodeMemory(found, self._workspace_of).live))
+        return found
+
+    def uuid(self) -> Any:
+        """What decides the code, for Inductor's cache."""
+        return "zpasses.FusedWithinPeak.1", None if self._after is None else self._after.uuid()
+
+
+def fused_within_peak(
+    after: Callable[..., Any] | None, workspace_of: Callable[[fx.Node], int]
+) -> Callable[..., Any]:
+    """Returns `FusedWithinPeak` before a pass of the user, as `fusion_within_peak` does."""
+    if after is None or isinstance(after, CustomSchedulerPass):
+        return FusedWithinPeak(after, workspace_of)
+    function = after
+    return lambda nodes: function(FusedWithinPeak(None, workspace_of)(nodes))
+
+
+def _in_order_of_places(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+    """Returns each node after what it needs, which runs in the order of places. The orders that
+    `FusionWithinPeak` asked for may form a circle with a fused kernel, and then give way, or a
+    kernel would run before what it reads is made. Those of Inductor, such as that of collectives,
+    stay.
+    """
+    maker = {name: node for node in nodes for name in node.get_buffer_names()}
+    for with_orders in (True, False):
+        needs = {
+            node: {
+                maker[dep.name]
+                for dep in node.unmet_dependencies
+                if dep.name in maker and (with_orders or not is_asked_for(dep))
+            }
+            - {node}
+            for node in nodes
+        }
+        ordered: dict[BaseSchedulerNode, None] = {}
+        begun: set[BaseSchedulerNode] = set()
+        pending = sorted(nodes, key=_place, reverse=True)
+        while pending:
+            node = pending[-1]
+            if node in begun:
+                ordered.setdefault(pending.pop())
+                continue
+            begun.add(node)
+            pending += sorted(needs[node] - begun, key=_place, reverse=True)
+        place = {node: at for at, node in enumerate(ordered)}
+        if all(place[each] < place[node] for node in nodes for each in needs[node]):
+            return list(ordered)
+    return nodes
+
+
+def _place(node: BaseSchedulerNode) -> int:
+    """Where a node runs without fusion, the first part of a fused one."""
+    return node.min_order
+
+
+def _within_peak(
+    nodes: list[BaseSchedulerNode], workspace_of: Callable[[fx.Node], int]
+) -> list[BaseSchedulerNode]:
+    """Returns the nodes, with some of the fused ones in two while more than allowed lives."""
+    most = allowed_peak(nodes)
+    if most is None:
+        return nodes
+    most += most // _EXACT
+    live, trials = NodeMemory(nodes, workspace_of).live, 0
+    while max(live) > most and trials < _MOST_TRIALS:
+        at = max(range(len(nodes)), key=live.__getitem__)
+        best, least = None, sum(max(each - most, 0) for each in live)
+        for fused, early in _cuts(nodes, at):
+            trials += 1
+            trial = _in_order_of_places(_taken_apart(nodes, fused, early))
+            found = NodeMemory(trial, workspace_of).live
+            above = sum(max(each - most, 0) for each in found)
+            if above < least:
+                best, live, least = trial, found, above
+        if best is None:
+            break
+        nodes = best
+    known = nodes[0].scheduler.name_to_fused_node
+    known.update({part.get_name(): node for node in nodes for part in node.get_nodes()})
+    return nodes
+
+
+def _cuts(
+    nodes: list[BaseSchedulerNode], at: int
+) -> Iterator[tuple[FusedSchedulerNode, set[BaseSchedulerNode]]]:
+    """Yields the fused kernels of which a part would run before a node and another one after it,
+    with the parts that would run before; of the node itself, each way to take it apart.
+    """
+    place = _place(nodes[at])
+    for node in nodes:
+        if type(node) is not FusedSchedulerNode or node.is_template():
+            continue
+        places = sorted({_place(part) for part in node.get_nodes()})
+        for last, following in pairwise(places):
+            if node is nodes[at] or last <= place < following:
+                yield node, {part for part in node.get_nodes() if _place(part) <= last}
+
+
+def _taken_apart(
+    nodes: list[BaseSchedulerNode], fused: FusedSchedulerNode, early: set[BaseSchedulerNode]
+) -> list[BaseSchedulerNode]:
+    """Returns the nodes with a fused one as two: of its early parts, and of the others."""
+    found = []
+    for node in nodes:
+        if node is not fused:
+            found.append(node)
+            continue
+        for parts in (
+            [part for part in node.get_nodes() if part in early],
+            [part for part in node.get_nodes() if part not in early],
+        ):
+            whole = parts[0] if len(parts) == 1 else FusedSchedulerNode(node.scheduler, parts)
+            found.append(whole)
+    return found
