@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,12 +24,16 @@ from zpasses.backend.variant_code import (
 )
 from zpasses.garbage import no_garbage_collection
 from zpasses.graph.cached_params import is_cached_param
+from zpasses.graph.encoding import expand_encodings
 from zpasses.graph.host_copies import OFFLOAD_WAIT
 from zpasses.graph.queries import returned_values
 from zpasses.graph.regathers import remove_regathers
 from zpasses.pipeline.base_pass import Level
 from zpasses.runtime.codegen import boxed, eager_codegen
 from zpasses.runtime.forward_variants import saved_params, unmark_returned
+from zpasses.runtime.gloo import replace_gloo_collectives
+
+log = logging.getLogger("zpasses")
 
 
 def compile_captured(job: CompileJob) -> Callable[..., Any]:
@@ -142,6 +147,7 @@ def _backward(
     # A compile that failed may run again, and must not find its own changes. AOTAutograd clears
     # the metadata of `gm` where it stores it.
     original = compat.clone_graph_module(gm)
+    _guard_sizes(job, gm)
 
     def run(args: list[Any]) -> Any:
         if not compiled:
@@ -152,6 +158,19 @@ def _backward(
         return compiled[0](args)
 
     return boxed(run)
+
+
+def _guard_sizes(job: CompileJob, gm: fx.GraphModule) -> None:
+    """Guards the sizes that the code of a backward will depend on, such as those of images. When
+    the backward first runs, guards are made already, and the code of other sizes would fail.
+    """
+    if job.options.codegen != "inductor" or not compat.has_symbols(gm):
+        return
+    whole = expand_encodings(replace_gloo_collectives(compat.clone_graph_module(gm)))
+    try:
+        compat.guard_sizes(whole, inductor_patches(job))
+    except Exception as error:  # the compile shows it, if it fails there, too
+        log.info("graph %s: sizes of its backward are not guarded: %s", job.name, error)
 
 
 def _compile_backward(

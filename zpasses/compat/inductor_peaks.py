@@ -79,6 +79,34 @@ def code_of_step(
     return ahead.found, back.found
 
 
+def guard_sizes(backward: fx.GraphModule, patches: Mapping[str, Any]) -> None:
+    """Has Inductor lower a copy of a backward graph, which guards the sizes that its code will
+    depend on. No code is made.
+
+    Raises:
+        Exception: any kind, if Inductor does not lower the graph.
+    """
+
+    lowered = []
+
+    def stop(nodes: list[Any]) -> list[Any]:
+        lowered.append(True)
+        _forget(nodes)
+        raise _LoweredError
+
+    try:
+        copied = clone_graph_module(backward)
+        _lower(copied, [], {**patches, _BEFORE_FUSION: stop}, is_backward=True)
+    except Exception:
+        if not lowered:
+            raise
+
+
+def has_symbols(gm: fx.GraphModule) -> bool:
+    """Whether sizes of a graph may change."""
+    return any(map(_has_symbols, gm.graph.nodes))
+
+
 def _has_symbols(node: fx.Node) -> bool:
     values = pytree.tree_leaves(node.meta.get("val"))
     return any(
@@ -88,8 +116,14 @@ def _has_symbols(node: fx.Node) -> bool:
     )
 
 
-class _CountedError(Exception):
-    """Ends the compile once all is counted."""
+class _LoweredError(Exception):
+    """Ends the compile once all that is asked for is known."""
+
+
+def _forget(nodes: list[Any]) -> None:
+    """Ends the cycles of the scheduler, which otherwise stay until garbage is collected."""
+    if nodes:
+        nodes[0].scheduler.__dict__.clear()
 
 
 class _Count:
@@ -118,9 +152,8 @@ class _Count:
         # Without a pass that keeps fusion within the peak, what it adds counts as it is.
         keeps = self._passes.get(_BEFORE_FUSION) is not None
         self.found = StepCode(self._unfused if keeps else fused, fused)
-        if nodes:  # else the cycles of the scheduler stay until garbage is collected
-            nodes[0].scheduler.__dict__.clear()
-        raise _CountedError
+        _forget(nodes)
+        raise _LoweredError
 
     def _run(self, name: str, nodes: list[Any]) -> list[Any]:
         own = self._passes.get(name)
@@ -150,15 +183,26 @@ def _lowered(
     *,
     is_backward: bool = False,
 ) -> _Count:
+    gm.graph.output_node().meta["user_visible_output_idxs"] = visible
+    count = _Count(patches, workspace_of)
+    passes = {_BEFORE_FUSION: count.before_fusion, _AFTER_FUSION: count.after_fusion}
+    try:
+        _lower(gm, donated, {**patches, **passes}, is_backward=is_backward)
+    except Exception:
+        if count.found is None:
+            raise
+    return count
+
+
+def _lower(
+    gm: fx.GraphModule, donated: list[int], patches: Mapping[str, Any], *, is_backward: bool
+) -> None:
+    """Lowers a graph, which is changed, by itself: nothing is cached or run."""
     from torch._inductor.virtualized import V
 
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    gm.graph.output_node().meta["user_visible_output_idxs"] = visible
-    count = _Count(patches, workspace_of)
     options = {
         **patches,
-        _BEFORE_FUSION: count.before_fusion,
-        _AFTER_FUSION: count.after_fusion,
         "fx_graph_cache": False,
         **{name: False for name in _BENCHMARKS if name in inductor_option_names()},
     }
@@ -169,13 +213,8 @@ def _lowered(
     meta: Any = SimpleNamespace() if known is None else copy.copy(known)
     meta.bw_donated_idxs = donated
     context.fw_metadata = meta
-    try:
-        with V.set_fake_mode(mode), tracing(context):
-            inductor_codegen(gm, inputs, options, {"is_backward": is_backward})
-    except Exception:
-        if count.found is None:
-            raise
-    return count
+    with V.set_fake_mode(mode), tracing(context):
+        inductor_codegen(gm, inputs, options, {"is_backward": is_backward})
 
 
 def _donated(forward: fx.GraphModule, backward: fx.GraphModule, model_outputs: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Sequence lengths that change with every batch and differ between ranks."""
 
+import copy
 import random
 from dataclasses import replace
 
@@ -137,3 +138,21 @@ def test_a_smaller_batch_saves_what_the_first_one_saves():
             step(torch.ones(rows, 64)).sum().backward()
     first, second = saved
     assert first == second
+
+
+@pytest.mark.inductor
+def test_sizes_that_the_code_of_a_backward_depends_on_are_guarded():
+    """Inductor lowers the gradients of a convolution for one length, after guards were made."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv1d(4, 4, 3), nn.GELU(), nn.Conv1d(4, 4, 3))
+    model = copy.deepcopy(plain)
+    with fake_world(1) as mesh:
+        zpasses.shard(model, mesh=mesh)
+        step = torch.compile(model, backend="zpasses", dynamic=True, options={"cache": False})
+        for length in (8, 12, 12, 8):
+            batch = torch.randn(2, 4, length)
+            step(batch).square().sum().backward()
+            plain(batch).square().sum().backward()
+    for sharded, full in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.to_local(), full.grad)
