@@ -455,7 +455,9 @@ def bytes_within(node: fx.Node) -> int:
     input, returns the bytes that live for this graph alone.
     """
     if node.op == "placeholder":
-        is_given = node in saved_inputs(node.graph.nodes) or is_saved_copy(node)
+        inputs = reversed(node.graph.find_nodes(op="placeholder", sort=False))
+        gradient = next((each for each in inputs if each.name.startswith("tangents")), node)
+        is_given = node in saved_inputs((node, gradient)) or is_saved_copy(node)
         return nbytes(value_of(node)) if is_given else 0
     collective = collective_of(node)
     return workspace_bytes(node) if collective is None else backend_bytes(node, collective)
