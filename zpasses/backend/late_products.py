@@ -2,14 +2,16 @@
 for them.
 
 Before                                      After
-  weight_grad = mm(grad.t(), hidden)          hidden_grad = mm(grad, weight)
+  hidden = gelu(saved)                        hidden = gelu(saved)
   hidden_grad = mm(grad, weight)              weight_grad = mm(grad.t(), hidden)
+  weight_grad = mm(grad.t(), hidden)          hidden_grad = mm(grad, weight)
 
-Of a layer without bias, autograd computes the gradient of the weight first, and the full weight
-lives beside it until that of the input is there. The other order frees the weight first, and has
-`hidden` live as much longer. Which one is better is found by trial, at the peak of the graph. The
-head of a language model is at the peak of many steps. Nothing moves past a collective: while the
-gradient of a weight is computed, the weight may be gathered again.
+Two products of a linear layer read one gradient, and autograd computes them in either order: that
+of the input first with a bias, and that of the weight first without. In the example, `hidden` is
+free before `hidden_grad` is made, which is as large. The other way round, a weight that was kept is
+free before its gradient is made. Which order is better is found by trial, where the peak of the
+graph is. Nothing moves past a collective: while one product runs, the weight of the other may be
+gathered.
 """
 
 from __future__ import annotations

@@ -160,7 +160,8 @@ class _Partitioner:
         trials = self._trials
         if parse_budget(budget, "option 'memory_budget'").most_bytes is None:
             # The budget counts from its peak.
-            self._count(trials.trial(1.0).graphs, Choice(1.0, frozenset(), frozenset()))
+            whole = Choice(1.0, frozenset(), frozenset(), late=True)
+            self._count(trials.trial(1.0).graphs, whole)
         limit = trials.limit_bytes(budget)
         plan = trials.fastest(limit)
         for _ in range(_MOST_COUNTS):
@@ -220,14 +221,17 @@ class _Partitioner:
         )
         trials = self._trials.in_chunks(chunks)
         recomputed = frozenset(_at(again, trials.leaving_names))
-        own = _gathered_again(trials.trial(activations, recomputed).graphs, full)
+        planned = choice.chunks, choice.activation_budget, choice.recomputed
+        is_mine = planned == (chunks, activations, recomputed)
+        trial = plan.trial if is_mine else trials.trial(activations, recomputed)
+        own = _gathered_again(trial.graphs, full)
         kept = [*kept, *(at for at in own if at not in {*gathered, *kept, *cached})]
         nodes = [[full[at][0] for at in some] for some in (kept, cached)]
         moved = set(_at(offloaded, lambda: trials.leaving_names(activations, recomputed)))
         saved = trials.saved_values(activations, recomputed) if offloaded else ()
         on_host = [each for each in saved if each.name in moved]
         names = [frozenset(each.name for each in some) for some in (*nodes, on_host)]
-        adopted = Choice(activations, names[0], names[1], names[2], recomputed, chunks)
+        adopted = Choice(activations, names[0], names[1], names[2], recomputed, chunks, choice.late)
         return _Adopted(adopted, nodes[0], nodes[1], on_host, budget)
 
     def _note(self, plan: StepPlan, adopted: _Adopted) -> str:

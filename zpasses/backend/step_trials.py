@@ -114,6 +114,9 @@ class Choice:
     memory."""
     chunks: int = 1
     """In how many chunks the loss is computed."""
+    late: bool = False
+    """Whether products run later where that lowers the peak. Without a budget, Inductor fuses
+    kernels across products, and orders them by itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +136,8 @@ class Trial:
     """In how many chunks the loss is computed."""
     saved_share: float = 1.0
     """Fraction of the activations that it saves, of all that the partitioner saves by default."""
+    late: bool = True
+    """As in `Choice`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +185,7 @@ class StepPlan:
             frozenset(each.name for each in self.trial.offloaded),
             self.trial.recomputed,
             self.trial.chunks,
+            self.trial.late,
         )
 
     @property
@@ -315,7 +321,7 @@ class StepTrials:
         share = activation_budget
         if recomputed:
             share -= self._mark_recomputed(gm.graph, recomputed)
-        return self.partition(gm, activation_budget), share
+        return self._partition(gm, activation_budget, self._policy, late=True), share
 
     def leaner_gm(self) -> fx.GraphModule:
         """Returns the joint graph that partitions are made of which save less than all: its results
@@ -441,8 +447,10 @@ class StepTrials:
             rise: memory budget of the passes that plan a schedule: kept parameters share it with
                 collectives in flight. None keeps what does not raise the peak.
         """
-        trial = self.trial(1.0)
-        candidates, lean = self._keepable(trial), trial.step.peak_bytes()
+        graphs = self.partition(compat.clone_graph_module(self.gm), 1.0)
+        step = self._step(graphs, (1.0, frozenset(), frozenset()))
+        trial = Trial(1.0, graphs, step, late=False)
+        candidates, lean = self._keepable(trial), step.peak_bytes()
         if rise is None:
             kept = fitting_params(trial.step, candidates, lean)
             return StepPlan(trial, tuple(kept), (), 0.0, lean, lean, None)
@@ -585,7 +593,8 @@ class StepTrials:
             if node.name in choice.kept or node.name in choice.cached:
                 mark_kept(node)
                 retag(node, cached=node.name in choice.cached)
-        graphs = _offloaded(self.partition(gm, 1.0), choice.offloaded)
+        made = self._partition(gm, 1.0, self._policy, late=choice.late)
+        graphs = _offloaded(made, choice.offloaded)
         self._counted.mark(graphs, _key_of(choice))
         return graphs
 
@@ -601,7 +610,12 @@ class StepTrials:
         return self._partition(gm, activation_budget, self._policy)
 
     def _partition(
-        self, gm: fx.GraphModule, activation_budget: float, policy: PartitionPolicy
+        self,
+        gm: fx.GraphModule,
+        activation_budget: float,
+        policy: PartitionPolicy,
+        *,
+        late: bool = False,
     ) -> Graphs:
         forward, backward = compat.partition(
             gm,
@@ -616,7 +630,8 @@ class StepTrials:
             mark_held_in_step(forward.graph, backward.graph)
         if fuses():
             run_early(backward.graph)
-        run_late(backward.graph)
+        if late:
+            run_late(backward.graph)
         for each in (forward, backward):
             each.recompile()
         return forward, backward

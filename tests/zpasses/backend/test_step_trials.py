@@ -36,7 +36,7 @@ def test_kept_parameters_change_nothing_but_their_gathers(reshard):
             found = keepable_params(trial.step)
             chosen = found[:kept], found[kept : kept + cached]
             names = (frozenset(each.name for each in some) for some in chosen)
-            graphs = trials.graphs(Choice(activations, *names))
+            graphs = trials.graphs(Choice(activations, *names, late=True))
             step = StepProblem(*(problem_of(each.graph, current_target()) for each in graphs))
             predicted = trial.step.keeping(*chosen)
             for actual, expected in zip(

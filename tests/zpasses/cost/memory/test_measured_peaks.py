@@ -49,13 +49,15 @@ def test_modelled_peaks_are_what_a_step_allocates(last):
 @pytest.mark.slow(quick="test_a_kernel_writes_over_an_input_that_nothing_needs")
 @pytest.mark.parametrize("vocab", [512, 8192])
 def test_modelled_peaks_are_those_of_generated_code(vocab):
-    """Also where the logits are most of the memory. Without a budget, Inductor fuses kernels across
-    products, and what the second one writes lives from the first on.
+    """Also where the logits are most of the memory. Without a budget, Inductor orders a backward
+    otherwise: fused across the products of the head, it frees the weight of the head before its
+    gradient begins.
     """
     graphs, forward, backward = measured_step(replace(SIZE, vocab=vocab), cache=False)
     ahead, back = liveness(graphs["forward"]), liveness(graphs["backward"])
     assert ahead.peak_bytes == pytest.approx(forward, rel=0.005)
-    assert 0.99 < backward / back.peak_bytes < 1.04
+    most = 1.4 if vocab == 8192 else 1.25
+    assert 0.95 * backward < back.peak_bytes < most * backward
     if vocab == 8192:  # the logits count once; operators one by one hold three such values
         logits = 4 * SIZE.batch * SIZE.seq * vocab
         assert ahead.peak_bytes < one_by_one(graphs["forward"]) - 1.9 * logits
@@ -102,6 +104,31 @@ def test_the_gradient_of_an_activation_is_made_before_that_of_the_weight(monkeyp
     monkeypatch.setattr("zpasses.backend.step_trials.run_early", lambda graph: None)
     graphs, *_ = measured_step(None, **options)
     assert planned < 0.95 * liveness(graphs["backward"]).peak_bytes
+
+
+def feed_forward(width=64):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)]
+    return torch.nn.Sequential(*layers), [(torch.randn(512, width),)] * 2
+
+
+@pytest.mark.inductor
+def test_what_the_gradient_of_a_weight_reads_is_free_before_that_of_the_input_is_made(monkeypatch):
+    """Within a budget, so that Inductor keeps the order."""
+    write_no_kernels(monkeypatch)
+    options = {
+        "make": feed_forward,
+        "cache": False,
+        "agreement": False,
+        "memory_budget": "0%",
+        "inductor": {"fx_graph_cache": False},
+    }
+    graphs, _, measured = measured_step(None, **options)
+    planned = liveness(graphs["backward"]).peak_bytes
+    assert 0.99 * planned < measured < 1.003 * planned
+    monkeypatch.setattr("zpasses.backend.step_trials.run_late", lambda graph: None)
+    graphs, *_ = measured_step(None, **options)
+    assert planned < 0.8 * liveness(graphs["backward"]).peak_bytes
 
 
 class WithLoss(torch.nn.Module):
