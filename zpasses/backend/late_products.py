@@ -17,11 +17,13 @@ gathered.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch import fx
 
+from zpasses import compat
 from zpasses.cost.memory.liveness import liveness
 from zpasses.graph.aliases import memory_root
 from zpasses.graph.queries import collective_of, is_wait, restore_order
@@ -56,17 +58,26 @@ def _pairs(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
     return [(first, second) for first, second in pairs if _inputs(first) & _inputs(second)]
 
 
+def _is_pure(node: fx.Node) -> bool:
+    """Whether it makes no difference where a node runs."""
+    target = node.target
+    if isinstance(target, compat.OpOverload):
+        draws = torch.Tag.nondeterministic_seeded in target.tags
+        return not (draws or target._schema.is_mutable)
+    return node.op == "placeholder" or target is operator.getitem
+
+
 def _inputs(node: fx.Node) -> set[fx.Node]:
     return set(map(memory_root, node.all_input_nodes))
 
 
 def _move_after(product: fx.Node, other: fx.Node) -> bool:
     """Moves a product, and what it leads to before another one, after that one. Returns False if
-    the other one depends on it, or if a collective is between them.
+    the other one depends on it, or if a collective, or what writes or draws, is between them.
     """
     chain, node = {product}, product.next
     while node is not other:
-        if is_wait(node) or collective_of(node) is not None:
+        if is_wait(node) or collective_of(node) is not None or not _is_pure(node):
             return False
         if not chain.isdisjoint(node.all_input_nodes):
             chain.add(node)

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 from torch import fx
+from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
+from torch._inductor.dependencies import WeakDep
 from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode
 
 from zpasses.compat.code_peaks import observed_peaks
 from zpasses.compat.inductor_fusion import allowed_peak, is_asked_for
 from zpasses.compat.inductor_memory import NodeMemory
 
-_EXACT = 2000
-"""Part of the peak by which fusion may raise it."""
 _MOST_TRIALS = 64
 """How often kernels of one graph are taken apart to see what that saves."""
 
 
 class FusedWithinPeak(CustomSchedulerPass):
     """Has what a fused kernel needs run before it in the order of the graph: Inductor sorts it by
-    the names of buffers, and more would live at once. Then takes fused kernels apart while more
-    lives than `FusionWithinPeak` allowed, which counts what a fusion adds before Inductor decides
-    which others to fuse. Counts the peak for `observing_peaks`.
+    the names of buffers, and more would live at once. Then takes fused kernels apart, where that
+    lowers the peak, while more lives than `FusionWithinPeak` allowed, which counts what a fusion
+    adds before Inductor decides which others to fuse. Counts the peak for `observing_peaks`.
 
     Args:
         after: a pass of the user that runs after it, if there is one.
@@ -51,7 +51,7 @@ class FusedWithinPeak(CustomSchedulerPass):
 
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
-        return "zpasses.FusedWithinPeak.1", None if self._after is None else self._after.uuid()
+        return "zpasses.FusedWithinPeak.2", None if self._after is None else self._after.uuid()
 
 
 def fused_within_peak(
@@ -105,28 +105,34 @@ def _place(node: BaseSchedulerNode) -> int:
 def _within_peak(
     nodes: list[BaseSchedulerNode], workspace_of: Callable[[fx.Node], int]
 ) -> list[BaseSchedulerNode]:
-    """Returns the nodes, with some of the fused ones in two while more than allowed lives."""
+    """Returns the nodes, with some of the fused ones in two where that lowers the peak, while more
+    than allowed lives.
+    """
     most = allowed_peak(nodes)
     if most is None:
         return nodes
-    most += most // _EXACT
-    live, trials = NodeMemory(nodes, workspace_of).live, 0
-    while max(live) > most and trials < _MOST_TRIALS:
+    live, left = NodeMemory(nodes, workspace_of).live, _MOST_TRIALS
+    is_cut = False
+    while max(live) > most and left:
         at = max(range(len(nodes)), key=live.__getitem__)
-        best, least = None, sum(max(each - most, 0) for each in live)
-        for fused, early in _cuts(nodes, at):
-            trials += 1
+        best, least = None, _excess(live, most)
+        for fused, early in itertools.islice(_cuts(nodes, at), left):
+            left -= 1
             trial = _in_order_of_places(_taken_apart(nodes, fused, early))
             found = NodeMemory(trial, workspace_of).live
-            above = sum(max(each - most, 0) for each in found)
-            if above < least:
-                best, live, least = trial, found, above
+            if _excess(found, most) < least:
+                best, live, least = trial, found, _excess(found, most)
         if best is None:
             break
-        nodes = best
-    known = nodes[0].scheduler.name_to_fused_node
-    known.update({part.get_name(): node for node in nodes for part in node.get_nodes()})
+        nodes, is_cut = best, True
+    if is_cut:
+        _tell_scheduler(nodes)
     return nodes
+
+
+def _excess(live: list[int], most: int) -> tuple[int, int]:
+    """The peak, and what lives above a limit: where it is exceeded twice, the peak falls last."""
+    return max(live), sum(max(each - most, 0) for each in live)
 
 
 def _cuts(
@@ -135,29 +141,65 @@ def _cuts(
     """Yields the fused kernels of which a part would run before a node and another one after it,
     with the parts that would run before; of the node itself, each way to take it apart.
     """
-    place = _place(nodes[at])
-    for node in nodes:
-        if type(node) is not FusedSchedulerNode or node.is_template():
+    scheduler, place = nodes[at].scheduler, _place(nodes[at])
+    written: set[str] = set(itertools.chain(*scheduler.mutation_real_name.items()))
+    for node in (nodes[at], *(each for each in nodes if each is not nodes[at])):
+        # Once kernels are fused, Inductor drops what orders their parts around a write.
+        if type(node) is not FusedSchedulerNode or node.is_template() or _uses(node, written):
             continue
         places = sorted({_place(part) for part in node.get_nodes()})
-        for last, following in pairwise(places):
+        for last, following in itertools.pairwise(places):
             if node is nodes[at] or last <= place < following:
-                yield node, {part for part in node.get_nodes() if _place(part) <= last}
+                early = {part for part in node.get_nodes() if _place(part) <= last}
+                if all(map(_is_one_kernel, (early, set(node.get_nodes()) - early))):
+                    yield node, early
+
+
+def _uses(node: BaseSchedulerNode, names: set[str]) -> bool:
+    """Whether a node reads or writes one of these buffers, or runs after a read of one."""
+    deps = (*node.read_writes.reads_and_writes(), *node.unmet_dependencies)
+    is_ordered = any(isinstance(dep, WeakDep) and not is_asked_for(dep) for dep in deps)
+    return is_ordered or not names.isdisjoint(dep.name for dep in deps)
+
+
+def _is_one_kernel(parts: set[BaseSchedulerNode]) -> bool:
+    """Whether parts of a fused kernel can be a kernel: of one size, or of a reduction, what it goes
+    through, and what it makes. Code for CPUs has loops of several sizes.
+    """
+    kernels: list[Any] = list(parts)
+    if isinstance(kernels[0].scheduler.get_backend(kernels[0].get_device()), CppScheduling):
+        return True
+    sizes = {part.group[1] for part in kernels}
+    if len(sizes) == 1:
+        return True
+    reduced = {part.group[1] for part in kernels if part.is_reduction()}
+    if len(reduced) != 1:
+        return False
+    ((outer, inner),) = reduced
+    return sizes <= {(outer, inner), (outer * inner, 1), (outer, 1)}
 
 
 def _taken_apart(
     nodes: list[BaseSchedulerNode], fused: FusedSchedulerNode, early: set[BaseSchedulerNode]
 ) -> list[BaseSchedulerNode]:
     """Returns the nodes with a fused one as two: of its early parts, and of the others."""
-    found = []
+    halves = [
+        [part for part in fused.get_nodes() if part in early],
+        [part for part in fused.get_nodes() if part not in early],
+    ]
+    apart = [
+        parts[0] if len(parts) == 1 else FusedSchedulerNode(fused.scheduler, parts)
+        for parts in halves
+    ]
+    return list(itertools.chain.from_iterable(apart if node is fused else [node] for node in nodes))
+
+
+def _tell_scheduler(nodes: list[BaseSchedulerNode]) -> None:
+    """Has Inductor find the nodes that parts are in now, and the streams that they run on."""
+    scheduler = nodes[0].scheduler
     for node in nodes:
-        if node is not fused:
-            found.append(node)
-            continue
-        for parts in (
-            [part for part in node.get_nodes() if part in early],
-            [part for part in node.get_nodes() if part not in early],
-        ):
-            whole = parts[0] if len(parts) == 1 else FusedSchedulerNode(node.scheduler, parts)
-            found.append(whole)
-    return found
+        for part in node.get_nodes():
+            before = scheduler.name_to_fused_node[part.get_name()]
+            if before in scheduler.node_to_stream:
+                scheduler.node_to_stream[node] = scheduler.node_to_stream[before]
+            scheduler.name_to_fused_node[part.get_name()] = node

@@ -82,7 +82,7 @@ class FusionWithinPeak(CustomSchedulerPass):
             nodes = _in_planned_order(nodes)
             fusions = _Fusions(nodes, self._limit_bytes, self._workspace_of)
             fusions.restrict()
-            _allowed[nodes[0].scheduler] = fusions.peak
+            _allowed[nodes[0].scheduler] = fusions.peak + fusions.peak // _MARGIN
             end_kernel_groups(nodes[0].scheduler, self._limit_bytes, self._workspace_of)
         return nodes
 

@@ -306,7 +306,7 @@ def test_measured_bytes_of_the_device_fall_by_what_the_plan_says(stage, shares):
 @on_ranks(2, timeout_s=400)
 def test_generated_code_has_the_same_bits_and_holds_less(stage):
     expected, graphs, _, rich = trained(stage, layers=3, cache=False)
-    assert_falls_as_planned(stage, (0.7,), expected, graphs, rich, layers=3)
+    assert_falls_as_planned(stage, (0.57,), expected, graphs, rich, layers=3)
 
 
 # --- dynamic shapes -------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ CASES = {
         lengths=(1024, 512),
         checkpoints=True,
         lora=True,
-        share=0.75,
+        share=0.8,
         codegen="inductor",
     ),
 }

@@ -1,6 +1,7 @@
 """How long Inductor's code holds what collectives read, and which kernels it fuses."""
 
 import operator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,6 +152,67 @@ def test_fused_kernels_are_taken_apart_while_the_peak_is_exceeded(room, monkeypa
         assert calls_of(compat.within_planned_peak({}), what="products", room=room)[:3] == fused
     assert (peaks == before) is room
     assert peaks[0] <= before[0]
+
+
+def reads_before_a_write(turned, moved, given, factor):
+    """A long kernel reads `moved`, which another one writes to. It is fused with `half`, which
+    lives longer for it, beside the product.
+    """
+    product = factor @ factor
+    half = torch.cos(turned).half()
+    made = torch.tanh(moved + given)
+    row = (product.view(64, 1024) * made.view(1, 1024)).sum(1)[:32, None] / 100
+    long = torch.exp(given)
+    for _ in range(45):
+        long = torch.sin(long) * 1.1 + 0.3
+    long = long + moved
+    moved.copy_(made * row + turned)
+    return half, made, long
+
+
+def test_what_reads_a_buffer_that_is_written_to_is_not_taken_apart():
+    """Inductor has dropped by then what orders the read before the write."""
+    torch._dynamo.reset()
+    shapes = [(32, 32)] * 3 + [(256, 256)]
+    own, others = ([torch.randn(each) / 3 for each in shapes] for _ in range(2))
+    for mine, other in zip(own, others, strict=True):
+        other.copy_(mine)
+    ours = dict.fromkeys(
+        ("reorder_for_locality", "reorder_for_peak_memory", "allow_buffer_reuse"), False
+    )
+    options = {**ours, "fx_graph_cache": False, **compat.within_planned_peak({})}
+    expected = reads_before_a_write(*own)
+    for mine, other in zip(
+        torch.compile(reads_before_a_write, options=options)(*others), expected, strict=True
+    ):
+        torch.testing.assert_close(mine, other)
+
+
+class Part:
+    """A part of a fused kernel, of one group of sizes."""
+
+    scheduler = SimpleNamespace(get_backend=lambda device: None)
+
+    def __init__(self, *sizes, reduces=False):
+        self.group = "cuda:0", sizes
+        self.is_reduction = lambda: reduces
+
+    def get_device(self):
+        return "cuda:0"
+
+
+@pytest.mark.parametrize(
+    ("parts", "fits"),
+    [
+        ([Part(64, 1), Part(64, 1)], True),
+        ([Part(64, 1), Part(4096, 1)], False),  # what goes through a reduction, without it
+        ([Part(64, 1), Part(4096, 1), Part(64, 64, reduces=True)], True),
+        ([Part(32, 1), Part(64, 64, reduces=True)], False),
+        ([Part(64, 64, reduces=True), Part(64, 32, reduces=True)], False),
+    ],
+)
+def test_parts_are_one_kernel_if_their_sizes_are_those_of_one(parts, fits):
+    assert inductor_fused_order._is_one_kernel(set(parts)) is fits
 
 
 @pytest.mark.parametrize("graph", [{"what": "products", "room": True}, {"what": "wait"}])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zpasses.backend.late_products import run_late
+from zpasses.backend.late_products import _move_after, run_late
 from zpasses.cost.memory.liveness import liveness
 
 aten = torch.ops.aten
@@ -57,14 +57,40 @@ def waits(hidden, weight, grad):
     [
         (head, {"hidden": (128, 16), "grad": (128, 64)}),  # lives longer, and is larger
         (lambda hidden, weight, grad: (*head(hidden, weight, grad), weight), {}),
-        (lambda hidden, weight, grad: ((found := grad.t() @ hidden), grad @ (weight + found)), {}),
         (lambda hidden, weight, grad: (hidden.t() @ hidden, grad @ weight), {}),
         (waits, {}),
     ],
-    ids=["large input", "weight stays", "depends", "other gradient", "collective"],
+    ids=["large input", "weight stays", "other gradient", "collective"],
 )
 def test_nothing_moves_that_frees_no_memory_or_delays_a_wait(function, shapes):
     graph = backward(function, **shapes)
     order = list(graph.nodes)
     assert not run_late(graph)
     assert list(graph.nodes) == order
+
+
+def written(hidden, weight, grad):
+    weight_grad = grad.t() @ hidden
+    hidden.copy_(hidden.sin())
+    return weight_grad, grad @ weight
+
+
+@pytest.mark.parametrize(
+    ("function", "moves"),
+    [
+        (head, True),
+        (
+            lambda hidden, weight, grad: ((found := grad.t() @ hidden), grad @ (weight + found)),
+            False,
+        ),
+        (lambda hidden, weight, grad: (grad.t() @ hidden, torch.rand(4), grad @ weight), False),
+        (written, False),
+    ],
+    ids=["free", "depends", "draws", "writes"],
+)
+def test_a_product_moves_past_what_it_does_not_change(function, moves):
+    graph = backward(function)
+    order = list(graph.nodes)
+    products = graph.find_nodes(op="call_function", target=aten.mm.default)
+    assert _move_after(*products) is moves
+    assert (list(graph.nodes) != order) is moves

@@ -80,7 +80,7 @@ def lean_peak():
     quick="test_percentage_counts_from_the_least_peak_with_overlap_and_more_memory_gathers_less"
 )
 def test_peak_stays_within_every_budget_and_more_memory_gathers_less(lean_peak):
-    budgets = [int(lean_peak * factor) for factor in (0.8, 1.1, 3.0)]
+    budgets = [int(lean_peak * factor) for factor in (0.9, 1.1, 3.0)]
     found = [captured(f"{budget}B") for budget in budgets]
     for budget, capture in zip(budgets, found, strict=True):
         assert peak(capture) <= budget
