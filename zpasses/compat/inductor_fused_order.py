@@ -199,7 +199,9 @@ def _tell_scheduler(nodes: list[BaseSchedulerNode]) -> None:
     scheduler = nodes[0].scheduler
     for node in nodes:
         for part in node.get_nodes():
-            before = scheduler.name_to_fused_node[part.get_name()]
+            before = scheduler.name_to_fused_node.get(part.get_name(), node)
+            if before is node:
+                continue
             if before in scheduler.node_to_stream:
                 scheduler.node_to_stream[node] = scheduler.node_to_stream[before]
             scheduler.name_to_fused_node[part.get_name()] = node
