@@ -300,7 +300,8 @@ def _generated(
     strides: list[tuple[int, ...] | None] = []
     with template.state.restored(strides), compat.observing_peaks() as peaks:
         code = template.codegen(gm, inputs)
-    if again is not None and strides and any(strides[i] != demanded[i] for i in demanded):
+    found = dict(enumerate(strides))  # nothing, if they are not known
+    if again is not None and any(found.get(i) != demanded[i] for i in demanded):
         compat.pin_output_strides(again.graph.output_node(), demanded)
         return _generated(template, again, inputs, ())
     return code, strides, max(peaks, default=0)
