@@ -117,7 +117,7 @@ def _added_per_node(graph: fx.Graph, code: compat.StepCode) -> dict[str, int]:
 def _per_node(nodes: Sequence[fx.Node], steps: Sequence[compat.CodeStep]) -> list[int]:
     """Returns the most bytes that live in code while it computes each node. A step that runs before
     another one computes no node after that one's, although a fused kernel may be named after one.
-    Steps that passes move, such as waits, say nothing of the others.
+    Steps that passes move, such as waits, only say what lives between two others.
     """
     place: dict[str, int] = {}
     moved: set[str] = set()
@@ -127,14 +127,17 @@ def _per_node(nodes: Sequence[fx.Node], steps: Sequence[compat.CodeStep]) -> lis
         place[node.name] = place[maker.name] if is_part else at
         if _is_moved(maker):
             moved.add(node.name)
-    steps = [step for step in steps if step.call not in moved]
     next_at, places = len(nodes), []
     for step in reversed(steps):
-        next_at = min(next_at, place.get(step.call, next_at))
+        if step.call not in moved:
+            next_at = min(next_at, place.get(step.call, next_at))
         places.append(next_at)
     found = [0] * (len(nodes) + 1)
     before, live_before = -1, 0
     for at, step in zip(reversed(places), steps, strict=True):
+        if step.call in moved:
+            live_before = min(live_before, step.live_bytes)
+            continue
         for between in range(before + 1, at):
             found[between] = min(live_before, step.live_bytes)
         found[at] = max(found[at], step.live_bytes)

@@ -253,11 +253,12 @@ def test_what_code_runs_elsewhere_places_nothing():
     graph.create_node(
         "call_function", torch.ops._c10d_functional.wait_tensor.default, (started,), name="wait"
     )
-    for name in ("a", "b"):
+    for name in ("a", "b", "c"):
         graph.create_node("call_function", torch.sin, (), name=name)
-    steps = [step("a", 5), step("wait", 9, is_kernel=False), step("b", 3)]
-    assert _per_node(list(graph.nodes), steps)[2:] == [5, 3]
-    assert _per_node(list(graph.nodes), steps[::-1])[2:] == [5, 5]
+    steps = [step("a", 5), step("wait", 1, is_kernel=False), step("c", 3)]
+    assert _per_node(list(graph.nodes), steps)[2:] == [5, 1, 3]  # `b` is a part of another one
+    steps = [step("c", 3), step("wait", 9, is_kernel=False), step("a", 5)]
+    assert _per_node(list(graph.nodes), steps)[2:] == [5, 5, 5]
 
 
 def test_between_two_steps_lives_what_both_leave():
