@@ -31,7 +31,7 @@ from zpasses.graph.queries import collective_of, is_wait, restore_order
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 _MOST = 4
-"""Products that move. Each has the peak of the graph counted once more."""
+"""Products that move. For each, the peak of the graph is counted twice or more."""
 
 
 def run_late(backward: fx.Graph) -> list[fx.Node]:
