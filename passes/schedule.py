@@ -54,7 +54,7 @@ from zpasses.cost.time.fused_kernels import fuses
 from zpasses.cost.time.route_figures import engine_routes, planned_routes, route_figures
 from zpasses.cost.time.target import current_target
 from zpasses.errors import OptionError
-from zpasses.graph.host_copies import split_shard_copies
+from zpasses.graph.host_copies import FROM_HOST, split_shard_copies
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.queries import collective_of, is_dialect, is_wait
 from zpasses.graph.reduction_groups import regroup_reductions, replicate_groups
@@ -464,7 +464,8 @@ def _described(problem: ScheduleProblem) -> tuple[list[int], list[tuple[Any, ...
             key = compatibility_key(item)
             group = str(key[1])
             how = (key[0], len(compat.group_ranks(key[1])), tuple(map(str, key[2:])))
-        texts.append((*how, item.tag.params, item.full_bytes, job.resident))
+        on_host = any(node.target is FROM_HOST for node in item.inputs)
+        texts.append((*how, item.tag.params, item.full_bytes, job.resident, on_host))
         groups.append(group)
     order = sorted(range(len(texts)), key=lambda at: repr(texts[at]))
     # Groups by number, because their names differ between the replicas of hybrid sharding.

@@ -270,6 +270,9 @@ def _repeated(part: _Part, copies: int, more: int, growth: int) -> ScheduleProbl
         jobs=jobs,
         items=(),
         fixed=tuple(sorted(fixed, key=lambda event: event.slot)),
+        inside_kernels=frozenset(
+            new for new, old in enumerate(order) if old in problem.inside_kernels
+        ),
     )
 
 
@@ -372,6 +375,7 @@ def _copy(
         launch_bytes=0,
         packed_bytes=0,
         held_from=held_from,
+        result_bytes=0,
         start_us=0.0,
         wait_us=0.0,
         packing_us=(0.0, 0.0),

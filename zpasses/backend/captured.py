@@ -35,6 +35,7 @@ from zpasses.graph.queries import collective_of, is_dialect, named_arguments, nb
 from zpasses.graph.tags import Tag, add_tag, mark_of_model, tag_of
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.layout import layout_of, rows_of
+from zpasses.runtime.param_value import param_value_of
 from zpasses.runtime.windows import grad_state_of
 from zpasses.sharding.guard import GatheredCopy
 from zpasses.sharding.module import is_ignored
@@ -68,6 +69,8 @@ class Capture:
     """Whether all parameters are sharded over one mesh."""
     is_fake: bool = False
     """Whether the model is on fake tensors, so that calls need no code."""
+    models: tuple[str, ...] = ()
+    """Which models the parameters are of: numbers of calls of `zpasses.shard` on their groups."""
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
@@ -118,9 +121,19 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
     layouts = [layout_of(each) for each in params]
     hybrid = any(each.hybrid_mesh is not None for each in layouts)
     one_mesh = len({each.sharding_groups for each in layouts}) < 2
-    returned, share = returned_params(gm.graph, given), _share(params)
+    models = {param_value_of(each).identity.partition(":")[0] for each in params}
     return Capture(
-        gm, inputs, shards, groups, returned, share, tuple(frozen), hybrid, one_mesh, is_fake
+        gm,
+        inputs,
+        shards,
+        groups,
+        returned_params(gm.graph, given),
+        _share(params),
+        tuple(frozen),
+        hybrid,
+        one_mesh,
+        is_fake,
+        tuple(sorted(models)),
     )
 
 

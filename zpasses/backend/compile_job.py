@@ -23,7 +23,7 @@ from zpasses.pipeline.bisection import ResultHook
 from zpasses.pipeline.events import Events
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pipeline
-from zpasses.ranks.agree import recorded_answers
+from zpasses.ranks.agree import planning_for, recorded_answers
 from zpasses.ranks.current_compile import compiling
 from zpasses.ranks.failures import is_reported, pass_on_failure, report_failure
 from zpasses.ranks.vote import vote_timeout
@@ -157,6 +157,7 @@ class CompileJob:
             use_target(self.target),
             use_fusion(self.options.codegen == "inductor"),
             vote_timeout(self.options.agreement_timeout_s),
+            planning_for(self.captured.models),
         ):
             yield
 

@@ -33,7 +33,7 @@ from zpasses.cost.plan.offloaded_values import SavedValue
 from zpasses.cost.time.target import current_target
 from zpasses.errors import MemoryBudgetError, some_of
 from zpasses.graph.encoding import records_of
-from zpasses.graph.host_copies import RELOAD
+from zpasses.graph.host_copies import FROM_HOST, RELOAD
 from zpasses.graph.queries import nbytes, value_of
 from zpasses.graph.tags import params_of, tagged
 from zpasses.option_values import format_size, parse_budget
@@ -105,6 +105,8 @@ class _Partitioner:
         self, trials: StepTrials, policy: PartitionPolicy, count_added: CountAdded | None
     ) -> None:
         self._trials, self._policy, self._count_added = trials, policy, count_added
+        self._keeping: tuple[Choice, Graphs] | None = None
+        """The last choice that keeps parameters, and its graphs."""
 
     def run(self) -> Partitioned:
         budget, share, gm = self._policy.budget, self._policy.share, self._trials.gm
@@ -124,12 +126,19 @@ class _Partitioner:
         trials = self._trials
         plan = trials.fitting(trials.rise) if budget is None else self._within(budget)
         adopted = self._adopted(plan)
-        choice = adopted.choice
+        return Partitioned(
+            self._graphs(adopted.choice, plan, copied=False),
+            adopted.memory_budget,
+            self._note(plan, adopted),
+        )
+
+    def _graphs(self, choice: Choice, plan: StepPlan, *, copied: bool = True) -> Graphs:
+        """Returns the graphs of a choice, which may be that of a plan."""
         if not choice.kept and not choice.cached and choice == plan.choice:
-            graphs = plan.trial.graphs
-        else:
-            graphs = self._trials.graphs(choice, copied=False)
-        return Partitioned(graphs, adopted.memory_budget, self._note(plan, adopted))
+            return plan.trial.graphs
+        if self._keeping is None or self._keeping[0] != choice:
+            self._keeping = choice, self._trials.graphs(choice, copied=copied)
+        return self._keeping[1]
 
     def _of_a_part(self) -> tuple[Graphs, None, str]:
         """Returns the graphs of a part of a step, which keep nothing that the ranks do not agree
@@ -160,25 +169,23 @@ class _Partitioner:
         trials = self._trials
         if parse_budget(budget, "option 'memory_budget'").most_bytes is None:
             # The budget counts from its peak.
-            whole = Choice(1.0, frozenset(), frozenset(), late=True)
-            self._count(trials.trial(1.0).graphs, whole)
+            self._count(trials.saving_all())
         limit = trials.limit_bytes(budget)
         plan = trials.fastest(limit)
         for _ in range(_MOST_COUNTS):
-            choice = plan.choice
-            keeps = choice.kept or choice.cached
-            if not self._count(trials.graphs(choice) if keeps else plan.trial.graphs, choice):
+            if not self._count(plan):
                 break
             plan = trials.fastest(limit)
         if not plan.fits:
             raise MemoryBudgetError(too_little_memory(budget, plan, self._trials))
-        return plan
+        return trials.with_own_peak(plan, self._graphs(plan.choice, plan))
 
-    def _count(self, graphs: Graphs, choice: Choice) -> bool:
+    def _count(self, plan: StepPlan) -> bool:
         """Counts what the code of a plan takes. Returns whether that changes a peak."""
-        trials = self._trials
+        trials, choice = self._trials, plan.choice
         if self._count_added is None or trials.is_counted(choice):
             return False
+        graphs = self._graphs(choice, plan)
         before = [liveness(gm.graph).peak_bytes for gm in graphs]
         added = self._count_added(graphs, trials.user_outputs)
         if added is None:
@@ -196,6 +203,8 @@ class _Partitioner:
         """
         full = full_params(self._trials.gm)
         described = [(params, size) for _, params, size in full]
+        joint = self._trials.gm.graph.nodes
+        copied = [params_of(node) for node in joint if node.target is FROM_HOST]
         choice = plan.choice
         plan_trials = self._trials.in_chunks(choice.chunks)
         mine: list[Any] = [
@@ -214,7 +223,7 @@ class _Partitioner:
         (chunks, activations, again, kept, cached, offloaded, budget, gathered), _ = adopt(
             self._policy.groups,
             "which parameters to keep for backward",
-            (described, self._trials.with_gradients(), replace(self._policy, groups=())),
+            (described, copied, self._trials.with_gradients(), replace(self._policy, groups=())),
             mine,
             planned_for=current_target(),
             merge=lambda plans: [*plans[0][:-1], _in_all([plan[-1] for plan in plans])],

@@ -38,6 +38,7 @@ from zpasses.cost.plan.offloaded_values import (
     saved_values,
 )
 from zpasses.cost.plan.recomputed_values import cheapest_first, kernels_again, recomputes
+from zpasses.cost.plan.schedule_planner import plan_schedule
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.plan.simple_plans import single_plan
 from zpasses.cost.time.fused_kernels import fuses
@@ -460,6 +461,31 @@ class StepTrials:
         counts_from_graphs = budget.most_bytes is None and budget.of_bytes is None
         text = f"{rise} of {lean}B" if counts_from_graphs else rise
         return StepPlan(trial, choice.kept, (), choice.total_us, choice.peak_bytes, limit, text)
+
+    def saving_all(self) -> StepPlan:
+        """Returns the plan with one gather and one reduction in flight that keeps no parameter and
+        leaves out no activation. A budget in percent counts from its peak.
+        """
+        trial = self.trial(1.0)
+        peak = trial.step.peak_bytes()
+        return StepPlan(trial, (), (), 0.0, peak, peak, None)
+
+    def with_own_peak(self, plan: StepPlan, graphs: Graphs) -> StepPlan:
+        """Returns a plan with the peak of its own graphs: in a backward that gathers fewer
+        parameters than that of its trial, more products may run late.
+        """
+        before, after = (
+            {node.name: node for node in gm.graph.nodes if node.op == "call_function"}
+            for gm in (plan.trial.graphs[1], graphs[1])
+        )
+        if [name for name in before if name in after] == [name for name in after if name in before]:
+            return plan
+        step = self.in_chunks(plan.trial.chunks)._step(graphs, _key_of(plan.choice))
+        peak = max(
+            plan_schedule(each, plan.limit_bytes).cost.peak_bytes
+            for each in (step.forward, step.backward)
+        )
+        return replace(plan, peak_bytes=min(plan.peak_bytes, peak))
 
     def fastest(self, limit_bytes: int) -> StepPlan:
         """Returns the fastest plan within a limit, or that which exceeds it least if none fits."""

@@ -13,15 +13,19 @@ from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zpasses.compat.dtensor import storage_id
+from zpasses.compat.fake import fake_mode_of, size_hint
 from zpasses.compat.fx_graph import (
     clone_graph_module,
     lazy_module,
     lazy_recompiles,
     no_recompiles,
+    operator_call,
+    pytree,
     subgraph_of,
 )
 from zpasses.compat.inductor import kept_strides
@@ -166,6 +170,8 @@ def partition(
             with functorch_config.patch(activation_memory_budget=1.0):
                 made = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
     forward, backward = map(lazy_module, made)
+    for gm in (forward, backward):
+        _record_wrapped_values(gm.graph)
     save_inputs_of_views(forward, backward, kwargs["num_fwd_outputs"])
     _mark_outputs_of_model(forward, backward, kwargs["num_fwd_outputs"])
     kept = kept_strides(forward.graph)
@@ -324,6 +330,36 @@ def _save_random_numbers(graph: fx.Graph) -> bool:
             mark_saved(node)
             several |= isinstance(node.meta.get("val"), (tuple, list))
     return several
+
+
+def _record_wrapped_values(graph: fx.Graph) -> None:
+    """Records what operators return that a checkpoint runs again with the same random numbers,
+    which torch's partitioner leaves out. The state of the generator that it saves has one size,
+    although torch gives it a symbol, as if the sizes of a graph could change.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name.startswith("rng_state_output"):
+            _make_static(node)
+    for node in graph.nodes:
+        operator_run, args = operator_call(node)
+        if operator_run is node.target or "val" in node.meta:
+            continue
+        operands = fx.node.map_arg((args, node.kwargs), lambda each: each.meta["val"])
+        with fake_mode_of(pytree.tree_leaves(operands)) or contextlib.nullcontext():
+            value = operator_run(*operands[0], **operands[1])  # type: ignore[operator]
+        if node.target is run_and_save_rng_state:
+            states = [each for each in node.users if each.args[1] == 0]
+            value = (*map(_make_static, states[:1]), value)
+        node.meta["val"] = value
+
+
+def _make_static(state: fx.Node) -> Tensor:
+    value: Tensor = state.meta["val"]
+    if value._has_symbolic_sizes_strides:
+        with fake_mode_of([value]) or contextlib.nullcontext():
+            state.meta["val"] = torch.empty(size_hint(value.numel()), dtype=value.dtype)
+    made: Tensor = state.meta["val"]
+    return made
 
 
 def _draws(node: fx.Node) -> bool:

@@ -130,7 +130,7 @@ def adopt(
 
     A plan depends on shapes, and ranks may have different shapes. A rank may also recompile when
     the other ranks do not. The same signature therefore always gets the same plan, as long as
-    `planned_for` is the same.
+    `planned_for` and the model of `planning_for` are the same.
 
     Args:
         groups: names of process groups. Each passes on to the next what it adopts, so ranks of
@@ -148,7 +148,7 @@ def adopt(
             answer in time.
     """
     key = _hash(question, signature)
-    remember = _hash(key, planned_for)
+    remember = _hash(key, planned_for, _model.get())
     shared = []
 
     def adopted(answers: Sequence[Any]) -> Any:
@@ -163,6 +163,24 @@ def adopt(
             mine = found[1]
             shared.append(group)
     return mine, shared
+
+
+_model: contextvars.ContextVar[Any] = contextvars.ContextVar("zpasses.planned_model", default=None)
+
+
+@contextlib.contextmanager
+def planning_for(model: Any) -> Iterator[None]:
+    """Context of the plans for a model. Other models get plans of their own, although the sizes of
+    their parameters may be equal.
+
+    Args:
+        model: what tells models apart, with an equal `repr` on all ranks.
+    """
+    token = _model.set(model)
+    try:
+        yield
+    finally:
+        _model.reset(token)
 
 
 def _hash(*values: Any) -> str:

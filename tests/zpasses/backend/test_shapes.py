@@ -12,6 +12,7 @@ from torch import nn
 import zpasses
 from zpasses import compat
 from zpasses.cost.memory.liveness import liveness
+from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.dumps import read
 from zpasses.inspect.overview_page import list_view
 from zpasses.pipeline.events import observe_graphs
@@ -138,6 +139,28 @@ def test_a_smaller_batch_saves_what_the_first_one_saves():
             step(torch.ones(rows, 64)).sum().backward()
     first, second = saved
     assert first == second
+
+
+def test_a_second_model_keeps_to_its_budget_whatever_the_first_one_saves():
+    """Their parameters have equal names and sizes. The first one has a smaller batch."""
+    peaks = []
+
+    def observe(log):
+        if log.kind in ("forward", "backward"):
+            with use_fusion(False):
+                peaks.append(liveness(log.graph).peak_bytes)
+
+    options = {"codegen": "eager", "memory_budget": "4MiB"}
+    with fake_world(2) as mesh, simulated_answers(), observe_graphs(observe):
+        for rows in (200, 1024):
+            blocks = [(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh())] * 3
+            model = nn.Sequential(*(copy.deepcopy(layer) for block in blocks for layer in block))
+            zpasses.shard(model, mesh=mesh)
+            torch.compiler.reset()
+            step = torch.compile(model, backend="zpasses", options=options, dynamic=False)
+            step(torch.ones(rows, 64)).sum().backward()
+    assert len(peaks) == 4
+    assert 3 << 20 < max(peaks) <= 4 << 20
 
 
 @pytest.mark.inductor

@@ -307,7 +307,11 @@ class _Tracker:
             return None
         if node.target is operator.getitem:
             whole, at = self._memory_of.get(inputs[0], [None]), node.args[1]
-            return [whole[at]] if isinstance(at, int) and len(whole) > 1 else whole[:1]
+            if not isinstance(at, int) or len(whole) < 2:
+                return whole[:1]
+            sizes = [len(compat.pytree.tree_leaves(part)) for part in value_of(inputs[0])]
+            before = sum(sizes[:at])
+            return whole[before : before + sizes[at]]
         if node in self._reinplaceable:
             return [self._memory_of[item][0] for item in inputs]
         if is_alias(node) or self._is_view(node) or node.target is RELOAD_WAIT:
@@ -373,7 +377,7 @@ class _Tracker:
         if given is None and node.target is RELOAD:
             copy = host_copy_of(node)
             given = copy.nbytes if copy is not None else None
-        parts = list(value) if isinstance(value, (list, tuple)) else [value]
+        parts = compat.pytree.tree_leaves(value) if isinstance(value, (list, tuple)) else [value]
         made = [
             Buffer(node, nbytes(part), index, index, output=at) for at, part in enumerate(parts)
         ]

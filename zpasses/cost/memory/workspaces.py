@@ -47,10 +47,11 @@ def workspace_bytes(node: fx.Node) -> int:
         return convolution_bytes(node) if current_target().architecture == "cpu" else 0
     if node.target in _PRODUCTS:
         return sum(_copied_matrix(node, each) for each in node.args[-2:])
-    if node.target not in _FORWARD + _BACKWARD:
+    call, args = compat.operator_call(node)
+    if call not in _FORWARD + _BACKWARD:
         return 0
-    operands = [value_of(each) for each in node.args if isinstance(each, fx.Node)]
-    gradient = operands.pop(0) if node.target in _BACKWARD else None
+    operands = [value_of(each) for each in args if isinstance(each, fx.Node)]
+    gradient = operands.pop(0) if call in _BACKWARD else None
     query, key = operands[:2]
     architecture = current_target().architecture
     if architecture == "cpu":

@@ -78,10 +78,9 @@ class OneAheadPeak:
             changes[wait + 1] -= held
             if after is None:
                 continue
-            end = wait + int(wait != job.earliest)
-            if end > job.held_from:
+            if wait >= job.held_from:
                 changes[job.held_from] += job.full_bytes
-                changes[end] -= job.full_bytes
+                changes[wait + 1] -= job.full_bytes
         return changes
 
     def _launch_bytes(self, job: Job) -> int:

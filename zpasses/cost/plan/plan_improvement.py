@@ -164,6 +164,7 @@ class _LocalSearch:
         jobs = self._jobs(launch)
         return not jobs or (
             _first_start(jobs) <= launch.start.slot
+            and not (jobs[0].is_gather and launch.start.slot in self._problem.inside_kernels)
             and launch.start < launch.wait
             and launch.wait.slot <= _last_wait(jobs)
         )

@@ -122,6 +122,10 @@ class LaunchCost:
     """Of the full tensors: of gathers, those that are not there anyway."""
     full_from: int
     """For reductions: the first segment in which nothing else needs any of the full tensors."""
+    result_bytes: int
+    """For reductions: of the results that live from its start to the end of the graph."""
+    ready: int
+    """For reductions: the first segment in which all of them may run."""
     unpacked_bytes: int
     """Bytes of the packed tensors that exist beside the copies out of them at the wait."""
     reload_us: float
@@ -155,6 +159,8 @@ def launch_cost(problem: ScheduleProblem, launch: tuple[int, ...], route: str = 
             sum(job.packed_bytes for job in packed) + sum(job.launch_bytes for job in members),
             sum(job.ahead_bytes if job.is_gather else job.full_bytes for job in members),
             max(job.held_from for job in members),
+            sum(job.result_bytes for job in members),
+            max(job.earliest for job in members),
             sum(job.full_bytes for job in packed) if flat else 0,
             sum(job.reload_us for job in members),
         )
@@ -320,6 +326,13 @@ def _live_bytes(problem: ScheduleProblem, plan: Plan, costs: Sequence[LaunchCost
         # gradients beside the packed copy of them.
         packs = start == slot and len(cost.members) > 1 and bool(cost.members[0].packed_bytes)
         end = slot + int(packs or started_here > int(start == slot))
+        # A result exists beside the input that its wait frees.
+        made = start - int(start == slot)
+        if cost.ready <= made:
+            changes[made] += cost.result_bytes
+        else:
+            for job in cost.members:
+                changes[max(job.earliest, made)] += job.result_bytes
         if cost.full_from <= end:
             changes[end] -= cost.full_bytes
             continue

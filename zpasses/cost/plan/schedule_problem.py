@@ -29,7 +29,7 @@ from zpasses.cost.memory.collective_moves import (
 )
 from zpasses.cost.plan.bucket_keys import BucketKey, bucket_key, member_packing_bytes
 from zpasses.cost.time.clock import Channel, CollectiveTiming
-from zpasses.cost.time.fused_kernels import FusedKernels
+from zpasses.cost.time.fused_kernels import FusedKernels, fuses
 from zpasses.cost.time.roofline import (
     collective_on_route_us,
     compute_us,
@@ -47,7 +47,7 @@ from zpasses.cost.time.step_time import (
     transfer_of,
 )
 from zpasses.cost.time.target import Target
-from zpasses.graph.aliases import buffer_readers, memory_root, root_output
+from zpasses.graph.aliases import GETITEM, buffer_readers, is_view, memory_root, root_output
 from zpasses.graph.dialect import AVERAGE_GRAD, TO_HOST
 from zpasses.graph.host_copies import FROM_HOST, HostCopy, is_host_wait
 from zpasses.graph.queries import (
@@ -102,6 +102,8 @@ class Job:
     """
     held_from: int
     """For reductions: the first segment in which only the reduction needs its input."""
+    result_bytes: int
+    """For reductions: bytes of the result that live from its start to the end of the graph."""
     start_us: float
     """Duration of the kernels that prepare its input and move with its start."""
     wait_us: float
@@ -211,6 +213,9 @@ class ScheduleProblem:
     """In graph order."""
     regrouped: tuple[str, ...] = ()
     """Process groups whose gradient reductions will run on a second group."""
+    inside_kernels: frozenset[int] = frozenset()
+    """Slots where no gather needs to start, because no kernel waits for one there. Inductor may
+    make one kernel of those around, so that code would start it after them."""
     engine_us: Callable[[str, Sequence[int], int], float] | None = None
     """(copy-engine route, bytes of each full tensor, ranks) -> duration of one launch; None if the
     target has no route to plan with."""
@@ -232,8 +237,8 @@ class ScheduleProblem:
 
     @cached_property
     def held_bytes(self) -> np.ndarray:
-        """Live memory in each segment without full tensors that a plan gathers, and with gradients
-        until the end. int64.
+        """Live memory in each segment with gradients until the end, but without full tensors that a
+        plan gathers and results of reductions. int64.
         """
         changes = np.zeros(len(self.slots), dtype=np.int64)
         for job in self.jobs:
@@ -241,6 +246,7 @@ class ScheduleProblem:
                 changes[job.latest] -= job.ahead_bytes
             else:
                 changes[job.held_from] += job.full_bytes
+                changes[job.earliest] -= job.result_bytes
         return np.asarray(self.live_bytes + np.cumsum(changes))
 
     @cached_property
@@ -331,6 +337,7 @@ class _Reader:
         work = durations_us(self._nodes, self._target, self._kernels)
         slots = _segments(work, {max(first, each) for each in bounds}, first, len(self._items))
         slot_of = {at: slot for slot, at in enumerate(slots)}
+        inside = self._inside_kernels() - {*uses.values(), *(at for at, _, _ in fixed)}
         gathers = sorted(uses, key=lambda item: (uses[item], self._index[item.started]))
         reductions = sorted(ready, key=lambda item: (ready[item], self._index[item.started]))
         ordered = (*gathers, *reductions)
@@ -348,6 +355,7 @@ class _Reader:
             ordered,
             tuple(FixedEvent(slot_of[max(first, at)], key, timing) for at, key, timing in fixed),
             self._regrouped,
+            frozenset(slot_of[at] for at in inside if at in slot_of),
             self._engine_us if self._engines else None,
         )
 
@@ -359,6 +367,21 @@ class _Reader:
     def _ready(self, item: SchedulableCollective) -> int:
         """Index of the first kept node after the input of a reduction."""
         return self._kept_at(self._index[item.source] + 1)
+
+    def _inside_kernels(self) -> set[int]:
+        """Indices of kept nodes with a kernel before them and one at or after them, and no operator
+        between the two.
+        """
+        inside, after_kernel, since = set[int](), False, 0
+        for at, node in enumerate(self._nodes):
+            is_part = is_view(node) or node.target is GETITEM or self._kernels.is_inlined(node)
+            if node.op != "output" and (node.op != "call_function" or is_part):
+                continue
+            is_kernel = fuses() and self._kernels.has_kernel(node)
+            if after_kernel and is_kernel:
+                inside.update(range(since + 1, at + 1))
+            after_kernel, since = is_kernel, at
+        return inside
 
     def _kept_at(self, index: int) -> int:
         """Index of the first kept node at or after a node of the graph."""
@@ -386,6 +409,7 @@ class _Reader:
     ) -> tuple[Job, ...]:
         end = len(slots) - 1
         jobs = []
+        kept_bytes = self._bytes_until_end()
         for number, (item, at) in enumerate(zip(ordered, places, strict=True)):
             gather = item.is_gather
             transfer, key = transfer_of(item.started), bucket_key(item, self._mode)
@@ -414,6 +438,9 @@ class _Reader:
                 launch_bytes=item.prepared_bytes + self._result_bytes(item),
                 packed_bytes=member_packing_bytes(item, key),
                 held_from=held,
+                result_bytes=0
+                if gather
+                else sum(kept_bytes.get(node, 0) for node in (item.started, *item.results)),
                 start_us=sum(compute_us(node, self._target) for node in prepared)
                 + sum(each.issue_us for each in copies),
                 # Gradients go to the host on the side once the collectives have their places.
@@ -486,6 +513,14 @@ class _Reader:
         if item.is_gather or not item.results or item.started in self._in_place:
             return 0
         return nbytes(value_of(item.started))
+
+    def _bytes_until_end(self) -> dict[fx.Node, int]:
+        """Returns the bytes of what lives at the end of the graph, by the node that makes it."""
+        found: dict[fx.Node, int] = {}
+        for buffer in self._memory.buffers:
+            if buffer.last == len(self._index) - 1:
+                found[buffer.node] = found.get(buffer.node, 0) + buffer.nbytes
+        return found
 
     def _natural_last(self, item: SchedulableCollective) -> int:
         """Index of the last node that needs a reduction's input for something else."""

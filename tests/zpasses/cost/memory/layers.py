@@ -5,6 +5,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, TOKENS = 64, 1024
 
@@ -67,6 +68,17 @@ class Attention(nn.Module):
         if self.gate is not None:
             made = made * torch.sigmoid(self.gate(normed))
         return (tokens + self.out(made)).view(x.shape)
+
+
+class Checkpointed(nn.Module):
+    """What backward computes again, with the random numbers of forward."""
+
+    def __init__(self, make=Attention):
+        super().__init__()
+        self.inner = make()
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 class Dropped(nn.Module):
@@ -165,6 +177,7 @@ KINDS = {
     "two-products-bias": partial(Gated, F.gelu, bias=True, fused=False),
     "post-norm": PostNorm,
     "attention": Attention,
+    "checkpointed-attention": Checkpointed,
     "gated-attention": partial(Attention, gated=True),
     "plain-attention": partial(Attention, norms=False),
     "llama": partial(both, Attention, Gated),

@@ -1,5 +1,6 @@
 """Peaks that the memory model plans, beside what steps allocate, with eager and generated code."""
 
+import logging
 import math
 import re
 from dataclasses import replace
@@ -68,8 +69,11 @@ def test_modelled_peaks_are_those_of_generated_code(vocab):
 @pytest.mark.slow(quick="test_a_kernel_is_a_part_of_the_one_kernel_that_reads_it")
 @pytest.mark.parametrize("budget", ["0%", "15%", "40%"])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-def test_generated_code_keeps_to_its_plan(make, budget, monkeypatch):
-    """From the leanest plan to one of the richest."""
+def test_generated_code_keeps_to_its_plan(make, budget, monkeypatch, caplog):
+    """From the leanest plan to one of the richest. What is said of the step is that of a schedule
+    which is made anew, and may then take less.
+    """
+    caplog.set_level(logging.INFO, "zpasses")
     if make is not None:
         write_no_kernels(monkeypatch)
     size = replace(SIZE, width=256)  # so that small buffers do not count
@@ -77,7 +81,24 @@ def test_generated_code_keeps_to_its_plan(make, budget, monkeypatch):
         size, make=make, cache=False, memory_budget=budget, agreement=False
     )
     for measured, kind in ((forward, "forward"), (backward, "backward")):
-        assert 0.97 < measured / liveness(graphs[kind]).peak_bytes < 1.003
+        assert 0.98 < measured / liveness(graphs[kind]).peak_bytes < 1.003
+    (said,) = re.findall(r"graph .*, bound .* peak ([\d.]+ \w+) of", caplog.text)
+    assert 0.97 < max(forward, backward) / parse_size(said, "said") < 1.003
+
+
+@pytest.mark.parametrize("budget", [None, "0%"])
+def test_checkpointed_attention_is_counted_with_the_random_state_that_it_saves(budget):
+    graphs, forward, backward = measured_step(
+        None,
+        make=LAYERS["checkpointed-attention"],
+        codegen="eager",
+        cache=False,
+        memory_budget=budget,
+        agreement=False,
+    )
+    with use_fusion(False):
+        planned = [liveness(graphs[kind]).peak_bytes for kind in ("forward", "backward")]
+    assert [forward, backward] == pytest.approx(planned, rel=0.002)
 
 
 def feed_forward(tokens, width):

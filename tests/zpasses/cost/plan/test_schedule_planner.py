@@ -19,6 +19,7 @@ from zpasses.cost.plan.schedule_planner import memory_limit, plan_schedule
 from zpasses.cost.plan.schedule_problem import Average, problem_of
 from zpasses.cost.plan.simple_plans import one_ahead_plan, single_plan
 from zpasses.cost.time.clock import Channel, CollectiveTiming
+from zpasses.cost.time.fused_kernels import use_fusion
 from zpasses.cost.time.step_time import step_time
 from zpasses.cost.time.target import TARGETS, Target, use_target
 from zpasses.graph.tags import Tag, add_tag
@@ -257,8 +258,8 @@ def test_more_memory_is_never_slower():
 
 def test_memory_is_taken_only_where_it_gains_time(monkeypatch):
     with fake_world(RANKS), use_target(H100):
-        problem = problem_of(step(8, 6), H100)
-        limit = memory_limit(problem, MemoryBudget(rise=0.5))
+        problem = problem_of(step(12, 6), H100)
+        limit = memory_limit(problem, MemoryBudget(rise=1.0))
         priced = plan_schedule(problem, limit).cost
         monkeypatch.setattr(schedule_planner, "PRICE", 0.0)
         free = plan_schedule(problem, limit).cost
@@ -293,6 +294,49 @@ def reductions_awaited_last(problem):
 
     actions = sorted(plan.actions, key=place)
     return replace(plan, actions=tuple(each._replace(slot=place(each)[0]) for each in actions))
+
+
+def test_no_gather_starts_inside_a_run_of_kernels():
+    """Inductor may make one kernel of what comes before and after a gradient that a kernel makes,
+    and code would start the gather after it. Operators run one by one.
+    """
+    with fake_world(RANKS), use_target(H100):
+        graph = step(6, 1)
+        reduced = graph.find_nodes(
+            op="call_function", target=compat.functional.reduce_scatter_tensor.default
+        )
+        for each in reduced:
+            (grad,) = each.all_input_nodes
+            with graph.inserting_before(each):
+                doubled = graph.call_function(torch.ops.aten.add.Tensor, (grad, grad))
+                other = graph.call_function(torch.ops.aten.neg.default, (grad,))
+            doubled.meta["val"] = other.meta["val"] = grad.meta["val"]
+            each.replace_input_with(grad, doubled)
+            graph.output_node().args = ((*graph.output_node().args[0], other),)
+        fused = problem_of(graph, H100)
+        with use_fusion(False):
+            one_by_one = problem_of(graph, H100)
+        ready = {job.earliest for job in fused.jobs if not job.is_gather}
+        assert fused.inside_kernels == ready - {fused.end}
+        assert not one_by_one.inside_kernels
+        seen = []
+        for problem in (fused, one_by_one):
+            gathers = {job.number for job in problem.jobs if job.is_gather}
+            plans = []
+
+            def rank(plan, plans=plans):
+                plans.append(plan)
+                return 0, 0.0
+
+            improve_plan(problem, one_ahead_plan(problem), rank, 2000, 0)
+            starts = {
+                action.slot
+                for plan in plans
+                for action in plan.actions
+                if action.kind == "start" and gathers.issuperset(plan.launches[action.launch])
+            }
+            seen.append(not ready.isdisjoint(starts))
+    assert seen == [False, True]
 
 
 def test_a_plan_for_little_memory_gains_by_a_second_group():

@@ -89,7 +89,7 @@ def test_copies_beside_kernels_are_predicted_once_the_bandwidth_is_fitted_to_one
     memory = [fallen - OFFLOADED[gib][0] for gib, (fallen, _) in zip(OFFLOADED, found, strict=True)]
     assert memory == pytest.approx([0.4, 1.4, 1.4, 0.1], abs=0.1)
     # The target's bandwidth, of other nodes, is too low.
-    assert (ten[1], all_out[1]) == pytest.approx((26.9, 88.3), abs=0.5)
+    assert (ten[1], all_out[1]) == pytest.approx((25.6, 84.0), abs=0.5)
 
 
 @pytest.mark.slow(quick="test_streamed_states_are_between_the_published_forms, of blocking copies")
