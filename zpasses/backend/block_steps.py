@@ -6,12 +6,13 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.backend.host_advice import LeanestPlan, host_advice
 from zpasses.cost.memory.collective_memory import engine_packing_bytes
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.prefetch import (
@@ -302,7 +303,9 @@ class BlockStep:
         held = _held_text(self.runs)
         held = f" {held[0].upper()}{held[1:]}." if held else ""
         forwards = itertools.takewhile(lambda run: not run.is_backward, self.runs)
-        ways = "Checkpoint the blocks, use" if any(map(_may_recompute, forwards)) else "Use"
+        advice = self._host_advice(cost, limit_bytes) if missing > 0 else ""
+        ways = "checkpoint the blocks, use" if any(map(_may_recompute, forwards)) else "use"
+        ways = f"{advice}Or {ways}" if advice else ways.capitalize()
         what = f"{format_size(missing)} are missing" if missing > 0 else "another rank needs more"
         return (
             f"memory_budget={budget!r}: the graphs of this step{_beside(self.runs)} hold at least "
@@ -310,6 +313,16 @@ class BlockStep:
             f"ahead{moved}, and {format_size(limit_bytes)} are allowed: {what}.{held} {ways} "
             "more ranks, smaller batches or a larger budget."
         )
+
+    def _host_advice(self, needed: StepCost, limit_bytes: int) -> str:
+        """Returns which `host_memory` helps a step that does not fit."""
+
+        def plan(host_bytes: int) -> LeanestPlan:
+            cost = replace(self, host_bytes=host_bytes).planned(limit_bytes)
+            return LeanestPlan(cost.peak_bytes, cost.host_bytes)
+
+        least = LeanestPlan(needed.peak_bytes, needed.host_bytes)
+        return host_advice(least, self.host_bytes, limit_bytes, plan)
 
 
 def _may_recompute(forward: GraphRun) -> bool:

@@ -24,6 +24,7 @@ from zpasses.pipeline.events import Events
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.ranks.agree import planning_for, recorded_answers
+from zpasses.ranks.compared_options import compare_options
 from zpasses.ranks.current_compile import compiling
 from zpasses.ranks.failures import is_reported, pass_on_failure, report_failure
 from zpasses.ranks.vote import vote_timeout
@@ -98,12 +99,20 @@ class CompileJob:
         events: Events,
         result_hook: ResultHook,
     ) -> CompileJob:
-        """Find the memory budget, for which the ranks vote if it is "auto".
+        """Find the memory budget, for which the ranks vote if it is "auto". With a budget, they
+        compare their options first.
 
         Raises:
-            AgreementError: if another rank failed, or does not come in time.
+            AgreementError: if another rank has other options, failed, or does not come in time.
         """
         budget, free_bytes = options.memory_budget, None
+        if options.agreement:
+            compare_options(
+                captured.groups,
+                compat.current_compile_id(),
+                options.compared(),
+                votes=budget is not None,
+            )
         if budget == "auto":
             device = torch.get_default_device()
             for value in captured.inputs:
@@ -181,7 +190,8 @@ def compiling_graph(name: str, captured: Capture, options: Options) -> Iterator[
     ranks = options.dumping_ranks()
     dumps = ranks is None or compat.global_rank() in ranks
     folder = options.dump_folder() if dumps else None
-    with compiling(name, list(captured.shards.values()), folder, options.non_default()):
+    params = list(captured.shards.values())
+    with compiling(name, params, folder, options.non_default(), options.compared()):
         yield
 
 

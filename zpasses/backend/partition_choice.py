@@ -10,6 +10,7 @@ on what to save.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 
 from zpasses.backend.counted_peaks import CountAdded
+from zpasses.backend.host_advice import ANY_BYTES, LeanestPlan, host_advice
 from zpasses.backend.step_trials import (
     WHOLE,
     Choice,
@@ -315,14 +317,33 @@ def too_little_memory(text: str, plan: StepPlan, trials: StepTrials) -> str:
         held = f" has beside {format_size(trials.residual_bytes)} of residuals of error feedback"
     if plan.trial.chunks > 1:
         on_host += f", computes the loss in {plan.trial.chunks} chunks"
+    advice = _host_advice(plan, trials)
     kept = "keeps every parameter that it gathers" if trials.caches else "keeps no parameter"
     return (
         f"memory_budget={text!r}: the leanest plan, which saves {100 * plan.saved_share:.0f} % of "
         f"the activations{on_host} and {kept}, needs {format_size(plan.peak_bytes, up=True)} "
         f"above what rests between steps, {format_size(missing)} more than the budget{held}. At "
-        f"its peak, in {graph}, the largest values are: {holders}. Raise the budget, take a "
-        "smaller batch, or train on more ranks."
+        f"its peak, in {graph}, the largest values are: {holders}. {advice}"
+        f"{'Or raise' if advice else 'Raise'} the budget, take a smaller batch, or train on more "
+        "ranks."
     )
+
+
+def _host_advice(plan: StepPlan, trials: StepTrials) -> str:
+    """Returns which `host_memory` helps a step whose leanest plan does not fit."""
+    share = trials.share  # of what the option allows
+    movable = trials.with_host_bytes(ANY_BYTES).saved_values(1.0) if share else ()
+    if sum(each.nbytes for each in movable) <= trials.host_bytes:
+        return ""
+
+    def planned(host_bytes: int) -> LeanestPlan:
+        return needed(trials.with_host_bytes(host_bytes).fastest(plan.limit_bytes))
+
+    def needed(found: StepPlan) -> LeanestPlan:
+        return LeanestPlan(found.peak_bytes, math.ceil(found.host_bytes / share))
+
+    given_bytes = math.ceil(trials.host_bytes / share)
+    return host_advice(needed(plan), given_bytes, plan.limit_bytes, planned)
 
 
 def _described(node: fx.Node) -> str:

@@ -244,6 +244,17 @@ class StepTrials:
         """
         return StepTrials(self.gm, self._inputs, self._policy, self._options, copy_engines)
 
+    def with_host_bytes(self, host_bytes: int) -> StepTrials:
+        """Returns these trials with other memory of the host. They share what was made and counted.
+
+        Args:
+            host_bytes: how many bytes of it the step may take on each rank.
+        """
+        made = copy.copy(self)
+        made.host_bytes = int(host_bytes * self.share)
+        made._saved, made._chunked = {}, {self._chunks: made}
+        return made
+
     @property
     def caches(self) -> bool:
         """Whether gathered parameters stay in memory after the step, as in stages 1 and 2."""

@@ -58,7 +58,7 @@ def agreed_host_bytes(groups: Sequence[str], text: str | None, pool: HostPool) -
         available += max(pool.promised, pool.reserved)
     usable = available
     for group in groups:
-        # What is free does not depend on the option, which ranks may give differently.
+        # What is free does not depend on the option, which later compiles may give differently.
         usable = exchange(group, "free host memory", usable, remember="host_memory", merge=_least)
     if given > pool.promised:  # what was free at the vote may be taken by now
         usable = _least([usable, available])

@@ -17,6 +17,7 @@ from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import build_dataclass, field_types, parse_budget, parse_size
 from zpasses.pipeline.pipeline import Pipeline, catalogue
 from zpasses.pipeline.runner import Verify
+from zpasses.ranks.current_compile import ComparedOptions
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
 
@@ -192,6 +193,29 @@ class Options:
         return {
             key: value if isinstance(value, (bool, int, float)) else str(value)
             for key, value in given.items()
+        }
+
+    def compared(self) -> ComparedOptions:
+        """Return the options that decide what ranks communicate. Ranks must give them alike.
+
+        Equal meanings are equal text, such as those of "1GiB" and "1024MiB".
+        """
+        budget, host, passes = self.memory_budget, self.host_memory, str(self.passes())
+        bounds = None if budget in (None, "auto") else parse_budget(budget, "memory_budget")
+        found = {
+            "memory_budget": (budget, bounds or budget),
+            "host_memory": (host, None if host is None else parse_size(host, "host_memory")),
+            "zero_stage": (self.zero_stage, passes),
+            "pipeline": (self.pipeline, passes),
+            "recompute_elementwise": (self.recompute_elementwise, self.recomputes_elementwise()),
+            "backwards_per_step": (self.backwards_per_step, self.backwards_per_step),
+            "grad_accum": (self.grad_accum, self.grad_accum),
+            "grad_accum_dtype": (self.grad_accum_dtype, self.grad_accum_dtype),
+            "prefetch": (self.prefetch, self.prefetch),
+        }
+        return {
+            name: ("not given" if given is None else str(given), str(meaning))
+            for name, (given, meaning) in found.items()
         }
 
     def dump_folder(self) -> str | None:

@@ -15,6 +15,10 @@ _current: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar
 )
 _MOST = 4
 
+ComparedOptions = dict[str, tuple[str, str]]
+"""Option of the backend that ranks must give alike -> what was given, as text, and a text that is
+equal where it means the same."""
+
 
 @contextlib.contextmanager
 def compiling(
@@ -22,6 +26,7 @@ def compiling(
     params: Sequence[str],
     dump: str | None = None,
     options: Mapping[str, Any] | None = None,
+    compared: ComparedOptions | None = None,
 ) -> Iterator[None]:
     """Context manager: votes inside it are about the compile of a graph.
 
@@ -30,8 +35,15 @@ def compiling(
         params: names of the sharded parameters that it reads.
         dump: folder that this rank writes the graph into; None if it does not.
         options: the options of the backend that this rank gave.
+        compared: those of them that ranks must give alike.
     """
-    given = {"name": name, "params": list(params), "dump": dump, "options": dict(options or {})}
+    given = {
+        "name": name,
+        "params": list(params),
+        "dump": dump,
+        "options": dict(options or {}),
+        "compared": compared or {},
+    }
     token = _current.set(given)
     try:
         yield
@@ -42,6 +54,37 @@ def compiling(
 def compiled_graph() -> dict[str, Any] | None:
     """Returns the graph that is compiled here, as plain values; None outside of compiles."""
     return _current.get()
+
+
+def same_graph_differs(
+    rank: int, graph: Mapping[str, Any] | None, other_rank: int, other: Mapping[str, Any] | None
+) -> str | None:
+    """Returns the error about two ranks that compile one graph with options which must be alike;
+    None if these are, or they compile other graphs, or one of them none.
+    """
+    if graph is None or other is None:
+        return None
+    if any(graph[each] != other[each] for each in ("name", "params")):
+        return None
+    return compared_differ(rank, graph["compared"], other_rank, other["compared"])
+
+
+def compared_differ(
+    rank: int, options: ComparedOptions, other_rank: int, others: ComparedOptions
+) -> str | None:
+    """Returns the error about two ranks and the options that they must give alike; None if they do.
+
+    A rank that compiles nothing has none, which is no difference. Nor is an option that was given
+    alike: it means something else because another one does.
+    """
+    said = [
+        f"{name} is {given} on rank {rank} and {others[name][0]} on rank {other_rank}"
+        for name, (given, meaning) in options.items()
+        if name in others and others[name][1] != meaning and others[name][0] != given
+    ]
+    if not said:
+        return None
+    return f"ranks compile with different options: {', '.join(said)}; give all ranks the same."
 
 
 def graphs_differ(

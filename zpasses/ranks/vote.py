@@ -32,7 +32,13 @@ import torch.distributed as dist
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
-from zpasses.ranks.current_compile import compiled_graph, graphs_differ
+from zpasses.ranks.current_compile import (
+    ComparedOptions,
+    compared_differ,
+    compiled_graph,
+    graphs_differ,
+    same_graph_differs,
+)
 from zpasses.ranks.group_texts import dimension_of, list_ranks, name_group
 from zpasses.ranks.notes import found_conflict
 from zpasses.ranks.tally import Count, Tally, add_to, ranks_below, text_of
@@ -109,13 +115,15 @@ class GroupState:
     resumed: bool = True
     """Whether the other ranks can see that this rank continues in this epoch."""
     agreed: set[str] = field(default_factory=set)
-    """Digests of collective sequences that all ranks were found to share."""
+    """Digests of collective sequences, and of options, that all ranks were found to share."""
     answers: dict[str, Any] = field(default_factory=dict)
     """What the ranks got of their answers to questions that are asked once."""
     successors: dict[tuple[str, ...], str] = field(default_factory=dict)
     """The last events of the group -> the event that followed; see `zpasses.ranks.run_order`."""
     events: tuple[str, ...] = ()
     """The last events of the group. Reset where ranks were found at different events."""
+    options: ComparedOptions = field(default_factory=dict)
+    """What this rank compiled a graph of the group with last. Unlike the rest, ranks may differ."""
     written: list[str] = field(default_factory=list)
     """Keys that this rank wrote in the last vote in which every rank took part. They stay in the
     store until the next vote."""
@@ -268,7 +276,8 @@ class _VoteRound:
         state, rank = group_state(self.group), compat.process_group(self.group).rank()
         heartbeat.start(_tell_end, state)
         rejoin_after_failure([self.group])
-        text = text_of(self.occasion, ballot, compiled_graph(), in_full=rank in in_full)
+        details = {"graph": compiled_graph(), "options": state.options}
+        text = text_of(self.occasion, ballot, details, in_full=rank in in_full)
         attempt = _Attempt(self, state.key(), deadline, ballot, text)
         state.votes += 1
         where = f" of {name_group(self.group)}" if dimension_of(self.group) else ""
@@ -367,9 +376,17 @@ class _Attempt:
 
     def _mismatch_error(self, rank: int, said: dict[str, Any]) -> str:
         ranks, occasion = compat.group_ranks(self._vote.group), self._vote.occasion
+        graph, details = compiled_graph(), said["details"]
+        first, other = ranks[0], ranks[rank]
+        if (error := same_graph_differs(first, graph, other, details["graph"])) is not None:
+            return error
         where = f"on {name_group(self._vote.group)}, rank"
-        error = _mismatch_error(where, ranks[0], occasion, ranks[rank], said["occasion"])
-        return error + graphs_differ(ranks[0], compiled_graph(), ranks[rank], said["details"])
+        error = _mismatch_error(where, first, occasion, other, said["occasion"])
+        if graph is None or details["graph"] is None:
+            own = group_state(self._vote.group).options
+            differ = compared_differ(first, own, other, details["options"])
+            return f"{error} In their last compiles, {differ}" if differ else error
+        return error + graphs_differ(first, graph, other, details["graph"])
 
     # --- the end of the vote ----------------------------------------------------------------------
     def _end(self, mine: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What the plan of a step knows of a graph, and the turning point of its body."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from zpasses.cost.time.clock import Channel, CollectiveTiming
 from zpasses.cost.time.target import Target
 from zpasses.graph.hoisting import hoist_collectives
 from zpasses.graph.queries import collective_of
+from zpasses.option_values import parse_size
 from zpasses.runtime.block_schedule import TURNING_POINT
 from zpasses.runtime.grad_slots import returned_gradients
 from zpasses.testing import JointRecipe, ParamSpec, fake_world
@@ -155,6 +157,29 @@ def test_steps_of_which_nothing_fits_say_what_rests_on_the_host():
     step = BlockStep(runs, host_bytes=1 << 30)
     assert "gathered ahead and 1 MiB rest on the host, and" in step.too_little_memory("1KiB", 1)
     assert "rest on the host" not in BlockStep(runs).too_little_memory("1KiB", 1)
+
+
+def test_steps_of_which_nothing_fits_name_the_memory_of_the_host_that_helps():
+    forward = GraphRun("f", False, 9.0, NOTHING, NOTHING, 0, 0, 1 << 20, 1 << 20)
+    value = MovableValue(1 << 19, 1.0, 1.0)
+    runs = [replace(forward, name=str(at), movable=(value,)) for at in range(4)]
+    runs += [replace(forward, is_backward=True, saved_bytes=0)] * 4
+    step = BlockStep(runs)
+    least = step.planned(1).peak_bytes
+    text = step.too_little_memory("some", least - 1)
+    (advice,) = re.findall(r"With host_memory='([^']*)', some of what forward", text)
+    assert "rests on the host, and a plan fits. Or use more ranks" in text
+    given = replace(step, host_bytes=parse_size(advice, ""))
+    assert given.planned(least - 1).peak_bytes < least
+    text = step.too_little_memory("1KiB", 1)
+    assert "With host_memory='1 MiB', some of what forward saves rests on the host, and the" in text
+    text = replace(step, host_bytes=1 << 19).too_little_memory("1KiB", 1)
+    assert (
+        "With host_memory='1 MiB' in place of '512 KiB', more of what forward saves rests" in text
+    )
+    text = replace(step, host_bytes=1 << 30).too_little_memory("1KiB", 1)
+    assert "With host_memory" not in text
+    assert " are missing. Use more ranks" in text
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ memory budget, and the step has the same bits.
 
 import functools
 import gc
+import re
 from unittest import mock
 
 import pytest
@@ -139,6 +140,29 @@ def test_too_small_a_budget_names_values_that_come_back_by_their_shape():
     assert " of them on the host," in text
     assert "[2048, 64] 512 KiB" in text
     assert "[1] " not in text
+
+
+@pytest.mark.parametrize(("given", "said"), [(None, "', some of"), ("100KiB", " in place of ")])
+def test_a_budget_that_fits_with_more_of_the_host_names_how_much(given, said):
+    given = {} if given is None else {"host_memory": given}
+    with pytest.raises(Exception, match="MemoryBudgetError") as caught:
+        captured(memory_budget="7MiB", **given)
+    (advice,) = re.findall(r"With host_memory='([^']*)'", str(caught.value))
+    assert said in str(caught.value)
+    assert " rests on the host, and a plan fits. Or raise the budget, " in str(caught.value)
+    assert peak(captured(memory_budget="7MiB", host_memory=advice)) <= 7 << 20
+
+
+@pytest.mark.slow(quick="test_a_budget_that_fits_with_more_of_the_host_names_how_much")
+def test_where_the_host_helps_and_does_not_suffice_what_is_needed_then_is_said():
+    with pytest.raises(Exception, match="MemoryBudgetError") as caught:
+        captured(memory_budget="5MiB")
+    assert re.search(
+        r"With host_memory='\S+ MiB', .*and the leanest needs \S+ MiB\. Or raise", str(caught.value)
+    )
+    with pytest.raises(Exception, match=r"backward, the largest .*\. Raise the budget, ") as caught:
+        captured(memory_budget="5MiB", host_memory="1GiB")
+    assert "With host_memory" not in str(caught.value)
 
 
 @on_ranks(2)

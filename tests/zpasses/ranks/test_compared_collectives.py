@@ -76,7 +76,7 @@ def _own_options(options):
 def test_options_that_differ_are_named():
     options = [{"zero_stage": stage, "pipeline": None} for stage in (2, 3)]
     for message in map(in_time, run_in_fresh_ranks(_own_options, options, timeout_s=100)):
-        assert "The options differ: zero_stage is 2 on rank 0 and 3 on rank 1. " in message
+        assert "different options: zero_stage is 2 on rank 0 and 3 on rank 1; give all" in message
 
 
 class Dispatch(nn.Module):

@@ -1,6 +1,15 @@
 """What an error says about the graphs that ranks compile."""
 
-from zpasses.ranks.current_compile import compiled_graph, compiling, graphs_differ, options_differ
+import pytest
+
+from zpasses.pipeline.options import Options
+from zpasses.ranks.current_compile import (
+    compared_differ,
+    compiled_graph,
+    compiling,
+    graphs_differ,
+    options_differ,
+)
 
 SHOW = (
     "To see the graphs, run with options={'dump': DIR, 'dump_ranks': 'all'}, and then: zpasses "
@@ -53,3 +62,46 @@ def test_options_that_differ_are_named():
         "backwards_per_step is not given on rank 0 and 4 on rank 3. "
     )
     assert options_differ(0, None, 1, None) == ""
+
+
+def _differ(*options):
+    first, other = (Options.parse(each).compared() for each in options)
+    return compared_differ(0, first, 3, other)
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        ({"memory_budget": "1GiB"}, {"memory_budget": "1024MiB"}),
+        ({"memory_budget": "5%"}, {"memory_budget": "5.0 %"}),
+        (
+            {"memory_budget": "auto", "host_memory": "1GiB"},
+            {"memory_budget": "auto", "host_memory": "1024 MiB"},
+        ),
+        ({}, {"zero_stage": 3}),
+        ({"pipeline": "zero2"}, {"zero_stage": 2}),
+        ({}, {"recompute_elementwise": True}),
+        ({}, {"dump": "here", "agreement_timeout_s": 3.0, "cache": False, "verify": "off"}),
+    ],
+)
+def test_options_that_mean_the_same_do_not_differ(first, other):
+    assert _differ(first, other) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "said"),
+    [
+        (
+            {"memory_budget": "100MiB", "host_memory": "1GiB"},
+            {"memory_budget": "5%"},
+            "memory_budget is 100MiB on rank 0 and 5% on rank 3, "
+            "host_memory is 1GiB on rank 0 and not given on rank 3",
+        ),
+        ({"zero_stage": 2}, {}, "zero_stage is 2 on rank 0 and not given on rank 3"),
+        ({"prefetch": "auto"}, {}, "prefetch is auto on rank 0 and 0 on rank 3"),
+        ({"grad_accum": "shards"}, {}, "grad_accum is shards on rank 0 and full on rank 3"),
+    ],
+)
+def test_options_that_must_be_alike_are_named_with_their_values(first, other, said):
+    expected = f"ranks compile with different options: {said}; give all ranks the same."
+    assert _differ(first, other) == expected

@@ -27,6 +27,7 @@ from tests.zpasses.ranks.many_ranks import (
 from tests.zpasses.ranks.simulated_world import GROUP, SimulatedWorld
 from zpasses.errors import AgreementError
 from zpasses.ranks.agree import exchange
+from zpasses.ranks.compared_options import compare_options
 from zpasses.ranks.current_compile import compiling
 from zpasses.ranks.failures import report_failure
 from zpasses.ranks.mesh_comparison import compare_shard_calls
@@ -135,6 +136,65 @@ def test_ranks_at_different_votes_hear_what_both_compile():
     text = error_of_all(measured(program, 100))
     assert "rank 0 is at free memory, but rank 50 at a barrier" in text
     assert "Only rank 50 reads other.weight (module other) in graph 0/0." in text
+
+
+LARGE, SMALL = (
+    {"memory_budget": (text, text), "host_memory": ("not given", "None")}
+    for text in ("2MiB", "1MiB")
+)
+OPTIONS_DIFFER = (
+    "ranks compile with different options: memory_budget is 2MiB on rank 0 and 1MiB on rank 50; "
+    "give all ranks the same."
+)
+
+
+def _compiles(rank, *, votes, params=("a.weight",)):
+    """Ranks 50 and later have another budget."""
+    options = LARGE if rank < 50 else SMALL
+    with compiling("0/0", params, compared=options):
+        compare_options([GROUP], "0/0", options, votes=votes)
+        return exchange(GROUP, "free memory", rank, LIMIT_S, merge=min)
+
+
+def test_ranks_compare_options_once():
+    def program(rank):
+        for _ in range(3):
+            compare_options([GROUP], "0/0", LARGE, votes=True)
+        return merges_numbers(rank)
+
+    assert set(measured(program, 100).outcomes) == {10**10 - 99}
+
+
+def test_options_that_differ_are_named_before_ranks_plan():
+    found = measured(lambda rank: _compiles(rank, votes=True), 100)
+    assert error_of_all(found) == OPTIONS_DIFFER
+
+
+@pytest.mark.parametrize("first_votes", [True, False])
+def test_ranks_of_which_some_have_no_budget_hear_of_it_in_their_next_vote(first_votes):
+    found = measured(lambda rank: _compiles(rank, votes=(rank < 50) == first_votes), 100)
+    assert error_of_all(found) == OPTIONS_DIFFER
+
+
+def test_ranks_that_compile_other_graphs_hear_of_that_first():
+    def program(rank):
+        return _compiles(rank, votes=rank < 50, params=("a.weight", "b.weight")[: 1 + rank // 50])
+
+    text = error_of_all(measured(program, 100))
+    assert text.startswith("on group '0', rank 0 is at comparing options, but rank 50 at free mem")
+    assert "Only rank 50 reads b.weight (module b) in graph 0/0." in text
+
+
+def test_a_rank_that_has_compiled_without_a_vote_is_told_its_options():
+    def program(rank):
+        if rank < 50:
+            return _compiles(rank, votes=True)
+        compare_options([GROUP], "0/0", SMALL, votes=False)
+        return barrier(rank)
+
+    text = error_of_all(measured(program, 100))
+    assert "rank 0 is at comparing options, but rank 50 at a barrier" in text
+    assert f"In their last compiles, {OPTIONS_DIFFER}" in text
 
 
 @pytest.mark.parametrize("absent", [[0], [31], [32], [33], [99], [0, 32, 40], list(range(20, 100))])
