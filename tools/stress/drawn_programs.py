@@ -326,7 +326,8 @@ def _draw_host_options(
     chance: random.Random, how: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Options that let saved values rest on the host, for a third of the programs that may."""
-    if {"pipeline", "prefetch"} & {*options} or chance.random() < 0.65:
+    searches = _searches(options.get("pipeline", "zero3"))
+    if "prefetch" in options or not searches or chance.random() < 0.65:
         return {}
     budgets = _BLOCK_BUDGETS_KIB if how == "blocks" else _HOST_BUDGETS_KIB
     budget = f"{chance.choice(budgets)}KiB"

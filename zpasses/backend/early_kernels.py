@@ -48,11 +48,15 @@ def run_early(backward: fx.Graph) -> list[fx.Node]:
     """Moves such kernels of a backward graph, and returns them. None moves if the peak would rise
     by all of them.
     """
-    order, peak = list(backward.nodes), liveness(backward).peak_bytes
+    before = list(backward.nodes)
     moved = _Mover(backward).run()
-    if moved and liveness(backward).peak_bytes > peak:
-        restore_order(order)
+    if not moved:
         return []
+    after, peak = list(backward.nodes), liveness(backward).peak_bytes
+    restore_order(before)
+    if peak > liveness(backward).peak_bytes:
+        return []
+    restore_order(after)
     return moved
 
 

@@ -321,19 +321,24 @@ class StepTrials:
     def trial_graphs(
         self, activation_budget: float, recomputed: frozenset[str] = frozenset()
     ) -> Graphs:
-        """Returns only the graphs of a trial, which it does not keep."""
+        """Returns graphs with the nodes of those of a trial, which it does not keep. Nothing runs
+        early or late in them.
+        """
         made = self._made.get((activation_budget, recomputed, frozenset()))
-        return made.graphs if made else self._partitioned(activation_budget, recomputed)[0]
+        if made:
+            return made.graphs
+        return self._partitioned(activation_budget, recomputed, moves=False)[0]
 
     def _partitioned(
-        self, activation_budget: float, recomputed: frozenset[str]
+        self, activation_budget: float, recomputed: frozenset[str], *, moves: bool = True
     ) -> tuple[Graphs, float]:
         """Returns the graphs of a trial, and the share of the activations that it saves."""
         gm = compat.clone_graph_module(self._joint_for(activation_budget, recomputed))
         share = activation_budget
         if recomputed:
             share -= self._mark_recomputed(gm.graph, recomputed)
-        return self._partition(gm, activation_budget, self._policy, late=True), share
+        graphs = self._partition(gm, activation_budget, self._policy, early=moves, late=moves)
+        return graphs, share
 
     def leaner_gm(self) -> fx.GraphModule:
         """Returns the joint graph that partitions are made of which save less than all: its results
@@ -652,6 +657,7 @@ class StepTrials:
         activation_budget: float,
         policy: PartitionPolicy,
         *,
+        early: bool = True,
         late: bool = False,
     ) -> Graphs:
         forward, backward = compat.partition(
@@ -665,7 +671,7 @@ class StepTrials:
         remove_regathers(forward.graph)
         if policy.caches:
             mark_held_in_step(forward.graph, backward.graph)
-        if fuses():
+        if early and fuses():
             run_early(backward.graph)
         if late:
             run_late(backward.graph)
