@@ -344,11 +344,12 @@ def _record_wrapped_values(graph: fx.Graph) -> None:
         operator_run, args = operator_call(node)
         if operator_run is node.target or "val" in node.meta:
             continue
-        operands = fx.node.map_arg((args, node.kwargs), lambda each: each.meta["val"])
+        kwargs = {name: each for name, each in node.kwargs.items() if name != "rng_state"}
+        operands = fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
         with fake_mode_of(pytree.tree_leaves(operands)) or contextlib.nullcontext():
             value = operator_run(*operands[0], **operands[1])  # type: ignore[operator]
         if node.target is run_and_save_rng_state:
-            states = [each for each in node.users if each.args[1] == 0]
+            states = [each for each in node.users if each.args[1:] == (0,)]
             value = (*map(_make_static, states[:1]), value)
         node.meta["val"] = value
 

@@ -13,7 +13,11 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
-from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._prims.rng_prims import (
+    graphsafe_run_with_rng_state,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree
@@ -59,9 +63,10 @@ def operator_call(node: fx.Node) -> tuple[object, tuple[Any, ...]]:
     """Returns the operator that a node runs, and its arguments.
 
     They are the node's own, unless a recomputed operator is wrapped because it may draw random
-    numbers, as attention with dropout does.
+    numbers, as attention with dropout does. Wrappers for accelerators also have the keyword
+    `rng_state`.
     """
-    if node.target is run_and_save_rng_state:
+    if node.target in (run_and_save_rng_state, graphsafe_run_with_rng_state):
         return node.args[0], node.args[1:]
     if node.target is run_with_rng_state:
         return node.args[1], node.args[2:]

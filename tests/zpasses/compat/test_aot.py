@@ -1,13 +1,17 @@
 """What the partitioner leaves to forward and backward."""
 
+import operator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch._prims import rng_prims
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from zpasses import compat
+from zpasses.compat.aot import _record_wrapped_values
 
 aten = torch.ops.aten
 
@@ -125,3 +129,37 @@ def test_other_threads_generate_code_beside_a_partition():
         with ThreadPoolExecutor(1) as threads:
             assert threads.submit(_module, graph).result()(3) == 3
     assert _module(graph)(3) == 3
+
+
+def test_wrapped_operators_get_the_values_of_what_they_run():
+    """Of a checkpoint: on a CPU with the state of the generator, and on accelerators without."""
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    graph = fx.Graph()
+    operands = [graph.placeholder(name) for name in ("query", "key", "value")]
+    state = graph.placeholder("fwd_rng_state_0")
+    wrappers = rng_prims.run_and_save_rng_state, rng_prims.graphsafe_run_with_rng_state
+    saving = graph.call_function(wrappers[0], (attention, *operands, 0.0, True))
+    states = graph.call_function(operator.getitem, (saving, 0))
+    plain = graph.call_function(
+        wrappers[1], (attention, *operands, 0.0, True), {"rng_state": state}
+    )
+    graph.output((saving, states, plain))
+    with compat.FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        for each in operands:
+            each.meta["val"] = torch.empty(2, 4, 128, 16)
+        states.meta["val"] = mode.from_tensor(
+            torch.get_rng_state(), symbolic_context=dynamic_in_all(1)
+        )
+    assert states.meta["val"]._has_symbolic_sizes_strides
+    _record_wrapped_values(graph)
+    shapes = [(2, 4, 128, 16), (2, 4, 128)]
+    random_state, made = saving.meta["val"]
+    assert [tuple(each.shape) for each in made] == shapes
+    assert [tuple(each.shape) for each in plain.meta["val"]] == shapes
+    assert random_state is states.meta["val"]
+    assert random_state.nbytes == torch.get_rng_state().nbytes
+    assert not compat.has_symbols(_module(graph))
+
+
+def dynamic_in_all(dims):
+    return StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * dims)
