@@ -68,7 +68,9 @@ _REDUCTIONS = frozenset(
     {
         aten.amax.default,
         aten.amin.default,
+        aten.any.default,
         aten.any.dim,
+        aten.mean.default,
         aten.mean.dim,
         aten.sum.default,
         aten.sum.dim_IntList,
