@@ -45,6 +45,10 @@ SUBGRAPH_CALL: Callable[..., Any] = invoke_subgraph
 """The operator that calls a subgraph: (subgraph, its name, inputs...) -> tuple of results."""
 
 
+HELD = "zpasses_held"
+"""Key of the metadata of inputs that stay in memory to the end of a graph, whatever reads them, and
+of an output, with the bytes of what else does."""
+
 MOVED_NAMESPACES = ("_c10d_functional", "zpasses")
 """Namespaces of the operators that passes move: collectives, and copies from and to the host."""
 

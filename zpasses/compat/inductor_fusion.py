@@ -89,7 +89,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.24", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.25", self._limit_bytes, before
 
 
 _allowed: WeakKeyDictionary[Scheduler, int] = WeakKeyDictionary()

@@ -20,7 +20,7 @@ from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
-from zpasses.compat.fx_graph import MOVED_NAMESPACES
+from zpasses.compat.fx_graph import HELD, MOVED_NAMESPACES
 
 
 @dataclass(eq=False)
@@ -69,6 +69,8 @@ class NodeMemory:
         """Part of a node and bytes -> what the part may write over."""
         made_by: dict[NodeBuffer, str] = {}
         concatenated, on_host = _concatenated(nodes), _on_host(nodes)
+        placeholders = V.graph.graph.find_nodes(op="placeholder")
+        held = {each.name for each in placeholders if HELD in each.meta}
         parts = {name for each in concatenated.values() for name in each}
         made_at = {name: at for at, node in enumerate(nodes) for name in node.get_buffer_names()}
         for each in buffers:
@@ -82,7 +84,7 @@ class NodeMemory:
             elif name in concatenated:
                 maker = min((made_at[part] for part in concatenated[name]), default=maker)
             readers = frozenset(position[node] for node in succ_nodes[id(each)])
-            returned = each.end_step == -1
+            returned = each.end_step == -1 or (is_input and name in held)
             is_inner = not (is_input or returned) and readers <= {maker}
             if is_inner and type(nodes[maker]) is FusedSchedulerNode:  # not what loops outside
                 each.size_alloc = each.size_free = 0
@@ -99,7 +101,7 @@ class NodeMemory:
                         dying[part, each.size_free].append(buffer)
             if not isinstance(each.buffer, memory.FreeableInputBuffer):
                 made_by[buffer] = each.buffer.defining_op_name()
-        uncounted = _uncounted_inputs(nodes, set(given).union(outputs), workspace_of)
+        uncounted = _uncounted_inputs(nodes, set(given).union(outputs), held, workspace_of)
         for size, read_at in (*_incoming_gradients(nodes, inputs - outputs), *uncounted):
             self._add(NodeBuffer(size, -1, read_at, max(read_at), size), read_at)
             self._changes[max(read_at) + 1] -= size
@@ -171,9 +173,10 @@ class NodeMemory:
 
     def peak_within(self, limit_bytes: int) -> int:
         """Returns what the peak may be: as it is, or nine tenths of a limit, because the count is
-        not exact.
+        not exact. What lives although the graph does not read it is a part of the limit.
         """
-        return max(*self.live, limit_bytes * 9 // 10)
+        held = self._workspace_of(V.graph.graph.output_node())
+        return max(*self.live, limit_bytes * 9 // 10 - held)
 
     def _add(self, buffer: NodeBuffer, readers: frozenset[int]) -> None:
         self._changes[max(buffer.maker, 0)] += buffer.nbytes
@@ -277,7 +280,10 @@ def _incoming_gradients(
 
 
 def _uncounted_inputs(
-    nodes: list[BaseSchedulerNode], counted: set[str], workspace_of: Callable[[fx.Node], int]
+    nodes: list[BaseSchedulerNode],
+    counted: set[str],
+    held: set[str],
+    workspace_of: Callable[[fx.Node], int],
 ) -> Iterator[tuple[int, frozenset[int]]]:
     """Yields the bytes and readers of each input that Inductor's count takes for the caller's, and
     that lives for this graph alone: copies of inputs in another layout, which forward saves, and
@@ -295,7 +301,8 @@ def _uncounted_inputs(
             continue
         size = workspace_of(each)
         if size:
-            yield size, frozenset(reads.get(each.name) or range(len(nodes)))
+            read_at = () if each.name in held else reads.get(each.name, ())
+            yield size, frozenset(read_at or range(len(nodes)))
 
 
 def _input_bytes(name: str) -> int:

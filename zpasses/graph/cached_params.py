@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from zpasses import compat
 from zpasses.graph.aliases import CLONES, view_base
 from zpasses.graph.encoding import records_of
 from zpasses.graph.queries import collective_of, nbytes, returned_values, value_of
@@ -108,7 +109,7 @@ def mark_held(graph: fx.Graph) -> list[fx.Node]:
     slots = _by_slot(graph, [node for node, _ in tagged(graph, "full")]).values()
     held = [held_node(node) for nodes in slots for node in nodes]
     for node in held:
-        node.meta[_HELD] = 0
+        node.meta[compat.HELD] = 0
     return held
 
 
@@ -124,20 +125,17 @@ def mark_held_in_step(forward: fx.Graph, backward: fx.Graph) -> None:
     }
     read = [node for node in backward.find_nodes(op="placeholder") if saved.get(node.name) in left]
     for node in read:
-        node.meta[_HELD] = 0
+        node.meta[compat.HELD] = 0
     for base in {saved[node.name] for node in read}:
         del left[base]
-    backward.output_node().meta[_HELD] = nbytes(list(map(value_of, left)))
+    backward.output_node().meta[compat.HELD] = nbytes(list(map(value_of, left)))
 
 
 def is_held(node: fx.Node) -> bool:
     """Whether the memory of a value outlives the graph, as `mark_held` found."""
-    return _HELD in node.meta
+    return compat.HELD in node.meta
 
 
 def held_bytes(graph: fx.Graph) -> int:
     """Returns the bytes of cached parameters that a backward does not read."""
-    return int(graph.output_node().meta.get(_HELD, 0))
-
-
-_HELD = "zpasses_held"
+    return int(graph.output_node().meta.get(compat.HELD, 0))

@@ -314,7 +314,8 @@ def assert_falls_as_planned(stage, shares, expected, graphs, rich, **options):
 def test_measured_bytes_of_the_device_fall_by_what_the_plan_says(stage, shares):
     expected, graphs, held, rich = trained(stage, codegen="eager", layers=3)
     assert held == [0, 0]
-    assert rich == pytest.approx(modelled(graphs), rel=0.02)
+    with use_fusion(False):
+        assert rich == pytest.approx(modelled(graphs), rel=0.02)
     assert_falls_as_planned(stage, shares, expected, graphs, rich, codegen="eager", layers=3)
 
 

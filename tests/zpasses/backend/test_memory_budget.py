@@ -53,10 +53,10 @@ def test_without_the_option_parameters_share_the_memory_of_the_schedule():
         return capture_graphs(Blocks(), (X,), world_size=2, pipeline=pipeline, options=TARGET)
 
     lean, some, rich = (
-        captured(f"zero3{{schedule.memory_budget={rise}}}") for rise in ("0%", "30%", "300%")
+        captured(f"zero3{{schedule.memory_budget={rise}}}") for rise in ("0%", "20%", "300%")
     )
     assert regathered(lean) > regathered(some) > regathered(rich) == 0
-    assert peak(lean) < peak(some) <= 1.3 * peak(lean)
+    assert peak(lean) < peak(some) <= 1.2 * peak(lean)
     unscheduled = captured("zero3{schedule.plan=one-ahead}")
     assert regathered(unscheduled) == regathered(lean)
     for ample in ("1GiB", "10% of 1GiB", "+1MiB of 1GiB"):
