@@ -77,7 +77,8 @@ def test_all_collective_time_of_a_real_step_is_joined_to_nodes(tmp_path):
             assert each.runs == 1
             assert each.collectives
             assert all(one.time_us > 0 for one in each.collectives.values())
-            assert each.rise_bytes == pytest.approx(each.predicted_rise_bytes, rel=0.01)
+            # Some gradients are freed when their reduction ends, before it is awaited.
+            assert 0.94 < each.rise_bytes / each.predicted_rise_bytes < 1.01
             assert 0 <= each.unjoined_compute_us < each.total_us
             # Every operator of eager code is a node: what is left is Python.
             costly = [node for node in each.snapshot.nodes if node.cost_us and not node.collective]

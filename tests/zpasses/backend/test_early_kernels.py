@@ -112,7 +112,7 @@ def test_a_part_of_a_saved_value_does_not_free_it():
 
 def test_the_order_stays_if_the_peak_would_rise(monkeypatch):
     graph = backward(again)
-    before, peaks = list(graph.nodes), iter((1, 2))
+    before, peaks = list(graph.nodes), iter((2, 1))  # with what moved, and without
     monkeypatch.setattr(
         "zpasses.backend.early_kernels.liveness",
         lambda graph: SimpleNamespace(peak_bytes=next(peaks)),
