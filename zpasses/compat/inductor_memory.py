@@ -69,7 +69,7 @@ class NodeMemory:
         """Part of a node and bytes -> what the part may write over."""
         made_by: dict[NodeBuffer, str] = {}
         concatenated, on_host = _concatenated(nodes), _on_host(nodes)
-        placeholders = V.graph.graph.find_nodes(op="placeholder")
+        placeholders = _lowered_graph().find_nodes(op="placeholder")
         held = {each.name for each in placeholders if HELD in each.meta}
         parts = {name for each in concatenated.values() for name in each}
         made_at = {name: at for at, node in enumerate(nodes) for name in node.get_buffer_names()}
@@ -175,7 +175,7 @@ class NodeMemory:
         """Returns what the peak may be: as it is, or nine tenths of a limit, because the count is
         not exact. What lives although the graph does not read it is a part of the limit.
         """
-        held = self._workspace_of(V.graph.graph.output_node())
+        held = self._workspace_of(_lowered_graph().output_node())
         return max(*self.live, limit_bytes * 9 // 10 - held)
 
     def _add(self, buffer: NodeBuffer, readers: frozenset[int]) -> None:
@@ -184,6 +184,11 @@ class NodeMemory:
             self.made[buffer.maker].append(buffer)
         for reader in readers:
             self.read[reader].append(buffer)
+
+
+def _lowered_graph() -> fx.Graph:
+    interpreter: fx.Interpreter = V.graph
+    return interpreter.graph
 
 
 def _workspace(node: BaseSchedulerNode, workspace_of: Callable[[fx.Node], int]) -> int:
