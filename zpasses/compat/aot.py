@@ -358,7 +358,8 @@ def _make_static(state: fx.Node) -> Tensor:
     value: Tensor = state.meta["val"]
     if value._has_symbolic_sizes_strides:
         with fake_mode_of([value]) or contextlib.nullcontext():
-            state.meta["val"] = torch.empty(size_hint(value.numel()), dtype=value.dtype)
+            size = size_hint(value.numel())
+            state.meta["val"] = torch.empty(size, dtype=value.dtype, device=value.device)
     made: Tensor = state.meta["val"]
     return made
 
