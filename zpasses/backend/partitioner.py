@@ -21,7 +21,6 @@ from zpasses.graph.dialect import UNSHARD
 from zpasses.graph.host_copies import offloadable_inputs, offloadable_values
 from zpasses.graph.queries import nbytes, returned_values, value_of
 from zpasses.graph.subgraphs import read_subgraph_inputs_directly
-from zpasses.option_values import parse_budget
 from zpasses.pipeline.base_pass import Level
 from zpasses.pipeline.events import RuntimeNote
 
@@ -33,9 +32,8 @@ def inductor_patches(job: CompileJob) -> dict[str, Any]:
     run = functools.partial(partition_joint, job)
     partitioner = _InductorPartitioner(run, job.state.pipeline.digest())
     extra = job.options.inductor
-    if (budget := job.options.memory_budget) is not None:
-        most = None if budget == "auto" else parse_budget(budget, "memory_budget").most_bytes
-        extra = compat.within_planned_peak(extra, most or 0, bytes_within)
+    if job.options.memory_budget is not None:
+        extra = compat.within_planned_peak(extra, bytes_within)
     return compat.inductor_config_patches(partitioner, extra)
 
 

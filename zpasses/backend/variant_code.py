@@ -315,13 +315,14 @@ def _warn_above_budget(job: CompileJob, kind: str, peak_bytes: int) -> None:
     limit = parse_budget(budget, "memory_budget").most_bytes
     if limit is not None and peak_bytes > limit * _UNTOLD:
         log.warning(
-            "graph %s: the code of %s takes %s at its peak, %s more than memory_budget=%r allows, "
-            "because Inductor's kernels hold more than the plan counted. Set a budget that is "
-            "smaller by as much.",
+            "graph %s: the code of %s takes %s at its peak, %s more than the %s that "
+            "memory_budget=%r leaves for it, because Inductor's kernels hold more than the plan "
+            "counted. Set a budget that is smaller by as much.",
             job.name,
             kind,
             format_size(peak_bytes, up=True),
             format_size(peak_bytes - limit, up=True),
+            format_size(limit),
             job.options.memory_budget,
         )
 

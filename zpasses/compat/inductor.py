@@ -80,16 +80,13 @@ def inductor_config_patches(
 
 
 def within_planned_peak(
-    chosen: Mapping[str, Any],
-    limit_bytes: int = 0,
-    workspace_of: Callable[[fx.Node], int] = lambda call: 0,
+    chosen: Mapping[str, Any], workspace_of: Callable[[fx.Node], int] = lambda call: 0
 ) -> dict[str, Any]:
     """Returns the Inductor options with which kernels are not fused where that raises the peak. A
     pass of the user in the same place runs before.
 
     Args:
         chosen: the user's options, which are kept. None in this place has all kernels fused.
-        limit_bytes: what the peak may be in any case.
         workspace_of: returns the bytes that a call takes besides its inputs and outputs, until its
             waits if there are some, and those of an input that live for this graph alone.
     """
@@ -104,7 +101,7 @@ def within_planned_peak(
     before = chosen.get(name, getattr(config, name))
     return {
         **chosen,
-        name: fusion_within_peak(before, limit_bytes, workspace_of),
+        name: fusion_within_peak(before, workspace_of),
         after: fused_within_peak(chosen.get(after, getattr(config, after)), workspace_of),
     }
 

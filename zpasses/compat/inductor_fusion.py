@@ -50,28 +50,22 @@ class FusionWithinPeak(CustomSchedulerPass):
         dh = kernel(h, dx)
 
     That saves a read of `h`, and `dx` and `dh` live beside `dy`. A collective or a wait may stand
-    between them, too. This pass goes through the pairs
-    of kernels that Inductor may fuse, in the order of the graph. It allows a pair if the bytes that
-    live earlier for it and for all pairs allowed before fit below the peak that the graph has
-    without fusion, or below nine tenths of a limit; so the peak is kept whichever of them Inductor
-    then fuses. Otherwise, the second kernel depends on an operator between, and this operator on
-    the first, by dependencies that order and keep no buffer alive.
+    between them, too. This pass goes through the pairs of kernels that Inductor may fuse, in the
+    order of the graph. It allows a pair if the bytes that live earlier for it and for all pairs
+    allowed before fit below the peak that the graph has without fusion; so the peak is kept
+    whichever of them Inductor then fuses. Otherwise, the second kernel depends on an operator
+    between, and this operator on the first, by dependencies that order and keep no buffer alive.
 
     Args:
         before: a pass of the user that runs before, if there is one.
-        limit_bytes: what the peak may be in any case.
         workspace_of: returns the bytes that a call takes besides its inputs and outputs, until its
             waits if there are some, and those of an input that live for this graph alone.
     """
 
     def __init__(
-        self,
-        before: CustomSchedulerPass | None,
-        limit_bytes: int,
-        workspace_of: Callable[[fx.Node], int],
+        self, before: CustomSchedulerPass | None, workspace_of: Callable[[fx.Node], int]
     ) -> None:
         self._before = before
-        self._limit_bytes = limit_bytes
         self._workspace_of = workspace_of
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
@@ -80,16 +74,16 @@ class FusionWithinPeak(CustomSchedulerPass):
             nodes = self._before(nodes)
         if nodes:
             nodes = _in_planned_order(nodes)
-            fusions = _Fusions(nodes, self._limit_bytes, self._workspace_of)
+            fusions = _Fusions(nodes, self._workspace_of)
             fusions.restrict()
             _allowed[nodes[0].scheduler] = fusions.peak + fusions.peak // _MARGIN
-            end_kernel_groups(nodes[0].scheduler, self._limit_bytes, self._workspace_of)
+            end_kernel_groups(nodes[0].scheduler, self._workspace_of)
         return nodes
 
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.25", self._limit_bytes, before
+        return "zpasses.FusionWithinPeak.26", before
 
 
 _allowed: WeakKeyDictionary[Scheduler, int] = WeakKeyDictionary()
@@ -102,15 +96,15 @@ def allowed_peak(nodes: list[BaseSchedulerNode]) -> int | None:
 
 
 def fusion_within_peak(
-    before: Callable[..., Any] | None, limit_bytes: int, workspace_of: Callable[[fx.Node], int]
+    before: Callable[..., Any] | None, workspace_of: Callable[[fx.Node], int]
 ) -> Callable[..., Any]:
     """Returns `FusionWithinPeak` after a pass of the user. Inductor caches no code of a pass that
     is a plain function, so neither does it here.
     """
     if before is None or isinstance(before, CustomSchedulerPass):
-        return FusionWithinPeak(before, limit_bytes, workspace_of)
+        return FusionWithinPeak(before, workspace_of)
     function = before
-    return lambda nodes: FusionWithinPeak(None, limit_bytes, workspace_of)(function(nodes))
+    return lambda nodes: FusionWithinPeak(None, workspace_of)(function(nodes))
 
 
 def _in_planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
@@ -168,17 +162,14 @@ class _Fusions:
     """The pairs of kernels of one graph that Inductor may fuse. Nodes go by their positions."""
 
     def __init__(
-        self,
-        nodes: list[BaseSchedulerNode],
-        limit_bytes: int,
-        workspace_of: Callable[[fx.Node], int],
+        self, nodes: list[BaseSchedulerNode], workspace_of: Callable[[fx.Node], int]
     ) -> None:
         self._unfused = nodes
         self._nodes = nodes = with_only_readers(nodes)
         self._needs = _positions_of_needs(nodes)
         self._memory = NodeMemory(nodes, workspace_of)
         self._live = self._memory.live  # with what the allowed fusions add at most
-        self.peak = self._memory.peak_within(limit_bytes)
+        self.peak = max(self._live)
         """What the peak may be after fusion."""
         self._operators = [at for at, node in enumerate(nodes) if _is_call(node)]
         self._place = list(range(len(nodes)))

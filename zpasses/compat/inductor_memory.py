@@ -171,13 +171,6 @@ class NodeMemory:
         taken = accumulate(changes[:-1])
         return [live + change for live, change in zip(self.live, taken, strict=True)]
 
-    def peak_within(self, limit_bytes: int) -> int:
-        """Returns what the peak may be: as it is, or nine tenths of a limit, because the count is
-        not exact. What lives although the graph does not read it is a part of the limit.
-        """
-        held = self._workspace_of(_lowered_graph().output_node())
-        return max(*self.live, limit_bytes * 9 // 10 - held)
-
     def _add(self, buffer: NodeBuffer, readers: frozenset[int]) -> None:
         self._changes[max(buffer.maker, 0)] += buffer.nbytes
         if buffer.maker >= 0:

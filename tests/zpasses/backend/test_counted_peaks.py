@@ -59,7 +59,7 @@ def test_copies_that_only_inductor_makes_are_found(make, copies):
     def count(trials):
         graphs = trials.trial(1.0).graphs
         before = [liveness(gm.graph).peak_bytes for gm in graphs]
-        patches = compat.within_planned_peak({}, workspace_of=bytes_within)
+        patches = compat.within_planned_peak({}, bytes_within)
         added = bytes_added(graphs, trials.user_outputs, patches)
         for gm, sizes in zip(graphs, added, strict=True):
             mark_added_by_code(gm.graph, sizes)

@@ -325,7 +325,8 @@ def test_measured_bytes_of_the_device_fall_by_what_the_plan_says(stage, shares):
 @on_ranks(2, timeout_s=400)
 def test_measured_bytes_of_generated_code_fall_by_what_the_plan_says(stage):
     expected, graphs, _, rich = trained(stage, layers=3, cache=False)
-    assert_falls_as_planned(stage, SHARES, expected, graphs, rich, layers=3)
+    # The first is the peak without a budget, which has room: plans with one take less.
+    assert_falls_as_planned(stage, (1.0, *SHARES), expected, graphs, rich, layers=3)
 
 
 # --- dynamic shapes -------------------------------------------------------------------------------

@@ -456,11 +456,8 @@ def subgraph_bytes(node: fx.Node) -> int:
 def bytes_within(node: fx.Node) -> int:
     """Returns the bytes that a call takes besides its inputs and outputs, until its wait if it
     communicates. Copies that Inductor's code makes by kernels of their own do not count. Of an
-    input, returns the bytes that live for this graph alone, and of the output, what lives although
-    the graph does not read it.
+    input, returns the bytes that live for this graph alone.
     """
-    if node.op == "output":
-        return held_bytes(node.graph)
     if node.op == "placeholder":
         inputs = reversed(node.graph.find_nodes(op="placeholder", sort=False))
         gradient = next((each for each in inputs if each.name.startswith("tangents")), node)

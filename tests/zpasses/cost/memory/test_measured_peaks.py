@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
+from tests.zpasses.backend.values_on_host import TARGET, Net
 from tests.zpasses.cost.memory.allocations import measured_step, one_by_one, write_no_kernels
 from tests.zpasses.cost.memory.convolutional import averaged, convolutional, growing
 from tests.zpasses.cost.memory.layers import LAYERS
@@ -67,10 +68,10 @@ def test_modelled_peaks_are_those_of_generated_code(vocab):
 
 @pytest.mark.inductor
 @pytest.mark.slow(quick="test_a_kernel_is_a_part_of_the_one_kernel_that_reads_it")
-@pytest.mark.parametrize("budget", ["0%", "15%", "40%"])
+@pytest.mark.parametrize("budget", ["0%", "15%", "40%", "4GiB"])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_generated_code_keeps_to_its_plan(make, budget, monkeypatch, caplog):
-    """From the leanest plan to one of the richest. What is said of the step is that of a schedule
+    """From the leanest plan to one that has room. What is said of the step is that of a schedule
     which is made anew, and may then take less.
     """
     caplog.set_level(logging.INFO, "zpasses")
@@ -132,6 +133,23 @@ def test_a_backward_runs_first_what_frees_memory(tokens, width, moved_by, part, 
     monkeypatch.setattr(f"zpasses.backend.step_trials.{moved_by}", lambda graph: None)
     graphs, *_ = measured_step(None, **options)
     assert planned < part * liveness(graphs["backward"]).peak_bytes
+
+
+@pytest.mark.inductor
+def test_kernels_are_not_fused_into_the_room_of_a_budget(monkeypatch):
+    """A step takes what its plan says also where a budget allows more."""
+    write_no_kernels(monkeypatch)
+    graphs, _, measured = measured_step(
+        None,
+        make=lambda: (Net(64, 3), [(torch.randn(4096, 64),)] * 2),
+        cache=False,
+        agreement=False,
+        zero_stage=3,
+        target=TARGET,
+        memory_budget="1GiB",
+        inductor={"fx_graph_cache": False},
+    )
+    assert 0.99 < measured / liveness(graphs["backward"]).peak_bytes < 1.003
 
 
 class WithLoss(torch.nn.Module):
