@@ -13,7 +13,7 @@ from tests.tools.equal_layers import ROWS, WIDTH, Net
 from tests.zpasses.backend.budgets import TARGETS, Stack, steps, within_compile
 from tests.zpasses.models import Blocks
 from zpasses.backend import step_trials
-from zpasses.backend.step_trials import Choice
+from zpasses.backend.partition_plan import Choice
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import StepProblem, keepable_params
 from zpasses.cost.plan.schedule_problem import problem_of

@@ -16,7 +16,8 @@ from typing import Any, Literal
 from torch import fx
 from tqdm import tqdm
 
-from zpasses.backend.step_trials import StepPlan, StepTrials
+from zpasses.backend.partition_plan import StepPlan
+from zpasses.backend.step_trials import StepTrials
 from zpasses.compat.inductor_overlap import (
     inductor_node_ms,
     schedule_blocks_by_inductor,

@@ -15,7 +15,8 @@ from torch import fx
 
 import zpasses
 from zpasses import compat
-from zpasses.backend.step_trials import StepPlan, StepTrials
+from zpasses.backend.partition_plan import StepPlan
+from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.time.route_figures import planned_routes
 from zpasses.cost.time.target import Target, use_target
 from zpasses.pipeline.events import ObservedGraph, listen, observe_graphs

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.backend.partition_marks import mark, marks_of
-from zpasses.backend.step_trials import Graphs, StepTrials
+from zpasses.backend.partition_plan import Graphs
+from zpasses.backend.step_trials import StepTrials
 from zpasses.graph.queries import value_of
 from zpasses.graph.tags import tag_of
 from zpasses.tools.plan.repeated_layers import layer_starts

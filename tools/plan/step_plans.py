@@ -18,12 +18,8 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.backend.partition_choice import too_little_memory
-from zpasses.backend.step_trials import (
-    Graphs,
-    StepPlan,
-    StepTrials,
-    full_params,
-)
+from zpasses.backend.partition_plan import Graphs, StepPlan
+from zpasses.backend.step_trials import StepTrials, full_params
 from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import KeptParam
 from zpasses.cost.time.route_figures import engine_routes

@@ -20,15 +20,8 @@ from torch import fx
 
 from zpasses.backend.counted_peaks import CountAdded
 from zpasses.backend.host_advice import ANY_BYTES, LeanestPlan, host_advice
-from zpasses.backend.step_trials import (
-    WHOLE,
-    Choice,
-    Graphs,
-    PartitionPolicy,
-    StepPlan,
-    StepTrials,
-    full_params,
-)
+from zpasses.backend.partition_plan import Choice, Graphs, PartitionPolicy, StepPlan
+from zpasses.backend.step_trials import WHOLE, StepTrials, full_params
 from zpasses.cost.memory.code_memory import mark_added_by_code
 from zpasses.cost.memory.liveness import liveness
 from zpasses.cost.plan.offloaded_values import SavedValue

@@ -14,7 +14,7 @@ from zpasses.backend.compile_job import CompileJob
 from zpasses.backend.counted_peaks import bytes_added
 from zpasses.backend.levels import run_level
 from zpasses.backend.partition_choice import partition_step
-from zpasses.backend.step_trials import PartitionPolicy
+from zpasses.backend.partition_plan import PartitionPolicy
 from zpasses.cost.memory.liveness import bytes_within
 from zpasses.cost.plan.kept_params import Repetition
 from zpasses.graph.dialect import UNSHARD

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -21,11 +21,17 @@ from zpasses.backend.counted_peaks import Added, CountedPlans
 from zpasses.backend.early_kernels import run_early
 from zpasses.backend.late_products import run_late
 from zpasses.backend.partition_marks import mark_as_partitioned, mark_kept
+from zpasses.backend.partition_plan import (
+    Choice,
+    Graphs,
+    PartitionPolicy,
+    StepPlan,
+    Trial,
+    step_bound_us,
+)
 from zpasses.backend.product_sums import round_as_in
-from zpasses.cost.plan.bound import schedule_bound_us
 from zpasses.cost.plan.kept_params import (
     KeptParam,
-    Repetition,
     StepProblem,
     choose_kept,
     fitting_params,
@@ -47,15 +53,13 @@ from zpasses.graph.cached_params import mark_held_in_step
 from zpasses.graph.encoding import records_of
 from zpasses.graph.error_feedback import residual_bytes
 from zpasses.graph.host_copies import offload_saved, offloadable_values
-from zpasses.graph.loss_chunks import Gradients, chunk_regions
+from zpasses.graph.loss_chunks import chunk_regions
 from zpasses.graph.loss_regions import find_regions
 from zpasses.graph.queries import nbytes, saved_inputs, value_of
 from zpasses.graph.regathers import drop_unread_parts, remove_regathers
 from zpasses.graph.tags import params_of, retag, tagged
 from zpasses.option_values import parse_budget
 
-Graphs = tuple[fx.GraphModule, fx.GraphModule]
-"""Forward and backward."""
 _Key = tuple[float, frozenset[str], frozenset[str]]
 """Of a trial: the fraction of the activations, and what is computed again and offloaded."""
 
@@ -70,129 +74,6 @@ WHOLE = 0.999
 """Least share of the parameters of a graph that is a whole step."""
 _NEAR = 1.02
 """A step this close to its bound without a memory limit needs no more memory."""
-
-
-@dataclass(frozen=True)
-class PartitionPolicy:
-    """What a step may keep and recompute."""
-
-    budget: str | None
-    """Memory budget of the step, such as "60GiB" or "10%"; None recomputes nothing more."""
-    rise: str | None
-    """Memory budget of the passes that plan a schedule, within which parameters may be kept if the
-    step has none; None keeps only what does not raise the peak."""
-    share: float
-    """Part of the bytes of the step's sharded parameters that this graph reads, from 0 to 1."""
-    keeps: bool
-    """Whether full parameters may be kept where backward would gather them again."""
-    groups: tuple[str, ...]
-    """Process groups whose ranks must partition identically."""
-    recompute_elementwise: bool
-    repetition: Repetition
-    """How often a step runs the graph while parameters do not change."""
-    host_bytes: int = 0
-    """How many bytes of the host saved values may take on each rank."""
-    caches: bool = False
-    """Whether gathered parameters stay in memory after the step, as in stages 1 and 2."""
-    chunks_loss: Gradients | None = None
-    """Where gradients are computed if the loss is computed in chunks; None if it may not be."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a partition saves and keeps."""
-
-    activation_budget: float
-    """Fraction of the activations that the partitioner is told to save."""
-    kept: frozenset[str]
-    cached: frozenset[str]
-    """Names of the nodes with the full parameters that stay until backward, and throughout the
-    step."""
-    offloaded: frozenset[str] = frozenset()
-    """Names of the saved values that rest on the host."""
-    recomputed: frozenset[str] = frozenset()
-    """Names of the values that backward computes again, of those that it would find in full
-    memory."""
-    chunks: int = 1
-    """In how many chunks the loss is computed."""
-    late: bool = False
-    """Whether products run later where that lowers the peak. Without a budget, Inductor fuses
-    kernels across products, and orders them by itself."""
-
-
-@dataclass(frozen=True, eq=False)
-class Trial:
-    """A partition that keeps no full parameter."""
-
-    activation_budget: float
-    """Fraction of the activations that the partitioner was told to save."""
-    graphs: Graphs
-    step: StepProblem
-    offloaded: tuple[SavedValue, ...] = ()
-    """What rests on the host from forward to backward."""
-    recomputed: frozenset[str] = frozenset()
-    """Names of the values that it does not save, of those that the partitioner saves by default.
-    """
-    chunks: int = 1
-    """In how many chunks the loss is computed."""
-    saved_share: float = 1.0
-    """Fraction of the activations that it saves, of all that the partitioner saves by default."""
-    late: bool = True
-    """As in `Choice`."""
-
-
-@dataclass(frozen=True, eq=False)
-class StepPlan:
-    """What a step saves and keeps within a memory limit, and an estimate of what it then costs."""
-
-    trial: Trial
-    kept: tuple[KeptParam, ...]
-    """Full parameters that stay until backward."""
-    cached: tuple[KeptParam, ...]
-    """Full parameters that stay throughout the step."""
-    total_us: float
-    """Mean duration of a forward and its backward."""
-    peak_bytes: int
-    limit_bytes: int
-    memory_budget: str | None
-    """The limit as the option of passes that plan a schedule; None leaves them their own."""
-
-    @property
-    def saved_share(self) -> float:
-        """Fraction of the activations that it saves."""
-        return self.trial.saved_share
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of saved values on the host."""
-        return sum(each.nbytes for each in self.trial.offloaded)
-
-    @property
-    def fits(self) -> bool:
-        return self.peak_bytes <= self.limit_bytes
-
-    @property
-    def bound_us(self) -> float:
-        """The least duration of the step with these parameters kept."""
-        return _bound_us(self.trial.step.keeping(self.kept, self.cached))
-
-    @property
-    def choice(self) -> Choice:
-        """What the partition depends on."""
-        return Choice(
-            self.trial.activation_budget,
-            frozenset(each.name for each in self.kept),
-            frozenset(each.name for each in self.cached),
-            frozenset(each.name for each in self.trial.offloaded),
-            self.trial.recomputed,
-            self.trial.chunks,
-            self.trial.late,
-        )
-
-    @property
-    def _rank(self) -> tuple[int, float]:
-        """Bytes above the limit, microseconds; lower is better."""
-        return max(0, self.peak_bytes - self.limit_bytes), self.total_us
 
 
 class StepTrials:
@@ -512,7 +393,7 @@ class StepTrials:
                 break
             trials = self.in_chunks(chunks)
             if not best.fits or trials._unlimited_us(trials.trial(1.0)) < best.total_us:
-                best = min(best, trials._fastest(limit_bytes), key=lambda each: each._rank)
+                best = min(best, trials._fastest(limit_bytes), key=lambda each: each.rank)
         return best
 
     def _fastest(self, limit_bytes: int) -> StepPlan:
@@ -523,12 +404,12 @@ class StepTrials:
             return best
         for each in self._leaner(full, limit_bytes):
             if not best.fits or self._unlimited_us(each) < best.total_us:
-                best = min(best, self._planned(each, limit_bytes), key=lambda one: one._rank)
+                best = min(best, self._planned(each, limit_bytes), key=lambda one: one.rank)
         if best.fits:
             return best
         for each in self._leanest(limit_bytes):
             if not best.fits or self._unlimited_us(each) < best.total_us:
-                best = min(best, self._planned(each, limit_bytes), key=lambda one: one._rank)
+                best = min(best, self._planned(each, limit_bytes), key=lambda one: one.rank)
         return best
 
     def _leaner(self, full: Trial, limit_bytes: int) -> Iterator[Trial]:
@@ -684,7 +565,7 @@ class StepTrials:
 
     def _unlimited_us(self, trial: Trial) -> float:
         """The bound of the step with as much memory as it can use."""
-        return _bound_us(self._keeping_all(trial))
+        return step_bound_us(self._keeping_all(trial))
 
     def _keeping_all(self, trial: Trial) -> StepProblem:
         """The step that keeps all that it can."""
@@ -710,10 +591,6 @@ def _offloaded(graphs: Graphs, names: frozenset[str]) -> Graphs:
         for each in graphs:
             each.recompile()
     return graphs
-
-
-def _bound_us(step: StepProblem) -> float:
-    return step.mean_us(schedule_bound_us)
 
 
 def full_params(gm: fx.GraphModule) -> list[tuple[fx.Node, tuple[str, ...], int]]:

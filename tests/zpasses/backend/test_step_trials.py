@@ -10,7 +10,8 @@ from torch import nn
 
 from tests.zpasses.backend.budgets import SCHEDULED, X, within_compile
 from tests.zpasses.models import Blocks
-from zpasses.backend.step_trials import Choice, StepTrials
+from zpasses.backend.partition_plan import Choice
+from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.plan.kept_params import StepProblem, keepable_params
 from zpasses.cost.plan.schedule_problem import problem_of
 from zpasses.cost.time.target import current_target
