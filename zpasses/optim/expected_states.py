@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from zpasses import compat
 from zpasses.errors import ZpassesError
+from zpasses.optim.separate_steps import check_steps_apart
 from zpasses.optim.state_buckets import ValueLayout, layouts_of
 from zpasses.runtime.partial_step import PartialStep
 
@@ -25,7 +26,8 @@ def expected_layouts(optimizer: Optimizer) -> dict[Tensor, tuple[ValueLayout, ..
     meta, as one that reads values does.
 
     Raises:
-        ZpassesError: if it cannot step a parameter by itself, or lacks memory for it.
+        ZpassesError: if it cannot step a parameter by itself, does so otherwise than with others,
+            or lacks memory for it.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ZpassesError(
@@ -33,6 +35,7 @@ def expected_layouts(optimizer: Optimizer) -> dict[Tensor, tuple[ValueLayout, ..
             "for each of them that could rest on the host. Leave its states on the device, or use "
             "an optimizer that steps each parameter by itself, such as AdamW."
         )
+    check_steps_apart(optimizer)
     found: dict[Tensor, tuple[ValueLayout, ...]] = {}
     tried: dict[Any, tuple[ValueLayout, ...]] = {}
     for number, group in enumerate(optimizer.param_groups):

@@ -84,10 +84,11 @@ def offload_optimizer(
     gradient scaling, clipping and hooks work as before; `optimizer.state` holds host tensors. Call
     it on every rank, before or after the first step. On CPUs, the host is another allocation.
 
-    It serves optimizers that step each parameter by itself, from state that they hold for it. What
-    has no dimensions, such as counts of steps, stays where the optimizer makes it. So do values
-    that are not plain tensors, such as quantized ones. Copies of the optimizer (`copy.deepcopy`,
-    `pickle`) have their states on the device.
+    It serves optimizers that step each parameter by itself, from state that they hold for it. Two
+    small parameters step on trial, together and one after the other, to see that. What has no
+    dimensions, such as counts of steps, stays where the optimizer makes it. So do values that are
+    not plain tensors, such as quantized ones. Copies of the optimizer (`copy.deepcopy`, `pickle`)
+    have their states on the device.
 
     With `device_bytes="auto"`, as many states stay as fit. That is decided in the first step, when
     the step's graphs are compiled and gradients exist: of 90 % of the memory that is free then, the

@@ -56,7 +56,7 @@ class PartialStep:
         made = self.on(part)
         with on_shards(made):
             compat.step_without_hooks(made, *args, **kwargs)
-        changed = self._changes(made)
+        changed = self.changes(made)
         before, self._changed = self._changed, changed
         if before is None:
             return
@@ -78,8 +78,10 @@ class PartialStep:
             else:
                 self._optimizer.param_groups[number][name] = value
 
-    def _changes(self, made: Optimizer) -> dict[tuple[int | None, str], Any]:
-        """Returns what a part has written: number of the group or None, and name -> value."""
+    def changes(self, made: Optimizer) -> dict[tuple[int | None, str], Any]:
+        """Returns what a stand-in's step has written to settings and attributes: number of the
+        group or None, and name -> value.
+        """
         replaced = _replaced([])
         owners: list[tuple[int | None, dict[str, Any], dict[str, Any]]] = [
             (None, self._attributes, {k: v for k, v in vars(made).items() if k not in replaced})

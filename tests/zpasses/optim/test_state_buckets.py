@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zpasses
+from tests.zpasses.optim.offloading import Lion
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.optim.expected_states import expected_layouts
 from zpasses.optim.state_buckets import nbytes_of, plan_states, plan_states_beside
@@ -180,12 +181,88 @@ def test_a_step_in_parts_counts_once_and_every_part_sees_the_same_count():
     assert [float(param.detach().max()) for param in params] == [7, 7, 7, 1]
 
 
+def test_parts_that_write_other_settings_are_refused():
+    """As of an optimizer that does so in a later step only."""
+    params = [nn.Parameter(torch.full((2,), value)) for value in (3.0, 5.0)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    parts = PartialStep(Together(params, "settings"))
+    parts.run({0: params[:1]})
+    with pytest.raises(ZpassesError, match="computes 'scale' from all parameters together"):
+        parts.run({0: params[1:]})
+
+
 def test_a_part_has_the_names_of_its_parameters():
     named = [("a", nn.Parameter(torch.ones(2))), ("b", nn.Parameter(torch.ones(2)))]
     optimizer = torch.optim.SGD(named, lr=1.0)
     part = PartialStep(optimizer).on({0: [named[1][1]]})
     assert part.param_groups[0]["param_names"] == ["b"]
     assert optimizer.param_groups[0]["param_names"] == ["a", "b"]
+
+
+# --- steps on trial -------------------------------------------------------------------------------
+class Together(torch.optim.Optimizer):
+    """Reads all gradients before the first parameter steps, or all parameters, or writes to its
+    settings what it found.
+    """
+
+    def __init__(self, params, how):
+        super().__init__(params, {"how": how, "scale": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if group["how"] == "norm":
+                scale = torch.stack([param.grad.norm() for param in params] or [torch.ones(())])
+                scale = scale.norm()
+            elif group["how"] == "states":
+                for param in params:
+                    self.state[param]["share"] = param.norm() / sum(map(torch.norm, params))
+                scale = 1.0
+            elif group["how"] == "settings":
+                scale = 1.0
+                group["scale"] = max([group["scale"], *(float(param.max()) for param in params)])
+            else:  # at least one
+                scale = max(param.dim() for param in params)
+            for param in params:
+                param.sub_(param.grad / scale)
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ("norm", "gives other results"),
+        ("states", "gives other results"),
+        ("settings", "gives other results"),
+        ("any", r"fails \(ValueError: max.*empty sequence\)"),
+    ],
+)
+def test_an_optimizer_that_steps_parameters_together_is_refused(how, found):
+    params = [param for group in parameters() for param in group["params"]]
+    optimizer = Together(params, how)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ZpassesError, match=rf"Together steps parameters together: .*{found}\. "):
+        zpasses.offload_optimizer(optimizer)
+    optimizer.step()  # nothing has changed
+    assert optimizer.param_groups[0]["scale"] == 1.0
+
+
+@pytest.mark.parametrize("make", [Lion, Counting, zpasses.optim.Adafactor])
+def test_an_optimizer_that_steps_each_parameter_by_itself_is_taken(make):
+    params = [nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(7))]
+    zpasses.offload_optimizer(make(params))
+
+
+def test_nothing_is_known_of_an_optimizer_that_cannot_step_small_parameters():
+    class Large(Lion):
+        def step(self, closure=None):
+            if any(param.numel() < 64 for group in self.param_groups for param in group["params"]):
+                raise ValueError
+            super().step(closure)
+
+    zpasses.offload_optimizer(Large([nn.Parameter(torch.ones(8, 8))]))
 
 
 # --- sizes ----------------------------------------------------------------------------------------
