@@ -45,17 +45,30 @@ def marks_of(
     forward, backward = (
         {node.name: node for node in each.graph.nodes if node.op != "output"} for each in graphs
     )
-    found = {}
-    for node in joint.nodes:
+    found: dict[str, bool] = {}
+    for node in reversed(joint.nodes):
         name = twins.get(node.name, node.name)
         if node.op != "call_function" or name not in forward or name not in backward:
             continue
         if backward[name].op == "placeholder":
             if isinstance(value_of(node), Tensor):
                 found[node.name] = True
-        elif compat.recompute_policy(node) is None:
+        elif compat.recompute_policy(node) is None or _is_saved_for_later(node, found):
             found[node.name] = False
     return found
+
+
+def _is_saved_for_later(node: fx.Node, marks: Mapping[str, bool]) -> bool:
+    """Whether the partitioner would save a value of a checkpoint because a later one reads it, or
+    a value with a mark to compute it again.
+    """
+    own = compat.recompute_policy(node)
+    for user in node.users:
+        theirs = compat.recompute_policy(user)
+        is_later = own and theirs and "recompute" in theirs[0] and theirs[1] > own[1]
+        if is_later or marks.get(user.name) is False:
+            return True
+    return False
 
 
 def mark(joint: fx.Graph, marks: Mapping[str, bool]) -> None:

@@ -382,7 +382,7 @@ class StepTrials:
             plan_schedule(each, plan.limit_bytes).cost.peak_bytes
             for each in (step.forward, step.backward)
         )
-        return replace(plan, peak_bytes=min(plan.peak_bytes, peak))
+        return replace(plan, peak_bytes=peak)
 
     def fastest(self, limit_bytes: int) -> StepPlan:
         """Returns the fastest plan within a limit, or that which exceeds it least if none fits."""

@@ -53,11 +53,14 @@ _LAST_REGION = 1 << 30
 
 
 def mark_recompute(node: fx.Node) -> None:
-    """Makes the partitioner recompute this value in backward instead of saving it.
+    """Makes the partitioner recompute this value in backward instead of saving it, with what
+    returns it, if it is a part of that.
 
     The region number is higher than every checkpoint's, because the partitioner saves a recomputed
     value that a *later* region reads.
     """
+    if node.target is operator.getitem:
+        mark_recompute(node.all_input_nodes[0])
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = _LAST_REGION
 

@@ -83,7 +83,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.26", before
+        return "zpasses.FusionWithinPeak.27", before
 
 
 _allowed: WeakKeyDictionary[Scheduler, int] = WeakKeyDictionary()
@@ -327,9 +327,9 @@ class _Fusions:
             for buffer in self._memory.written_over[each]:
                 is_shared = len(together.intersection(buffer.readers or ())) > 1
                 if each in moved and not is_shared:
-                    added[first] -= buffer.nbytes
+                    added[first] -= buffer.freed
                 elif each not in moved and is_shared:
-                    added[first] += buffer.nbytes
+                    added[first] += buffer.freed
         return added
 
     def _freed(self, first: int, second: int) -> dict[int, int]:
@@ -371,7 +371,8 @@ def with_only_readers(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]
     readers: dict[str, set[int]] = defaultdict(set)
     for at, node in enumerate(nodes):
         for dep in node.unmet_dependencies:
-            readers[dep.name].add(at)
+            if not is_asked_for(dep):
+                readers[dep.name].add(at)
     outputs = set(V.graph.get_output_names())
     parts = [[node] for node in nodes]
     place = list(range(len(nodes)))

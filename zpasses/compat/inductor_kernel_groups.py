@@ -54,7 +54,7 @@ def _last_of_groups(nodes: list[BaseSchedulerNode], memory: NodeMemory) -> set[A
         if not is_kernel(node):
             before = None
             continue
-        written_over = sum(buffer.nbytes for buffer in memory.written_over[at])
+        written_over = sum(buffer.freed for buffer in memory.written_over[at])
         added = sum(buffer.nbytes for buffer in memory.made[at]) - written_over
         if before is not None and live + added > most:
             last.add(before)

@@ -137,7 +137,7 @@ class NodeMemory:
     def _live_bytes(self) -> list[int]:
         changed = accumulate(self._changes[:-1])
         found = [
-            live - sum(buffer.nbytes for buffer in over)
+            live - sum(buffer.freed for buffer in over)
             for live, over in zip(changed, self.written_over, strict=True)
         ]
         for at, node in enumerate(self._nodes):

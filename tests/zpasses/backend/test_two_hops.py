@@ -257,7 +257,7 @@ def train_with_other_hops(target):
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        (None, "process groups of nodes of 2 ranks"),
+        (None, "pipeline is .*hops=two.* on rank 0 and .*hops=one.* on rank 3"),
         ("h100,ranks_per_node=1", "process groups of nodes of 2 ranks|hops"),
     ],
 )
