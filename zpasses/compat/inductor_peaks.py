@@ -235,7 +235,7 @@ def _donated(forward: fx.GraphModule, backward: fx.GraphModule, model_outputs: i
     saved = {
         node.name
         for node in returned[model_outputs:]
-        if isinstance(node, fx.Node) and str(node.target) != "zpasses.offload_wait.default"
+        if isinstance(node, fx.Node) and not _rests_on_host(node)
     }
     return [
         at
@@ -245,8 +245,14 @@ def _donated(forward: fx.GraphModule, backward: fx.GraphModule, model_outputs: i
 
 
 def _names(gm: fx.GraphModule) -> list[str]:
+    """Returns the names that a backward has for what a forward returns."""
     returned = cast(Sequence[Any], gm.graph.output_node().args[0])
-    return [node.name if isinstance(node, fx.Node) else "" for node in returned]
+    values = [each.args[1] if _rests_on_host(each) else each for each in returned]
+    return [each.name if isinstance(each, fx.Node) else "" for each in values]
+
+
+def _rests_on_host(output: Any) -> bool:
+    return str(getattr(output, "target", "")) == "zpasses.offload_wait.default"
 
 
 def _strides(output: Any) -> tuple[int, ...] | None:

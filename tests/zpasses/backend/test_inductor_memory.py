@@ -235,6 +235,19 @@ def built(function, **shapes):
     return torch.fx.GraphModule({}, graph), [node.meta["val"] for node in inputs]
 
 
+def test_a_kernel_writes_over_a_part_of_what_an_operator_returns():
+    """Such as the gradient of a convolution."""
+
+    def graph(call, base):
+        sorted_, order = (call(operator.getitem, call(aten.sort.default, base), i) for i in (0, 1))
+        yield call(aten.sin.default, sorted_)
+        yield call(aten.sum.default, order)
+
+    with compat.observing_peaks() as peaks:
+        calls_of(compat.within_planned_peak({}), lambda: built(graph, primals_base=(64, 64)))
+    assert peaks[0] < 64 * 64 * (4 + 8) + 64
+
+
 def test_a_kernel_of_two_parts_writes_over_nothing_that_both_read():
     """So a second part that writes over `made` by itself takes memory of its own if it is fused."""
 

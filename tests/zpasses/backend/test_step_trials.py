@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.zpasses.backend.budgets import SCHEDULED, X, within_compile
 from tests.zpasses.models import Blocks
@@ -63,6 +64,39 @@ def test_less_activations_recompute_more():
         assert work[0] < work[-1]
 
     within_compile(check)
+
+
+class Checkpointed(nn.Module):
+    """The result of each block is saved by default, because the next block reads it again."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(32, 32), nn.SiLU()) for _ in range(3))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+def test_a_plan_saves_what_its_trial_saves_between_checkpoints():
+    compared = []
+
+    def check(trials):
+        for count in range(1, 1 + len(trials.recomputable())):
+            again = frozenset(each.name for each in trials.recomputable()[:count])
+            trial = trials.trial(1.0, again)
+            (kept, *_) = keepable_params(trial.step)
+            for some in ((), (kept.name,)):
+                graphs = trials.graphs(Choice(1.0, frozenset(some), frozenset(), recomputed=again))
+                placeholders = graphs[1].graph.find_nodes(op="placeholder")
+                found = {node.name for node in placeholders}
+                assert not again & found
+                compared.append(again)
+
+    within_compile(check, Checkpointed(), x=torch.randn(2048, 32), fake=True)
+    assert len(compared) >= 2
 
 
 @pytest.mark.parametrize("fake", [False, True], ids=["eager", "generated"])
