@@ -83,7 +83,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.27", before
+        return "zpasses.FusionWithinPeak.28", before
 
 
 _allowed: WeakKeyDictionary[Scheduler, int] = WeakKeyDictionary()

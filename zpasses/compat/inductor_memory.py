@@ -67,6 +67,8 @@ class NodeMemory:
         self._changes = [0] * (len(nodes) + 1)
         dying: dict[tuple[str, int], list[NodeBuffer]] = defaultdict(list)
         """Part of a node and bytes -> what the part may write over."""
+        passed_on: dict[tuple[str, int], list[str]] = defaultdict(list)
+        """Part of a kernel and bytes -> parts of it whose results it may write over."""
         made_by: dict[NodeBuffer, str] = {}
         concatenated, on_host = _concatenated(nodes), _on_host(nodes)
         placeholders = _lowered_graph().find_nodes(op="placeholder")
@@ -87,6 +89,8 @@ class NodeMemory:
             returned = each.end_step == -1 or (is_input and name in held)
             is_inner = not (is_input or returned) and readers <= {maker}
             if is_inner and type(nodes[maker]) is FusedSchedulerNode:  # not what loops outside
+                for part in _in_place_readers(each, nodes):
+                    passed_on[part, each.size_free].append(each.buffer.defining_op_name())
                 each.size_alloc = each.size_free = 0
             last = len(nodes) if returned else each.end_step
             left = None if returned else readers
@@ -105,7 +109,7 @@ class NodeMemory:
         for size, read_at in (*_incoming_gradients(nodes, inputs - outputs), *uncounted):
             self._add(NodeBuffer(size, -1, read_at, max(read_at), size), read_at)
             self._changes[max(read_at) + 1] -= size
-        self.written_over = self._written_over(dying, made_by)
+        self.written_over = self._written_over(dying, passed_on, made_by)
         """Node -> the inputs that it writes over."""
         self.live = self._live_bytes()
         """Bytes that live during each node."""
@@ -113,22 +117,28 @@ class NodeMemory:
     def _written_over(
         self,
         dying: Mapping[tuple[str, int], Sequence[NodeBuffer]],
+        passed_on: Mapping[tuple[str, int], Sequence[str]],
         made_by: Mapping[NodeBuffer, str],
     ) -> list[list[NodeBuffer]]:
         """Returns node -> the inputs that it writes over.
 
         Args:
             dying: part of a node and bytes -> what the part may write over.
+            passed_on: part of a kernel and bytes -> parts whose results it may write over.
             made_by: buffer -> the part that makes it.
         """
+
+        def given(part: str, nbytes: int) -> Iterator[NodeBuffer]:
+            yield from dying.get((part, nbytes), ())
+            for earlier in passed_on.get((part, nbytes), ()):
+                yield from given(earlier, nbytes)
+
         found: list[list[NodeBuffer]] = [[] for _ in self._nodes]
         taken: set[NodeBuffer] = set()
         for at, node in enumerate(self._nodes):
             for buffer in self.made[at] if is_kernel(node) else ():
-                given = (
-                    [] if buffer.maker != at else dying.get((made_by[buffer], buffer.nbytes), [])
-                )
-                over = next((each for each in given if each not in taken), None)
+                found_at = given(made_by[buffer], buffer.nbytes) if buffer.maker == at else ()
+                over = next((each for each in found_at if each not in taken), None)
                 if over is not None:
                     taken.add(over)
                     found[at].append(over)
