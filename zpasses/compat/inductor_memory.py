@@ -89,8 +89,9 @@ class NodeMemory:
             returned = each.end_step == -1 or (is_input and name in held)
             is_inner = not (is_input or returned) and readers <= {maker}
             if is_inner and type(nodes[maker]) is FusedSchedulerNode:  # not what loops outside
+                inner: Any = each.buffer
                 for part in _in_place_readers(each, nodes):
-                    passed_on[part, each.size_free].append(each.buffer.defining_op_name())
+                    passed_on[part, each.size_free].append(inner.defining_op_name())
                 each.size_alloc = each.size_free = 0
             last = len(nodes) if returned else each.end_step
             left = None if returned else readers
