@@ -254,7 +254,8 @@ class Reads(torch.optim.SGD):
     lacks_memory = False
 
     def step(self):
-        self.param_groups[0]["params"][0].sum().item()
+        for param in self.param_groups[0]["params"]:
+            param.sum().item()
         if self.lacks_memory:
             raise torch.OutOfMemoryError("Tried to allocate 20 GiB")
 
