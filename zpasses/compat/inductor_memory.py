@@ -138,8 +138,8 @@ class NodeMemory:
         taken: set[NodeBuffer] = set()
         for at, node in enumerate(self._nodes):
             for buffer in self.made[at] if is_kernel(node) else ():
-                found_at = given(made_by[buffer], buffer.nbytes) if buffer.maker == at else ()
-                over = next((each for each in found_at if each not in taken), None)
+                candidates = given(made_by[buffer], buffer.nbytes) if buffer.maker == at else ()
+                over = next((each for each in candidates if each not in taken), None)
                 if over is not None:
                     taken.add(over)
                     found[at].append(over)
