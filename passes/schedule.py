@@ -70,6 +70,8 @@ from zpasses.sdma.engine_gathers import note_route
 _MIB = float(1 << 20)
 _MOST_ROUTES = 400
 """Most changes of the route of a launch that are tried for a simple plan."""
+_MARGIN = 500
+"""Part of a budget by which a graph may exceed its plan unsaid: kernels may differ in it."""
 _log = logging.getLogger("zpasses")
 
 
@@ -306,6 +308,7 @@ class Schedule(Pass):
         if given is None and limit_bytes is None:
             return
         peak, allowed = equal_liveness(graph).peak_bytes, max(given or 0, limit_bytes or 0)
+        margin = NOTABLE_BYTES if given is None else allowed // _MARGIN
         if given is not None and given < peak and (limit_bytes is None or peak <= allowed):
             _log.warning(
                 "%s: the peak of this graph is %s, %s above the memory budget of %s, because it "
@@ -316,7 +319,7 @@ class Schedule(Pass):
                 format_size(peak - given),
                 format_size(given),
             )
-        elif limit_bytes is not None and peak > allowed + (NOTABLE_BYTES if given is None else 0):
+        elif limit_bytes is not None and peak > allowed + margin:
             default = parse_budget(Schedule.memory_budget, self.name)
             is_default = replace(self._budget(), of_bytes=None) == default
             _log.log(

@@ -422,6 +422,17 @@ def test_a_graph_that_holds_more_than_its_budget_is_warned_of(caplog):
             assert ["above the memory budget of" in each for each in messages] == [True] * warned
 
 
+@pytest.mark.parametrize(("beyond", "warned"), [(0.001, False), (0.003, True)])
+def test_a_graph_that_exceeds_the_plan_it_was_given_is_warned_of(beyond, warned, caplog):
+    """Unless that is little: its kernels may differ once it is written."""
+    plain, _ = scheduled(Param((2048, 1024)), Param((1024, 1024)), memory_budget=ROOMY)
+    with fake_world(2):
+        budget = int(peak_of(plain) / (1 + beyond))
+        with caplog.at_level(logging.WARNING, logger="zpasses"):
+            Schedule(memory_budget=f"{budget}B")._warn_over_budget(plain.graph, budget)
+    assert ("all ranks use the plan" in caplog.text) is warned
+
+
 def test_the_note_says_the_duration_and_peak_of_the_graph_that_was_written(caplog):
     """The planner counts the copies of flat launches from above."""
     params = [Param((64, 8)), Param((32, 8)), Param((48, 8))]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 from torch import fx
-from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode
@@ -16,6 +16,8 @@ from zpasses.compat.code_peaks import observed_peaks
 from zpasses.compat.inductor_fusion import allowed_peak, is_asked_for
 from zpasses.compat.inductor_memory import NodeMemory
 
+_Halves = tuple[Sequence[Any], Sequence[Any]]
+"""The parts of two kernels in place of one: those that run first, and the others."""
 _MOST_TRIALS = 64
 """How often kernels of one graph are taken apart to see what that saves."""
 
@@ -51,13 +53,15 @@ class FusedWithinPeak(CustomSchedulerPass):
 
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
-        return "zpasses.FusedWithinPeak.2", None if self._after is None else self._after.uuid()
+        return "zpasses.FusedWithinPeak.3", None if self._after is None else self._after.uuid()
 
 
 def fused_within_peak(
     after: Callable[..., Any] | None, workspace_of: Callable[[fx.Node], int]
 ) -> Callable[..., Any]:
     """Returns `FusedWithinPeak` before a pass of the user, as `fusion_within_peak` does."""
+    if isinstance(after, FusedWithinPeak):
+        return after
     if after is None or isinstance(after, CustomSchedulerPass):
         return FusedWithinPeak(after, workspace_of)
     function = after
@@ -116,9 +120,9 @@ def _within_peak(
     while max(live) > most and left:
         at = max(range(len(nodes)), key=live.__getitem__)
         best, least = None, _excess(live, most)
-        for fused, early in itertools.islice(_cuts(nodes, at), left):
+        for fused, halves in itertools.islice(_cuts(nodes, at), left):
             left -= 1
-            trial = _in_order_of_places(_taken_apart(nodes, fused, early))
+            trial = _in_order_of_places(_taken_apart(nodes, fused, halves))
             found = NodeMemory(trial, workspace_of).live
             if _excess(found, most) < least:
                 best, live, least = trial, found, _excess(found, most)
@@ -135,24 +139,35 @@ def _excess(live: list[int], most: int) -> tuple[int, int]:
     return max(live), sum(max(each - most, 0) for each in live)
 
 
-def _cuts(
-    nodes: list[BaseSchedulerNode], at: int
-) -> Iterator[tuple[FusedSchedulerNode, set[BaseSchedulerNode]]]:
+def _cuts(nodes: list[BaseSchedulerNode], at: int) -> Iterator[tuple[FusedSchedulerNode, _Halves]]:
     """Yields the fused kernels of which a part would run before a node and another one after it,
-    with the parts that would run before; of the node itself, each way to take it apart.
+    with the parts of both; of the node itself, each way to take it apart.
     """
     scheduler, place = nodes[at].scheduler, _place(nodes[at])
     written: set[str] = set(itertools.chain(*scheduler.mutation_real_name.items()))
     for node in (nodes[at], *(each for each in nodes if each is not nodes[at])):
         # Once kernels are fused, Inductor drops what orders their parts around a write.
-        if type(node) is not FusedSchedulerNode or node.is_template() or _uses(node, written):
+        if not isinstance(node, FusedSchedulerNode) or node.is_template() or _uses(node, written):
             continue
-        places = sorted({_place(part) for part in node.get_nodes()})
-        for last, following in itertools.pairwise(places):
-            if node is nodes[at] or last <= place < following:
-                early = {part for part in node.get_nodes() if _place(part) <= last}
-                if all(map(_is_one_kernel, (early, set(node.get_nodes()) - early))):
-                    yield node, early
+        for early, late in _halves(node):
+            is_around = max(map(_place, early)) <= place < min(map(_place, late))
+            if (is_around or node is nodes[at]) and all(map(_is_one_kernel, (early, late))):
+                yield node, (early, late)
+
+
+def _halves(fused: FusedSchedulerNode) -> Iterator[_Halves]:
+    """Yields each way to divide the parts of a fused kernel: at the loops that run inside common
+    outer ones, or else by their places.
+    """
+    if type(fused) is OuterLoopFusedSchedulerNode:
+        loops = fused.get_outer_nodes()
+        for count in range(1, len(loops)):
+            yield loops[:count], loops[count:]
+    elif type(fused) is FusedSchedulerNode:
+        parts = fused.get_nodes()
+        for last in sorted(set(map(_place, parts)))[:-1]:
+            early = [part for part in parts if _place(part) <= last]
+            yield early, [part for part in parts if part not in early]
 
 
 def _uses(node: BaseSchedulerNode, names: set[str]) -> bool:
@@ -162,11 +177,10 @@ def _uses(node: BaseSchedulerNode, names: set[str]) -> bool:
     return is_ordered or not names.isdisjoint(dep.name for dep in deps)
 
 
-def _is_one_kernel(parts: set[BaseSchedulerNode]) -> bool:
+def _is_one_kernel(kernels: Sequence[Any]) -> bool:
     """Whether parts of a fused kernel can be a kernel: of one size, or of a reduction, what it goes
     through, and what it makes. Code for CPUs has loops of several sizes.
     """
-    kernels: list[Any] = list(parts)
     if isinstance(kernels[0].scheduler.get_backend(kernels[0].get_device()), CppScheduling):
         return True
     sizes = {part.group[1] for part in kernels}
@@ -180,17 +194,18 @@ def _is_one_kernel(parts: set[BaseSchedulerNode]) -> bool:
 
 
 def _taken_apart(
-    nodes: list[BaseSchedulerNode], fused: FusedSchedulerNode, early: set[BaseSchedulerNode]
+    nodes: list[BaseSchedulerNode], fused: FusedSchedulerNode, halves: _Halves
 ) -> list[BaseSchedulerNode]:
-    """Returns the nodes with a fused one as two: of its early parts, and of the others."""
-    halves = [
-        [part for part in fused.get_nodes() if part in early],
-        [part for part in fused.get_nodes() if part not in early],
-    ]
-    apart = [
-        parts[0] if len(parts) == 1 else FusedSchedulerNode(fused.scheduler, parts)
-        for parts in halves
-    ]
+    """Returns the nodes with a fused one as two."""
+
+    def kernel(parts: Sequence[Any]) -> BaseSchedulerNode:
+        if len(parts) == 1:
+            return cast(BaseSchedulerNode, parts[0])
+        if isinstance(fused, OuterLoopFusedSchedulerNode):
+            return type(fused)(fused.scheduler, list(parts), fused.outer_loop_fusion_depth)
+        return FusedSchedulerNode(fused.scheduler, list(parts))
+
+    apart = list(map(kernel, halves))
     return list(itertools.chain.from_iterable(apart if node is fused else [node] for node in nodes))
 
 

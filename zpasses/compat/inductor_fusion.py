@@ -25,7 +25,8 @@ from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 
 from zpasses.compat.inductor_kernel_groups import end_kernel_groups
-from zpasses.compat.inductor_memory import NodeMemory, hint, is_kernel
+from zpasses.compat.inductor_memory import NodeMemory
+from zpasses.compat.inductor_nodes import hint, is_kernel
 
 aten = torch.ops.aten
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
@@ -83,7 +84,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.28", before
+        return "zpasses.FusionWithinPeak.29", before
 
 
 _allowed: WeakKeyDictionary[Scheduler, int] = WeakKeyDictionary()
@@ -99,8 +100,10 @@ def fusion_within_peak(
     before: Callable[..., Any] | None, workspace_of: Callable[[fx.Node], int]
 ) -> Callable[..., Any]:
     """Returns `FusionWithinPeak` after a pass of the user. Inductor caches no code of a pass that
-    is a plain function, so neither does it here.
+    is a plain function, so neither does it here. While a plan is counted, it is there already.
     """
+    if isinstance(before, FusionWithinPeak):
+        return before
     if before is None or isinstance(before, CustomSchedulerPass):
         return FusionWithinPeak(before, workspace_of)
     function = before

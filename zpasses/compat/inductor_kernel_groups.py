@@ -9,7 +9,8 @@ from torch import fx
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode, Scheduler
 
-from zpasses.compat.inductor_memory import NodeMemory, is_kernel
+from zpasses.compat.inductor_memory import NodeMemory
+from zpasses.compat.inductor_nodes import is_kernel
 
 
 def end_kernel_groups(scheduler: Scheduler, workspace_of: Callable[[fx.Node], int]) -> None:

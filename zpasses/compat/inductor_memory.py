@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -12,15 +12,14 @@ from torch import fx
 from torch._inductor import ir, memory
 from torch._inductor.scheduler import (
     BaseSchedulerNode,
-    FusedSchedulerNode,
     NopKernelSchedulerNode,
-    SchedulerNode,
 )
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
 from zpasses.compat.fx_graph import HELD, MOVED_NAMESPACES
+from zpasses.compat.inductor_nodes import hint, is_in_no_memory, is_kernel, may_write_over
 
 
 @dataclass(eq=False)
@@ -65,10 +64,9 @@ class NodeMemory:
         self.joined: list[list[NodeBuffer]] = [[] for _ in nodes]
         """Node -> buffers of `cat` that it writes a part of, and another node the first part."""
         self._changes = [0] * (len(nodes) + 1)
-        dying: dict[tuple[str, int], list[NodeBuffer]] = defaultdict(list)
-        """Part of a node and bytes -> what the part may write over."""
-        passed_on: dict[tuple[str, int], list[str]] = defaultdict(list)
-        """Part of a kernel and bytes -> parts of it whose results it may write over."""
+        dying: dict[tuple[str, int], dict[str, NodeBuffer | str]] = defaultdict(dict)
+        """Part of a node and bytes -> names of what the part may write over -> the buffer; of what
+        never leaves the kernel, the part that makes it."""
         made_by: dict[NodeBuffer, str] = {}
         concatenated, on_host = _concatenated(nodes), _on_host(nodes)
         placeholders = _lowered_graph().find_nodes(op="placeholder")
@@ -88,10 +86,10 @@ class NodeMemory:
             readers = frozenset(position[node] for node in succ_nodes[id(each)])
             returned = each.end_step == -1 or (is_input and name in held)
             is_inner = not (is_input or returned) and readers <= {maker}
-            if is_inner and type(nodes[maker]) is FusedSchedulerNode:  # not what loops outside
+            if is_inner and is_in_no_memory(each.buffer, nodes[maker]):
                 inner: Any = each.buffer
                 for part in _in_place_readers(each, nodes):
-                    passed_on[part, each.size_free].append(inner.defining_op_name())
+                    dying[part, each.size_free][name] = inner.defining_op_name()
                 each.size_alloc = each.size_free = 0
             last = len(nodes) if returned else each.end_step
             left = None if returned else readers
@@ -103,44 +101,45 @@ class NodeMemory:
                 self._changes[each.end_step + 1] -= each.size_free
                 if is_input or each.start_step < each.end_step:
                     for part in _in_place_readers(each, nodes):
-                        dying[part, each.size_free].append(buffer)
+                        dying[part, each.size_free][name] = buffer
             if not isinstance(each.buffer, memory.FreeableInputBuffer):
                 made_by[buffer] = each.buffer.defining_op_name()
         uncounted = _uncounted_inputs(nodes, set(given).union(outputs), held, workspace_of)
         for size, read_at in (*_incoming_gradients(nodes, inputs - outputs), *uncounted):
             self._add(NodeBuffer(size, -1, read_at, max(read_at), size), read_at)
             self._changes[max(read_at) + 1] -= size
-        self.written_over = self._written_over(dying, passed_on, made_by)
+        self.written_over = self._written_over(dying, made_by)
         """Node -> the inputs that it writes over."""
         self.live = self._live_bytes()
         """Bytes that live during each node."""
 
     def _written_over(
         self,
-        dying: Mapping[tuple[str, int], Sequence[NodeBuffer]],
-        passed_on: Mapping[tuple[str, int], Sequence[str]],
+        dying: Mapping[tuple[str, int], Mapping[str, NodeBuffer | str]],
         made_by: Mapping[NodeBuffer, str],
     ) -> list[list[NodeBuffer]]:
-        """Returns node -> the inputs that it writes over.
+        """Returns node -> the inputs that it writes over. A part writes over the first that it
+        reads of what it may; if that never leaves the kernel, over what was given to its maker.
 
         Args:
-            dying: part of a node and bytes -> what the part may write over.
-            passed_on: part of a kernel and bytes -> parts whose results it may write over.
+            dying: part of a node and bytes -> names of what the part may write over -> the buffer,
+                or the part that makes it.
             made_by: buffer -> the part that makes it.
         """
+        parts = {part.get_name(): part for node in self._nodes for part in node.get_nodes()}
 
-        def given(part: str, nbytes: int) -> Iterator[NodeBuffer]:
-            yield from dying.get((part, nbytes), ())
-            for earlier in passed_on.get((part, nbytes), ()):
-                yield from given(earlier, nbytes)
+        def given(part: str, nbytes: int) -> NodeBuffer | None:
+            may = dying.get((part, nbytes), {})
+            names = (dep.name for dep in parts[part].read_writes.reads)
+            found = next((may[name] for name in names if name in may), None)
+            return given(found, nbytes) if isinstance(found, str) else found
 
         found: list[list[NodeBuffer]] = [[] for _ in self._nodes]
         taken: set[NodeBuffer] = set()
         for at, node in enumerate(self._nodes):
             for buffer in self.made[at] if is_kernel(node) else ():
-                candidates = given(made_by[buffer], buffer.nbytes) if buffer.maker == at else ()
-                over = next((each for each in candidates if each not in taken), None)
-                if over is not None:
+                over = given(made_by[buffer], buffer.nbytes) if buffer.maker == at else None
+                if over is not None and over not in taken:
                     taken.add(over)
                     found[at].append(over)
         return found
@@ -265,8 +264,10 @@ def _in_place_readers(each: Any, nodes: list[BaseSchedulerNode]) -> Iterator[str
         return
     if isinstance(buffer, memory.FreeableInputBuffer):
         buffer = node.scheduler.name_to_donated_buffer.get(buffer.get_name())
+    if buffer is None or not may_write_over(buffer, node):
+        return
     last = OrderedSet(part.get_name() for part in node.get_nodes())
-    users = [] if buffer is None else [each for each in buffer.users if each.get_name() in last]
+    users = [each for each in buffer.users if each.get_name() in last]
     for user in users:
         others = {each.get_name() for each in users} - {user.get_name()}
         if user.can_inplace and others <= user.node.ancestors:
@@ -320,28 +321,3 @@ def _input_bytes(name: str) -> int:
     """
     given: Any = V.graph.graph_inputs[name]
     return int(hint(sympy_product(given.get_size())) * given.get_dtype().itemsize)
-
-
-def last_calls(nodes: list[BaseSchedulerNode]) -> list[str]:
-    """Returns for each node the name of the last node of the graph that it computes, or ""."""
-    kernels: list[list[Any]] = [[part.node for part in node.get_nodes()] for node in nodes]
-    calls = [
-        [call for kernel in each if kernel is not None for call in kernel.get_origins()]
-        for each in kernels
-    ]
-    graphs = Counter(call.graph for each in calls for call in each)  # some are of subgraphs
-    most = graphs.most_common(1)
-    position = {call: at for graph, _ in most for at, call in enumerate(graph.nodes)}
-    known = [[call for call in each if call in position] for each in calls]
-    return [max(each, key=lambda call: position[call]).name if each else "" for each in known]
-
-
-def is_kernel(node: BaseSchedulerNode) -> bool:
-    """Whether a node is a kernel that Inductor writes, fused or not."""
-    return isinstance(node, (SchedulerNode, FusedSchedulerNode)) and not node.is_template()
-
-
-def hint(size: Any) -> Any:
-    """Returns a number for a size, 0 for one that is not known."""
-    sizes: Any = V.graph.sizevars
-    return sizes.optimization_hint(size, fallback=0)

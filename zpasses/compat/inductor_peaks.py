@@ -160,7 +160,8 @@ class _Count:
         return nodes if own is None else list(own(nodes))
 
     def _steps(self, nodes: list[Any]) -> list[CodeStep]:
-        from zpasses.compat.inductor_memory import NodeMemory, is_kernel, last_calls
+        from zpasses.compat.inductor_memory import NodeMemory
+        from zpasses.compat.inductor_nodes import is_kernel, last_calls
 
         if not nodes:
             return []

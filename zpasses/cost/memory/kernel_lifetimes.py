@@ -49,6 +49,8 @@ class KernelLifetimes:
         """Buffer and number of calls before, as above -> the kernels that read it."""
         self._written_over: set[int] = set()
         """Buffers that a kernel writes over."""
+        self._groups: list[list[fx.Node]] = []
+        """Kernels that are fused, in the order of the graph."""
 
     def add(self, index: int, node: fx.Node) -> None:
         """Adds a kernel at its position in the graph."""
@@ -68,7 +70,9 @@ class KernelLifetimes:
         for node, (sources, others) in self._kernels.items():
             for read in {id(self._memory_of.get(each, [None])[0]) for each in sources}:
                 self._readers.setdefault((read, others), []).append(node)
-        for node, (sources, others) in self._kernels.items():
+        self._groups = self._fused()
+        first_of = {each: group[0] for group in self._groups for each in group}
+        for node, (sources, _) in self._kernels.items():
             made = self._memory_of[node][0]
             if made is None or made.node is not node:
                 continue
@@ -81,7 +85,7 @@ class KernelLifetimes:
                 if (
                     dying not in whole
                     and _takes_over(made, dying)
-                    and _needs_all(node, self._readers[id(dying), others])
+                    and _needs_all(node, self._later_readers(dying, first_of.get(node, node)))
                     and (
                         (_are_alike(made, dying) and all(sources[each].in_place for each in values))
                         or all(self._is_read_where_written(each, node) for each in values)
@@ -91,11 +95,19 @@ class KernelLifetimes:
                     self._written_over.add(id(dying))
                     break
 
+    def _later_readers(self, buffer: Buffer, first: fx.Node) -> list[fx.Node]:
+        """Returns the kernels that read a buffer and may be a part of the one which starts with a
+        kernel, without those that reduce columns before it: their loops fit no others on a CPU.
+        """
+        readers = self._readers[id(buffer), self._kernels[first][1]]
+        if not self._known.on_cpu:
+            return readers
+        return [each for each in readers if each >= first or not self._known.reduces_columns(each)]
+
     def hold(self) -> None:
         """Has what a kernel reads and writes live until the last of those that it is fused with."""
-        fused = self._fused()
-        first_of = {each: group[0] for group in fused for each in group}
-        last_of = {group[0]: self._index[group[-1]] for group in fused}
+        first_of = {each: group[0] for group in self._groups for each in group}
+        last_of = {group[0]: self._index[group[-1]] for group in self._groups}
         for node, (sources, _) in self._kernels.items():
             if node not in first_of:
                 continue

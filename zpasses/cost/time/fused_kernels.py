@@ -204,6 +204,23 @@ class FusedKernels:
         """
         if _kind_of(node.target) != "reduction":
             return numel(value_of(node))
+        is_by_rows = self._kept_within(node) == []
+        return numel(value_of(node.all_input_nodes[0])) if is_by_rows else None
+
+    def reduces_columns(self, node: fx.Node) -> bool:
+        """Whether a call reduces columns: the elements of each result lie apart. Those of a square
+        do not count: the loops of a kernel may go through its rows and its columns at once.
+        """
+        if not any(size > 1 for size in self._kept_within(node) or ()):
+            return False
+        return numel(value_of(node)) ** 2 != numel(value_of(node.all_input_nodes[0]))
+
+    def _kept_within(self, node: fx.Node) -> list[int] | None:
+        """Returns the sizes of the dimensions that a reduction keeps, and that follow one which it
+        reduces; None if it reduces all of them, and among convolutions.
+        """
+        if _kind_of(node.target) != "reduction":
+            return None
         source, dims, *_ = (*node.args, None)
         assert isinstance(source, fx.Node)
         if not isinstance(dims, (list, tuple)) or self._is_among_convolutions(elements_of(source)):
@@ -211,9 +228,9 @@ class FusedKernels:
         rank: int = value_of(source).dim()
         if not dims or not rank:  # all elements
             return None
-        reduced = sorted(int(dim) % rank for dim in dims)  # type: ignore[arg-type]
-        is_rows = reduced == list(range(rank - len(reduced), rank))
-        return numel(value_of(source)) if is_rows else None
+        reduced = {int(dim) % rank for dim in dims}  # type: ignore[arg-type]
+        kept = (dim for dim in range(min(reduced), rank) if dim not in reduced)
+        return [compat.planned_size(value_of(source).shape[dim]) for dim in kept]
 
     def inputs(self, node: fx.Node) -> Mapping[fx.Node, Load]:
         """Returns the values that a call loads, through those that are inlined in it."""

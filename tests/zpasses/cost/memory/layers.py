@@ -135,6 +135,48 @@ class Mixer(nn.Module):
         return self.inner(mixed.reshape(x.shape))
 
 
+class Rotary(nn.Module):
+    """Attention with rotated queries and keys between norms that are written out, and a gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(WIDTH) for _ in range(2))
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.out, self.inner = nn.Linear(WIDTH, WIDTH, bias=False), Gated(norm=nn.Identity)
+        angles = torch.outer(torch.arange(TOKENS // 8), 10000 ** (-torch.arange(8) / 8))
+        self.register_buffer("turn", torch.stack((angles.cos(), angles.sin())))
+
+    def forward(self, x):
+        tokens = x.view(8, -1, WIDTH)
+        normed = self.normed(tokens, self.scales[0])
+        query, key, value = (
+            each(normed).unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv
+        )
+        made = F.scaled_dot_product_attention(
+            self.rotated(query), self.rotated(key), value, is_causal=True
+        )
+        x = (tokens + self.out(made.transpose(1, 2).reshape(tokens.shape))).view(x.shape)
+        return x + self.inner(self.normed(x, self.scales[1]))
+
+    def normed(self, x, scale):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale
+
+    def rotated(self, x):
+        (cos, sin), (left, right) = self.turn, x.chunk(2, -1)
+        return torch.cat((left * cos - right * sin, left * sin + right * cos), -1)
+
+
+class Encoder(nn.Module):
+    """torch's layer, with dropout in its attention, which it then computes operator by operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.1, F.gelu, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x.view(8, -1, WIDTH)).view(x.shape)
+
+
 class TransposedNorm(nn.Module):
     """A batch norm of transposed values: Inductor lays its result out otherwise than the graph
     shows, and copies it for a product.
@@ -187,6 +229,10 @@ KINDS = {
     "scan": Scan,
     "mixer": Mixer,
     "transposed-norm": TransposedNorm,
+    "rotary": Rotary,
+    "checkpointed-rotary": partial(Checkpointed, Rotary),
+    "encoder": Encoder,
+    "checkpointed-encoder": partial(Checkpointed, Encoder),
 }
 LAYERS = {"gpt": None, **{name: partial(stacked, make) for name, make in KINDS.items()}}
 LAYERS["two-layers"] = partial(stacked, Gated, layers=2)  # forward peaks where `addmm` adds

@@ -303,6 +303,24 @@ def test_a_kernel_writes_over_what_only_its_own_inputs_have_read(function, held)
         assert peaks(decomposed(lambda x: function(x @ x), (32, 32)))[0] == held
 
 
+@pytest.mark.parametrize(
+    ("function", "held"),
+    [
+        (lambda y: (y.sum(0), y.sin()), 1),
+        (lambda y: (y.sin(), y.sum(0)), 2),  # which runs later
+        (lambda y: (y.sum(1), y.sin()), 2),  # parts of one kernel
+        (lambda y: (y.view(32, 32).sum(0), y.sin()), 2),  # as may be those of a square
+        (lambda y: (y.sum(0), y * y.square().sum(1, keepdim=True)), 1),  # as of a norm
+    ],
+)
+def test_a_kernel_writes_over_what_a_sum_of_columns_has_read(function, held):
+    graph = decomposed(lambda x, w: function(x @ w), (64, 8), (8, 16))
+    with use_target(Target.parse("cpu")):
+        assert liveness(graph).peak_bytes // UNIT == held
+    with use_target(Target.parse("h100")):
+        assert liveness(graph).peak_bytes // UNIT == 2  # Triton code may have both in one
+
+
 @pytest.mark.parametrize("dims", [[0], []])
 def test_a_scalar_can_be_reduced(dims):
     assert peaks(decomposed(lambda x: aten.sum.dim_IntList(x.exp(), dims).sin(), ()))[0] == 0
