@@ -72,6 +72,8 @@ _MOST_ROUTES = 400
 """Most changes of the route of a launch that are tried for a simple plan."""
 _MARGIN = 500
 """Part of a budget by which a graph may exceed its plan unsaid: kernels may differ in it."""
+_NEAR = 20
+"""Part of a limit above which a peak is counted exactly."""
 _log = logging.getLogger("zpasses")
 
 
@@ -261,12 +263,14 @@ class Schedule(Pass):
     def _first_fitting(
         self, problem: ScheduleProblem, plans: Iterable[tuple[Plan, Cost]], limit_bytes: int
     ) -> tuple[Plan, Cost] | None:
-        """Returns the first plan within a limit, and its cost. A peak above the limit, which the
-        planner counts from above, is judged on a copy of the graph. So are flat gathers: where
-        kernels compute their copies, all that was gathered stays until the last of them.
+        """Returns the first plan within a limit, and its cost. A peak near the limit is judged on a
+        copy of the graph: the planner counts flat gathers from above, and other kernels may be
+        fused once launches and waits stand between them. So are flat gathers: where kernels compute
+        their copies, all that was gathered stays until the last of them.
         """
+        near = limit_bytes - limit_bytes // _NEAR
         for plan, cost in plans:
-            if cost.peak_bytes > limit_bytes or (fuses() and _has_flat_gathers(problem, plan)):
+            if cost.peak_bytes > near or (fuses() and _has_flat_gathers(problem, plan)):
                 graph, copy = copied(problem)
                 write_plan(graph, copy, _by_node(problem, plan), self.name)
                 cost = exact_cost(graph, copy, current_target())

@@ -433,6 +433,22 @@ def test_a_graph_that_exceeds_the_plan_it_was_given_is_warned_of(beyond, warned,
     assert ("all ranks use the plan" in caplog.text) is warned
 
 
+@pytest.mark.parametrize(("room", "is_exact"), [(0.01, True), (0.1, False)])
+def test_a_peak_near_the_limit_is_counted_exactly(room, is_exact, monkeypatch):
+    """Other kernels may be fused in the graph that is written."""
+    plain, _ = scheduled(Param((2048, 1024)), Param((1024, 1024)), memory_budget=ROOMY)
+    with fake_world(2), use_target(H100):
+        option = Schedule(plan="one-ahead", mode="coalesced")
+        problem = option.problem(plain.graph)
+        planned = option.choose(problem, 1 << 40)
+        limit = int(planned.cost.peak_bytes * (1 + room))
+        for exact in (limit, limit + 1):
+            written = replace(planned.cost, peak_bytes=exact)
+            monkeypatch.setattr("zpasses.passes.schedule.exact_cost", lambda *_, it=written: it)
+            found = option.choose(problem, limit)
+            assert (found.cost is written) is (is_exact and exact <= limit)
+
+
 def test_the_note_says_the_duration_and_peak_of_the_graph_that_was_written(caplog):
     """The planner counts the copies of flat launches from above."""
     params = [Param((64, 8)), Param((32, 8)), Param((48, 8))]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -115,9 +116,10 @@ def _added_per_node(graph: fx.Graph, code: compat.StepCode) -> dict[str, int]:
 
 
 def _per_node(nodes: Sequence[fx.Node], steps: Sequence[compat.CodeStep]) -> list[int]:
-    """Returns the most bytes that live in code while it computes each node. A step that runs before
-    another one computes no node after that one's, although a fused kernel may be named after one.
-    Steps that passes move, such as waits, only say what lives between two others.
+    """Returns the most bytes that live in code while it computes each node. A step that runs out of
+    the order of the graph, such as a fused kernel that is named after a later node, or one that
+    fills memory, counts where the next step runs that is in order. Steps that passes move, such as
+    waits, only say what lives between two others.
     """
     place: dict[str, int] = {}
     moved: set[str] = set()
@@ -127,24 +129,45 @@ def _per_node(nodes: Sequence[fx.Node], steps: Sequence[compat.CodeStep]) -> lis
         place[node.name] = place[maker.name] if is_part else at
         if _is_moved(maker):
             moved.add(node.name)
-    next_at, places = len(nodes), []
-    for step in reversed(steps):
-        if step.call not in moved:
-            next_at = min(next_at, place.get(step.call, next_at))
-        places.append(next_at)
-    found = [0] * (len(nodes) + 1)
+    staying = [step for step in steps if step.call not in moved]
+    places = iter(_in_order([place.get(step.call) for step in staying]))
+    found = [0] * len(nodes)
     before, live_before = -1, 0
-    for at, step in zip(reversed(places), steps, strict=True):
+    for step in steps:
         if step.call in moved:
             live_before = min(live_before, step.live_bytes)
             continue
+        at = next(places)
         for between in range(before + 1, at):
             found[between] = min(live_before, step.live_bytes)
         found[at] = max(found[at], step.live_bytes)
         before, live_before = at, step.live_bytes
     for after in range(before + 1, len(nodes)):
         found[after] = live_before
-    return found[: len(nodes)]
+    return found
+
+
+def _in_order(places: Sequence[int | None]) -> list[int]:
+    """Returns places in an order that never falls. Most stay, and the others, and those that are
+    not known, become the next one that stays, or else the last one.
+    """
+    ends: list[int] = []
+    """Length of an order -> its last place, the lowest of all orders of this length so far."""
+    reached: list[int] = []
+    """Length of the longest order that ends at each place; 0 if it is not known."""
+    for place in places:
+        length = 0 if place is None else bisect_right(ends, place) + 1
+        reached.append(length)
+        if place is not None:
+            ends[length - 1 : length] = [place]
+    following, length = ends[-1] if ends else 0, len(ends)
+    found: list[int] = []
+    for place, longest in zip(reversed(places), reversed(reached), strict=True):
+        if place is not None and longest == length and (place <= following or length == len(ends)):
+            following = place
+            length -= 1
+        found.append(following)
+    return found[::-1]
 
 
 def _alike_between_operators(steps: Sequence[compat.CodeStep]) -> list[compat.CodeStep]:

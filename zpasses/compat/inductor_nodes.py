@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from torch._inductor.codegen.cpp import OuterLoopFusedSchedulerNode
-from torch._inductor.dependencies import MemoryDep
+from torch._inductor.dependencies import MemoryDep, WeakDep
 from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode, SchedulerNode
 from torch._inductor.virtualized import V
 
@@ -103,8 +103,9 @@ def _loops(kernel: OuterLoopFusedSchedulerNode) -> list[list[int]]:
 
 def _goes_through_rows(part: BaseSchedulerNode) -> bool:
     """Whether the innermost loop of a part goes through elements that lie next to each other."""
+    deps = [dep for dep in part.read_writes.reads_and_writes() if not isinstance(dep, WeakDep)]
     return all(
         isinstance(dep, MemoryDep)
         and (not dep.var_names or dep.index.diff(dep.var_names[-1]) in (0, 1))
-        for dep in part.read_writes.reads_and_writes()
+        for dep in deps
     )

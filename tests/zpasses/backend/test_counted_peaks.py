@@ -1,9 +1,12 @@
 """What Inductor's code takes beyond a plan counts within a budget, before code is made."""
 
 import functools
+import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import zpasses
@@ -12,7 +15,12 @@ from tests.zpasses.cost.memory.allocations import write_no_kernels
 from tests.zpasses.cost.memory.layers import TransposedNorm, stacked
 from zpasses import compat
 from zpasses.backend import step_trials
-from zpasses.backend.counted_peaks import _alike_between_operators, _per_node, bytes_added
+from zpasses.backend.counted_peaks import (
+    _alike_between_operators,
+    _in_order,
+    _per_node,
+    bytes_added,
+)
 from zpasses.backend.step_trials import StepTrials
 from zpasses.cost.memory.code_memory import added_by_code, mark_added_by_code
 from zpasses.cost.memory.liveness import bytes_within, liveness
@@ -263,8 +271,28 @@ def test_what_code_runs_elsewhere_places_nothing():
 
 def test_between_two_steps_lives_what_both_leave():
     assert _per_node(chain("a", "b", "c", "d"), [step("a", 7), step("d", 4)]) == [7, 4, 4, 4]
-    assert _per_node(chain("a", "b"), [step("a", 7), step("", 9)]) == [7, 7]
+    assert _per_node(chain("a", "b"), [step("a", 7), step("", 9)]) == [9, 9]
     assert _per_node(chain("a"), []) == [0]
+
+
+def test_what_code_fills_at_the_end_moves_no_kernel_ahead():
+    """The graph has the constant early."""
+    nodes = chain("constant", "a", "b", "c")
+    steps = [step("a", 5), step("b", 3), step("c", 2), step("constant", 4)]
+    assert _per_node(nodes, steps) == [0, 5, 3, 4]
+
+
+@given(st.lists(st.none() | st.integers(0, 7), max_size=10))
+def test_as_many_places_as_possible_stay_in_order(places):
+    found = _in_order(places)
+    assert found == sorted(found)
+    known = [each for each in places if each is not None]
+    assert set(found) <= set(known or [0])
+    orders = itertools.chain.from_iterable(
+        itertools.combinations(known, size) for size in range(len(known) + 1)
+    )
+    longest = max(len(each) for each in orders if list(each) == sorted(each))
+    assert sum(one == other for one, other in zip(found, places, strict=True)) >= longest
 
 
 def test_kernels_between_operators_count_alike():

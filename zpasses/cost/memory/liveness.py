@@ -37,9 +37,11 @@ from zpasses.cost.memory.layout_copies import (
 )
 from zpasses.cost.memory.workspaces import workspace_bytes
 from zpasses.cost.time.fused_kernels import (
+    BY_ROWS,
     FusedKernels,
     fuses,
     is_addmm,
+    is_elementwise,
     loaded_inputs,
 )
 from zpasses.graph.aliases import buffer_readers, is_alias, is_view, view_base
@@ -130,8 +132,8 @@ _FIXES_LAYOUT = (
     aten.convolution_backward.default,
 )
 """Readers for which Inductor fixes the layout of a value where it is computed."""
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
-"""Operators that write to memory which is given."""
+_INTO_GIVEN = BY_ROWS | {aten.mm.default, aten.addmm.default, aten.bmm.default}
+"""Operators that write to memory which is given, by kernels or themselves."""
 
 
 class _Tracker:
@@ -320,16 +322,23 @@ class _Tracker:
 
     def _joined(self, index: int, node: fx.Node) -> list[Buffer | None] | None:
         """Returns the memory of a `cat`, into which kernels and products write their results. If
-        they are kernels alone that only it reads, Triton's code computes them where it is.
+        they are kernels alone that only it reads, Triton's code computes them where it is. So does
+        all code with those of which only it reads a view.
         """
         kernels = self._kernels
         if kernels is None or node.target is not aten.cat.default:
             return None
-        items = list(dict.fromkeys(node.all_input_nodes))
+        viewed = {
+            each: view_base(each)
+            for each in node.all_input_nodes
+            if is_elementwise(view_base(each)) and _is_only_viewed(each)
+        }
+        items = list(dict.fromkeys(viewed.get(each, each) for each in node.all_input_nodes))
+        late = set(viewed.values())
         into = [
             item
             for item in items
-            if (kernels.has_kernel(item) or item.target in _PRODUCTS or is_addmm(item))
+            if (kernels.has_kernel(item) or item.target in _INTO_GIVEN or is_addmm(item))
             and not self._has_layout_before(item, node)
         ]
         at_once = not kernels.on_cpu and all(
@@ -344,7 +353,7 @@ class _Tracker:
                 continue
             part.nbytes = 0
             self._parts.append((whole, part))
-            if not at_once:
+            if not at_once and item not in late:
                 whole.first = min(whole.first, part.first)
                 continue
             for each in kernels.inputs(item):
@@ -424,6 +433,14 @@ class _Tracker:
         elif is_wait(node):
             for buffer in self._pending.get(started_by(node), ()):
                 buffer.last = max(buffer.last, index)
+
+
+def _is_only_viewed(view: fx.Node) -> bool:
+    """Whether a value is a view, and all that reads what it views is one user of it."""
+    node = view
+    while is_view(node) and len(node.users) == 1:
+        node = node.all_input_nodes[0]
+    return node is not view and not is_view(node) and len(node.users) == 1
 
 
 def _is_held_input(node: fx.Node) -> bool:

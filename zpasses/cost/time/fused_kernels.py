@@ -94,7 +94,7 @@ _INTO_A_COPY = frozenset(
 """Operators that copy their first operand and write to the copy. The kernel that copies computes an
 elementwise operand, such as zeros, itself, and so does the one that writes."""
 
-_BY_ROWS = frozenset(
+BY_ROWS = frozenset(
     {
         aten._unsafe_index.Tensor,
         aten.embedding.default,
@@ -112,7 +112,7 @@ _AVERAGE_GRADIENTS = {aten.avg_pool2d_backward.default: 25, aten.avg_pool3d_back
 """The same for the windows that an element is in."""
 
 _ELSEWHERE = (
-    _BY_ROWS
+    BY_ROWS
     | _INTO_A_COPY
     | {aten.select_scatter.default, aten.slice_scatter.default}
     | _AVERAGES.keys()
@@ -362,7 +362,7 @@ _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 def _is_operator(node: fx.Node) -> bool:
     """Whether a call runs outside of kernels, such as a product, a collective or a wait."""
-    inside = _is_fusible(node) or node.target in _INTO_A_COPY | _BY_ROWS | {aten.cat.default}
+    inside = _is_fusible(node) or node.target in _INTO_A_COPY | BY_ROWS | {aten.cat.default}
     return (
         node.op == "call_function"
         and not inside
@@ -394,7 +394,7 @@ def _loaded_bytes(node: fx.Node) -> int:
 
 def _loaded_by(user: fx.Node, source: fx.Node, most: int, leaf: fx.Node | None = None) -> int:
     """Returns how many of the bytes of a value, or of what it is computed from, a call loads."""
-    if user.target not in _BY_ROWS or source is not user.args[0]:
+    if user.target not in BY_ROWS or source is not user.args[0]:
         return most
     element_size: int = value_of(leaf or source).element_size()
     return min(most, numel(value_of(user)) * element_size)

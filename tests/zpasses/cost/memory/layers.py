@@ -177,6 +177,30 @@ class Encoder(nn.Module):
         return self.inner(x.view(8, -1, WIDTH)).view(x.shape)
 
 
+class WrittenOut(nn.Module):
+    """Causal attention as a softmax with positions, from constants, and a stack of activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate, self.norm = nn.Linear(WIDTH, 3), nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        tokens = x.view(8, -1, WIDTH)
+        heads = (
+            each.unflatten(-1, (4, -1)).transpose(1, 2)
+            for each in self.qkv(self.norm(tokens)).chunk(3, -1)
+        )
+        query, key, value = heads
+        at = torch.arange(tokens.shape[1])
+        slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).view(4, 1, 1)
+        scores = query @ key.transpose(-1, -2) / 4 + slopes * (at[None] - at[:, None])
+        weights = scores.masked_fill(at[None] > at[:, None], -torch.inf).softmax(-1)
+        made = self.out((weights @ value).transpose(1, 2).reshape(tokens.shape)).view(x.shape)
+        several = torch.stack((F.elu(made), F.hardswish(made), made.sin()), -1)
+        return x + (several * self.gate(x).softmax(-1)[:, None]).sum(-1)
+
+
 class TransposedNorm(nn.Module):
     """A batch norm of transposed values: Inductor lays its result out otherwise than the graph
     shows, and copies it for a product.
@@ -229,6 +253,8 @@ KINDS = {
     "scan": Scan,
     "mixer": Mixer,
     "transposed-norm": TransposedNorm,
+    "written-out": WrittenOut,
+    "checkpointed-written-out": partial(Checkpointed, WrittenOut),
     "rotary": Rotary,
     "checkpointed-rotary": partial(Checkpointed, Rotary),
     "encoder": Encoder,

@@ -276,6 +276,22 @@ def test_what_a_cat_joins_is_written_right_into_it():
 
 
 @pytest.mark.parametrize(
+    ("parts", "held"),
+    [
+        (lambda x: (x.exp(), x.sin()), 2),
+        (lambda x: (x.exp().t(), x.sin().t()), 2),  # views, computed where they are joined
+        (lambda x: ((x @ x).t(), x.sin().t()), 3),  # of a product, which is copied
+        (lambda x: (x.sum(1, keepdim=True).square().expand(32, 32), x.sin()), 2),
+        (lambda x: (x[torch.arange(32)], x.sin()), 2),  # what indices take
+    ],
+)
+def test_a_view_of_a_kernel_is_computed_where_a_cat_has_it(parts, held):
+    graph = decomposed(lambda x: torch.cat(parts(x)), (32, 32))
+    with use_target(Target.parse("cpu")):
+        assert liveness(graph).peak_bytes // UNIT == held
+
+
+@pytest.mark.parametrize(
     ("function", "held"),
     [
         (lambda y: y + 1, 1),
