@@ -9,6 +9,7 @@ from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.utils import run_and_get_code
 
 import zpasses
+from tests.zpasses.backend.inductor_code import allocations, built, calls_of, code_of
 from zpasses import compat
 from zpasses.compat import inductor_fused_order, inductor_fusion
 from zpasses.graph.queries import Editor
@@ -16,7 +17,7 @@ from zpasses.testing import fake_world
 
 pytestmark = [pytest.mark.inductor, pytest.mark.filterwarnings("ignore:dynamo_pgo")]
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
@@ -68,63 +69,6 @@ def test_the_input_of_a_reduction_is_freed_when_the_average_of_its_result_starts
 
 
 # --- the fusion of kernels ------------------------------------------------------------------------
-def read_before_and_after(*, what, room=False):
-    """Two kernels read `h`. Between them, products read the first, or a collective is awaited.
-
-    Args:
-        what: "products" or "wait".
-        room: whether a product at the end takes much more memory.
-    """
-    graph, mode = torch.fx.Graph(), compat.FakeTensorMode()
-    inputs = [graph.placeholder(f"primals_{name}") for name in "hdwb"]
-    shapes = [(8, 8), (8, 8), (4, 8) if what == "wait" else (8, 8), (64, 64)]
-    with mode:
-        for node, shape in zip(inputs, shapes, strict=True):
-            node.meta["val"] = torch.empty(shape)
-    h, d, w, b = inputs
-    output = graph.output(())
-    edit = Editor(graph, before=output)
-    if what == "products":
-        first = edit.call(aten.exp.default, h)
-        returned = [edit.call(aten.mm.default, d, first)]
-        factor = edit.call(aten.mm.default, d, w)
-    else:
-        factor = edit.call(c10d.all_gather_into_tensor.default, w, 2, "0")
-        returned = [edit.call(aten.exp.default, h)]
-        factor = edit.call(c10d.wait_tensor.default, factor)
-    returned.append(edit.call(aten.mul.Tensor, h, factor))
-    if room:
-        returned.append(edit.call(aten.mm.default, b, b))
-    output.args = (tuple(returned),)
-    return torch.fx.GraphModule({}, graph), [node.meta["val"] for node in inputs]
-
-
-def code_of(patches, make=read_before_and_after, **graph):
-    """The lines of the code after its inputs, with the settings that compiles of zpasses have."""
-    ours = dict.fromkeys(
-        ("reorder_for_locality", "reorder_for_peak_memory", "allow_buffer_reuse"), False
-    )
-    patches = {**ours, "force_disable_caches": True, **patches}
-    with fake_world(2), torch.no_grad():
-        gm, values = make(**graph)
-
-        def run():
-            inputs = [torch.ones(*each.shape) for each in values]
-            return compat.inductor_codegen_standalone(gm, values, patches)(inputs)
-
-        _, (code,) = run_and_get_code(run)
-    return [line.strip() for line in code[code.index("args.clear()") :].splitlines()]
-
-
-def allocations(code):
-    return sum("= empty_strided_cpu(" in line for line in code)
-
-
-def calls_of(patches, make=read_before_and_after, **graph):
-    """The kernels and products of the code, in their order."""
-    names = {"cpp_fused": "kernel", "extern_kernels.mm(": "product"}
-    starts = [(line, name) for line in code_of(patches, make, **graph) for name in names]
-    return [names[name] for line, name in starts if line.startswith(name)]
 
 
 def test_kernels_are_not_fused_where_that_raises_the_peak():
@@ -214,114 +158,6 @@ def test_kernels_are_fused_where_there_is_room(graph):
     calls = calls_of(compat.within_planned_peak({}), **graph)
     assert calls == calls_of({}, **graph)
     assert calls.count("kernel") == 1
-
-
-def test_a_kernel_that_runs_after_a_product_still_writes_over_it():
-    """Also if it is kept from being fused with a kernel before the product."""
-
-    code = code_of(compat.within_planned_peak({}), what="products")
-    assert allocations(code) == 3  # not 4: the last one has none
-
-
-def built(function, **shapes):
-    """A graph that `function` writes, given an editor and its inputs."""
-    graph, mode = torch.fx.Graph(), compat.FakeTensorMode()
-    inputs = [graph.placeholder(name) for name in shapes]
-    with mode:
-        for node, shape in zip(inputs, shapes.values(), strict=True):
-            node.meta["val"] = torch.empty(shape)
-    output = graph.output(())
-    output.args = (tuple(function(Editor(graph, before=output).call, *inputs)),)
-    return torch.fx.GraphModule({}, graph), [node.meta["val"] for node in inputs]
-
-
-def test_a_kernel_writes_over_a_part_of_what_an_operator_returns():
-    """Such as the gradient of a convolution."""
-
-    def graph(call, base):
-        sorted_, order = (call(operator.getitem, call(aten.sort.default, base), i) for i in (0, 1))
-        yield call(aten.sin.default, sorted_)
-        yield call(aten.sum.default, order)
-
-    with compat.observing_peaks() as peaks:
-        calls_of(compat.within_planned_peak({}), lambda: built(graph, primals_base=(64, 64)))
-    assert peaks[0] < 64 * 64 * (4 + 8) + 64
-
-
-@pytest.mark.parametrize("first", ["random", "product"])
-def test_a_kernel_writes_over_the_first_that_it_reads(first):
-    """Random numbers in it are in memory of their own, so it takes none of a product then."""
-
-    def graph(call, left, right):
-        seeds = call(prims.inductor_seeds.default, 1, left.meta["val"].device)
-        seed = call(prims.inductor_lookup_seed.default, seeds, 0)
-        product = call(aten.mm.default, left, right)
-        random = call(prims.inductor_random.default, [64, 64], seed, "rand")
-        reads = (random, product) if first == "random" else (product, random)
-        yield call(aten.mul.Tensor, *reads)
-
-    shapes = {"primals_left": (64, 8), "primals_right": (8, 64)}
-    with compat.observing_peaks() as peaks:
-        code = code_of(compat.within_planned_peak({}), lambda: built(graph, **shapes))
-    held = 2 if first == "random" else 1
-    assert sum("= empty_strided_cpu((64, 64)" in line for line in code) == held
-    assert peaks == [held * 4 * 64 * 64 + 8]  # and the seed
-
-
-@pytest.mark.parametrize(("rows", "is_local"), [(64, True), (2, False)])
-def test_what_common_outer_loops_compute_row_by_row_is_in_no_memory(rows, is_local, monkeypatch):
-    """Inductor has such loops where there are enough rows."""
-    monkeypatch.setattr(inductor_fused_order, "_MOST_TRIALS", 0)  # so that they stay together
-    width = 1024
-
-    def graph(call, left, right):
-        product = call(aten.mm.default, left, right)
-        most = call(aten.amax.default, product, [1], True)
-        powers = call(aten.exp.default, call(aten.sub.Tensor, product, most))
-        total = call(aten.sum.dim_IntList, powers, [1], True)
-        yield call(aten.div.Tensor, powers, total)
-
-    shapes = {"primals_left": (rows, 8), "primals_right": (8, width)}
-    with compat.observing_peaks() as peaks:
-        code = code_of(compat.within_planned_peak({}), lambda: built(graph, **shapes))
-    whole = [line for line in code if f"= empty_strided_cpu(({rows}, {width})" in line]
-    assert len(whole) == (2 if is_local else 3)
-    assert peaks == [len(whole) * 4 * rows * width + 2 * 4 * rows]
-
-
-def test_loops_inside_common_outer_ones_are_taken_apart_while_the_peak_is_exceeded(monkeypatch):
-    """As those of a softmax that dropout follows, which writes over its input without them."""
-
-    def graph(call, left, right, mask):
-        product = call(aten.mm.default, left, right)
-        most = call(aten.amax.default, product, [1], True)
-        powers = call(aten.exp.default, call(aten.sub.Tensor, product, most))
-        share = call(aten.div.Tensor, powers, call(aten.sum.dim_IntList, powers, [1], True))
-        yield share
-        yield call(aten.mul.Tensor, share, mask)
-
-    shapes = {"primals_left": (64, 8), "primals_right": (8, 64), "primals_mask": (64, 64)}
-    make = lambda: built(graph, **shapes)  # noqa: E731
-    with compat.observing_peaks() as peaks:
-        assert calls_of(compat.within_planned_peak({}), make) == ["product", "kernel", "kernel"]
-    assert peaks == [2 * 4 * 64 * 64]
-    monkeypatch.setattr(inductor_fused_order, "_MOST_TRIALS", 0)
-    with compat.observing_peaks() as peaks:
-        assert calls_of(compat.within_planned_peak({}), make) == ["product", "kernel"]
-    assert peaks[0] > 3 * 4 * 64 * 64
-
-
-def test_a_kernel_of_two_parts_writes_over_nothing_that_both_read():
-    """So a second part that writes over `made` by itself takes memory of its own if it is fused."""
-
-    def graph(call, row, left, right):
-        made = call(aten.mm.default, left, right)
-        product = call(aten.mm.default, row, call(aten.exp.default, made))
-        return product, call(aten.sin.default, made)
-
-    shapes = {"primals_row": (1, 8), "primals_left": (8, 8), "primals_right": (8, 8)}
-    calls = calls_of(compat.within_planned_peak({}), lambda: built(graph, **shapes))
-    assert calls == ["product", "kernel", "product", "kernel"]
 
 
 def test_a_kernel_is_kept_apart_by_an_operator_that_no_fusion_moves():
@@ -442,22 +278,6 @@ def test_a_kernel_is_no_part_of_one_that_reads_it_in_another_order():
     code = code_of(compat.within_planned_peak({}), lambda: built(graph, **shapes))
     starts = [line for line in code if line.startswith(("cpp_fused", "extern_kernels.mm("))]
     assert starts[0].count("buf") == 1  # `exp` alone
-
-
-def test_an_input_that_is_not_donated_is_not_written_over():
-    """The peak is where it is read, so kernels before and after that stay apart."""
-
-    def graph(call, saved, base, row, column, line):
-        yield call(aten.mm.default, row, call(aten.exp.default, base))
-        yield call(aten.mm.default, row, call(aten.sin.default, saved))
-        yield call(aten.mm.default, row, call(aten.cos.default, base))
-        yield call(aten.mm.default, row, call(aten.mm.default, column, line))
-
-    shapes = {"base": (64, 64), "row": (1, 64), "column": (64, 1), "line": (1, 256)}
-    shapes = {f"primals_{name}": shape for name, shape in shapes.items()}
-    make = lambda: built(graph, saved=(64, 128), **shapes)  # noqa: E731
-    kept = calls_of(compat.within_planned_peak({}), make)
-    assert kept == ["kernel", "product"] * 3 + ["product", "product"]
 
 
 @pytest.mark.parametrize("workspace", [0, 1 << 20])
