@@ -53,7 +53,7 @@ class FusedWithinPeak(CustomSchedulerPass):
 
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
-        return "zpasses.FusedWithinPeak.3", None if self._after is None else self._after.uuid()
+        return "zpasses.FusedWithinPeak.4", None if self._after is None else self._after.uuid()
 
 
 def fused_within_peak(

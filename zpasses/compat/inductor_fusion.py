@@ -84,7 +84,7 @@ class FusionWithinPeak(CustomSchedulerPass):
     def uuid(self) -> Any:
         """What decides the code, for Inductor's cache."""
         before = None if self._before is None else self._before.uuid()
-        return "zpasses.FusionWithinPeak.29", before
+        return "zpasses.FusionWithinPeak.30", before
 
 
 _allowed: WeakKeyDictionary[Scheduler, int] = WeakKeyDictionary()

@@ -150,11 +150,23 @@ class NodeMemory:
             live - sum(buffer.freed for buffer in over)
             for live, over in zip(changed, self.written_over, strict=True)
         ]
-        for at, node in enumerate(self._nodes):
-            within = _workspace(node, self._workspace_of)
-            for place in range(at, _awaited_at(self._nodes, at) + 1 if within else at):
+        for at in range(len(self._nodes)):
+            within, end = self._taken_within(at)
+            for place in range(at, end):
                 found[place] += within
         return found
+
+    def _taken_within(self, at: int) -> tuple[int, int]:
+        """Returns the bytes that a node takes besides its inputs and outputs, and the position of
+        the first one during which it no longer does. What a copy from the host makes is there from
+        its start, and an output of its wait alone.
+        """
+        node = self._nodes[at]
+        if _operator_of(node) == "zpasses.reload.default":
+            awaited = _awaited_at(self._nodes, at)
+            return _copied_bytes(self._nodes[awaited]), awaited
+        within = _workspace(node, self._workspace_of)
+        return within, _awaited_at(self._nodes, at) + 1 if within else at
 
     def without_collectives(self) -> list[int]:
         """Returns the bytes that live during each node without what collectives, and copies from
@@ -174,10 +186,10 @@ class NodeMemory:
             for buffer in self.made[at]:
                 changes[at] -= buffer.nbytes
                 changes[at if buffer.readers is None else buffer.last + 1] += buffer.freed
-            within = 0 if is_part else _workspace(node, self._workspace_of)
-            if within:
+            if not is_part:
+                within, end = self._taken_within(at)
                 changes[at] -= within
-                changes[_awaited_at(self._nodes, at) + 1] += within
+                changes[end] += within
         taken = accumulate(changes[:-1])
         return [live + change for live, change in zip(self.live, taken, strict=True)]
 
@@ -203,6 +215,19 @@ def _workspace(node: BaseSchedulerNode, workspace_of: Callable[[fx.Node], int]) 
     return max(map(workspace_of, calls), default=0)
 
 
+def _operator_of(node: BaseSchedulerNode) -> str:
+    """Returns the name of the operator that a node calls; "None" if it calls none."""
+    return str(getattr(node.node, "op_overload", None))
+
+
+def _copied_bytes(wait: BaseSchedulerNode) -> int:
+    """Returns the bytes of what a wait for a copy from the host returns."""
+    kernel: Any = wait.node
+    values = (call.meta.get("val") for call in kernel.get_origins() if "wait" in str(call.target))
+    sizes = (each.numel() * each.element_size() for each in values if hasattr(each, "numel"))
+    return max(map(int, map(hint, sizes)), default=0)
+
+
 def _awaited_at(nodes: list[BaseSchedulerNode], at: int) -> int:
     """Returns the position of the last wait for an operator; its own if it has none. Waits for a
     collective also depend on what it was given, which operators of torch have made.
@@ -212,12 +237,11 @@ def _awaited_at(nodes: list[BaseSchedulerNode], at: int) -> int:
     if getattr(getattr(kernel, "op_overload", None), "namespace", None) == "aten":
         return last
     for place in range(at + 1, len(nodes)):
-        kernel = nodes[place].node
         if names.isdisjoint(dep.name for dep in nodes[place].unmet_dependencies):
             continue
-        if isinstance(kernel, ir.MultiOutput):
+        if isinstance(nodes[place].node, ir.MultiOutput):
             names |= set(nodes[place].get_buffer_names())
-        elif "wait" in str(getattr(kernel, "op_overload", None)):
+        elif "wait" in _operator_of(nodes[place]):
             last = place
     return last
 
@@ -228,13 +252,12 @@ def _on_host(nodes: list[BaseSchedulerNode]) -> set[str]:
     """
     found: set[str] = set()
     for node in nodes:
-        kernel: Any = node.node
-        operator = str(getattr(kernel, "op_overload", None))
+        operator = _operator_of(node)
         reads = {dep.name for dep in node.read_writes.reads}
         if operator in ("zpasses.reload.default", "zpasses.from_host.default"):
             found |= reads
         elif operator in ("zpasses.offload_wait.default", "zpasses.to_host.default") or (
-            isinstance(kernel, ir.MultiOutput) and not reads.isdisjoint(found)
+            isinstance(node.node, ir.MultiOutput) and not reads.isdisjoint(found)
         ):
             found |= set(node.get_buffer_names())
     return found

@@ -324,6 +324,23 @@ def test_what_rests_on_the_host_is_no_memory_that_fused_kernels_may_take():
     assert calls == ["product", "kernel", "product", "product", "kernel"]
 
 
+def test_a_copy_from_the_host_takes_memory_from_its_start():
+    """Also beside what is free before it is awaited, which graphs show as the output of the wait."""
+
+    def graph(call, rest, row, left, right):
+        host = torch.device("cpu")
+        ticket = call(torch.ops.zpasses.reload.default, rest, host)
+        yield call(aten.sum.default, call(aten.mm.default, left, right))
+        came = call(torch.ops.zpasses.reload_wait.default, ticket, rest, host)
+        yield call(aten.mm.default, row, came)
+
+    shapes = {"primals_row": (1, 64), "primals_left": (64, 8), "primals_right": (8, 64)}
+    shapes = {"rest": (64, 64), **shapes}
+    with compat.observing_peaks() as peaks:
+        calls_of(compat.within_planned_peak({}), lambda: built(graph, **shapes))
+    assert 2 * 4 * 64 * 64 <= peaks[0] < 2.1 * 4 * 64 * 64
+
+
 def test_kernels_are_no_one_function_where_that_raises_the_peak():
     """What a function writes is allocated before all of it, and what it reads is freed after it."""
 
