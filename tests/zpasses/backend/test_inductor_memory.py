@@ -325,7 +325,7 @@ def test_what_rests_on_the_host_is_no_memory_that_fused_kernels_may_take():
 
 
 def test_a_copy_from_the_host_takes_memory_from_its_start():
-    """Also beside what is free before it is awaited, which graphs show as the output of the wait."""
+    """Also beside what is free before its wait, of which it is an output."""
 
     def graph(call, rest, row, left, right):
         host = torch.device("cpu")
